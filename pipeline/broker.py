@@ -1,0 +1,436 @@
+"""Access to the log: one connection to NATS JetStream and what Journeyman asks of it.
+
+Delivery is at least once; the effect is made exactly once by three means that all live here. A publish carries a
+`Nats-Msg-Id`, so a retry inside the stream's window is one event. An event whose subject is its identity
+(`unique_subject`) is published with the condition that the subject is empty, which holds for ever. And a consumer keeps
+what it holds alive while it lives, so only a death (not a slow group) leads to redelivery.
+
+Errors: `BrokerError` and below; each says what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
+from pipeline.log import get_logger
+
+log = get_logger("pipeline.broker")
+
+_WRONG_LAST_SEQUENCE = 10071
+_DIRECT_GET_BATCH = 1000
+_HEADERS_MARGIN = 4096
+
+
+class BrokerError(Exception):
+    """Root of what the broker raises."""
+
+
+class BrokerUnavailableError(BrokerError):
+    """The server did not acknowledge in time."""
+
+
+class HistoryGoneError(BrokerError):
+    """Something the log once held is there no more; `what` names it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} is no longer in the log: raise the stream's retention or replay from the store"
+        )
+        self.what = what
+
+
+@dataclass(frozen=True)
+class Ack:
+    """The broker's acknowledgement; `duplicate` if the log already held the event."""
+
+    stream: str
+    seq: int
+    duplicate: bool
+
+
+@dataclass(eq=False)
+class Recorded:
+    """An event and where it lies."""
+
+    event: AnyEvent
+    stream: str
+    seq: int
+    subject: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Delivery(Recorded):
+    """An event that a consumer holds until it says what became of it."""
+
+    deliveries: int = 1
+    pending: int = 0
+    """How many more the consumer has waiting after this one."""
+    _msg: Msg | None = None
+    _held: set[Delivery] | None = None
+
+    async def ack(self, *, confirmed: bool = False) -> None:
+        """Done with it. `confirmed` waits until the server knows; without, a lost ack leads to redelivery."""
+        assert self._msg is not None
+        if confirmed:
+            await self._msg.ack_sync()
+        else:
+            await self._msg.ack()
+        self._let_go()
+
+    async def nak(self, delay_s: float | None = None) -> None:
+        """Give it back for another try."""
+        assert self._msg is not None
+        await self._msg.nak(delay=delay_s)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.discard(self)
+
+
+class Consumption:
+    """A durable consumer in use; see `Broker.consume`."""
+
+    def __init__(
+        self, broker: Broker, spec: streams.ConsumerSpec, sub: JetStreamContext.PullSubscription
+    ) -> None:
+        self._broker, self.spec, self._sub = broker, spec, sub
+        self.held: set[Delivery] = set()
+
+    async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
+        """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
+        try:
+            messages = await self._sub.fetch(limit, timeout=wait_s)
+        except (nats.errors.TimeoutError, nats.js.errors.FetchTimeoutError):
+            return []
+        except nats.js.errors.ServiceUnavailableError as error:
+            raise BrokerUnavailableError(
+                f"consumer {self.spec.name} is gone: was its stream {self.spec.stream} deleted?"
+            ) from error
+        out = []
+        for message in messages:
+            delivery = await self._broker._admit(message, self.spec)
+            if delivery is not None:
+                delivery._held = self.held
+                self.held.add(delivery)
+                out.append(delivery)
+        return out
+
+    async def __aiter__(self) -> AsyncIterator[Delivery]:
+        while True:
+            for delivery in await self.batch(256):
+                yield delivery
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await anyio.sleep(self.spec.ack_wait_s / 3)
+            for delivery in list(self.held):
+                assert delivery._msg is not None
+                await delivery._msg.in_progress()
+
+
+class Broker:
+    """One connection; make it with `Broker.connect`."""
+
+    def __init__(self, client: Client, config: NatsConfig) -> None:
+        self.client = client
+        self.config = config
+        self.js = client.jetstream(timeout=config.ack_timeout_s)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, config: NatsConfig, *, name: str = "journeyman", provision: bool = True
+    ) -> AsyncIterator[Broker]:
+        """A broker at `config.url`, reconnecting for as long as the block runs.
+
+        Raises `BrokerUnavailableError` where no server answers at first."""
+
+        async def on_error(error: Exception) -> None:
+            log.warning("nats", error=str(error) or type(error).__name__)
+
+        try:
+            client = await nats.connect(
+                config.url,
+                name=name,
+                error_cb=on_error,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.2,
+                connect_timeout=5,
+                allow_reconnect=True,
+                pending_size=64 * 1024 * 1024,
+            )
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            raise BrokerUnavailableError(f"no NATS server answers at {config.url}: {error}") from error
+        broker = cls(client, config)
+        try:
+            if provision:
+                await broker.provision()
+            yield broker
+        finally:
+            with anyio.move_on_after(2, shield=True):
+                if client.is_connected:
+                    await client.flush(timeout=1)
+                await client.close()
+
+    # -- provisioning --------------------------------------------------------------------------------------------
+
+    async def provision(self) -> None:
+        """Make streams, consumers and buckets what the table in `pipeline.streams` says; data is never touched."""
+        for spec in streams.STREAMS:
+            wanted = api.StreamConfig(
+                name=spec.name,
+                description=spec.purpose,
+                subjects=list(spec.subjects),
+                retention=api.RetentionPolicy.LIMITS,
+                storage=api.StorageType.FILE,
+                compression=api.StoreCompression.S2,
+                max_age=spec.max_age_s,
+                max_bytes=spec.max_bytes,
+                duplicate_window=spec.duplicate_window_s,
+                num_replicas=self.config.replicas,
+                allow_direct=True,
+            )
+            try:
+                await self.js.stream_info(spec.name)
+                await self.js.update_stream(wanted)
+            except nats.js.errors.NotFoundError:
+                await self.js.add_stream(wanted)
+        for consumer in streams.CONSUMERS:
+            await self._provision_consumer(consumer)
+        for bucket in streams.BUCKETS:
+            try:
+                await self.js.object_store(bucket)
+            except nats.js.errors.NotFoundError:
+                await self.js.create_object_store(
+                    bucket, config=api.ObjectStoreConfig(bucket=bucket, replicas=self.config.replicas)
+                )
+
+    async def _provision_consumer(self, spec: streams.ConsumerSpec) -> None:
+        policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
+        await self.js.add_consumer(
+            spec.stream,
+            api.ConsumerConfig(
+                durable_name=spec.name,
+                description=spec.purpose,
+                ack_policy=api.AckPolicy.EXPLICIT,
+                ack_wait=spec.ack_wait_s,
+                deliver_policy=policy,
+                filter_subjects=list(spec.subjects),
+                max_ack_pending=spec.max_ack_pending,
+                # The limit is ours to enforce (`_admit`): the server would only stop delivering.
+                max_deliver=-1,
+            ),
+        )
+
+    # -- publishing ----------------------------------------------------------------------------------------------
+
+    async def publish(self, event: Event, headers: Mapping[str, str] | None = None) -> Ack:
+        """Put `event` on the log and return once the server acknowledged it; safe to repeat.
+
+        Retries while the server is away, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
+        payload = encode(event)
+        sent = dict(headers or {})
+        if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
+            payload = await self._check_in(event, payload)
+        sent[api.Header.MSG_ID] = event.message_id()
+        if event.unique_subject:
+            sent[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = "0"
+        return await self._publish_until_acked(event.subject(), payload, sent)
+
+    async def _publish_until_acked(self, subject: str, payload: bytes, headers: dict[str, str]) -> Ack:
+        with anyio.move_on_after(self.config.publish_deadline_s):
+            while True:
+                try:
+                    ack = await self.js.publish(subject, payload, headers=dict(headers))
+                    return Ack(ack.stream, ack.seq, bool(ack.duplicate))
+                except nats.js.errors.APIError as error:
+                    if error.err_code == _WRONG_LAST_SEQUENCE:
+                        return await self._existing(subject)
+                    if error.code != 503:
+                        raise BrokerError(f"the broker refused {subject}: {error.description}") from error
+                except (
+                    nats.errors.TimeoutError,
+                    nats.js.errors.NoStreamResponseError,
+                    nats.errors.OutboundBufferLimitError,
+                ):
+                    pass
+                await anyio.sleep(0.1)  # paces the retry of a server that is away
+        raise BrokerUnavailableError(
+            f"{subject} was not acknowledged within {self.config.publish_deadline_s:.0f} s: is the NATS server up, "
+            "its stream there and its disk not full?"
+        )
+
+    async def _existing(self, subject: str) -> Ack:
+        stream = await self._stream_of(subject)
+        found = await self.js.get_last_msg(stream, subject, direct=False)
+        return Ack(stream, int(found.seq or 0), duplicate=True)
+
+    async def _check_in(self, event: Event, payload: bytes) -> bytes:
+        digest = hashlib.sha256(payload).hexdigest()
+        await self.put_object(streams.CLAIMS_BUCKET, digest, payload)
+        return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=wire_name(event)))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def consume(self, name: str) -> AsyncIterator[Consumption]:
+        """The durable consumer `name` of `pipeline.streams`. What is held when the block ends goes back at once."""
+        spec = streams.consumer(name)
+        sub = await self.js.pull_subscribe_bind(
+            consumer=spec.name, stream=spec.stream, pending_msgs_limit=-1, pending_bytes_limit=-1
+        )
+        consumption = Consumption(self, spec, sub)
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(consumption._keep_alive)
+            try:
+                yield consumption
+            finally:
+                tg.cancel_scope.cancel()
+                with anyio.move_on_after(2, shield=True):
+                    for delivery in list(consumption.held):
+                        await delivery.nak()
+                    await sub.unsubscribe()
+
+    async def _admit(self, message: Msg, spec: streams.ConsumerSpec) -> Delivery | None:
+        meta = message.metadata
+        seq, deliveries = int(meta.sequence.stream), int(meta.num_delivered or 1)
+        if deliveries > spec.max_deliver:
+            await self.bury(message, spec, "max_deliver", f"delivered {deliveries} times without success")
+            return None
+        try:
+            event = await self._read(message.data)
+        except (msgspec.DecodeError, HistoryGoneError) as error:
+            await self.bury(message, spec, "undecodable", str(error))
+            return None
+        return Delivery(
+            event, spec.stream, seq, message.subject, dict(message.headers or {}), deliveries,
+            int(meta.num_pending or 0), message,
+        )  # fmt: skip
+
+    async def bury(self, message: Msg, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
+        """Move a message that no one can use to the dead letters, then let the consumer go on."""
+        meta = message.metadata
+        payload = bytes(message.data)
+        dead = DeadLettered(
+            project="",
+            stream=spec.stream,
+            stream_seq=int(meta.sequence.stream),
+            original_subject=message.subject,
+            consumer=spec.name,
+            reason=reason,
+            detail=detail[:2000],
+            deliveries=int(meta.num_delivered or 1),
+            payload=payload,
+            headers=dict(message.headers or {}),
+        )
+        await self.publish(dead)
+        await message.ack()
+        log.error("dead letter", stream=spec.stream, seq=dead.stream_seq, reason=reason, detail=detail[:300])
+
+    async def _read(self, payload: bytes) -> AnyEvent:
+        event = decode(payload)
+        if not isinstance(event, ClaimCheck):
+            return event
+        whole = decode(await self.get_object(streams.CLAIMS_BUCKET, event.object))
+        if isinstance(whole, ClaimCheck):
+            raise msgspec.DecodeError("a claim check that claims a claim check")
+        return whole
+
+    async def history(self, stream: str, subject: str, start_seq: int = 1) -> list[Recorded]:
+        """Every event on `subject` (wildcards allowed) from `start_seq` on, in stream order."""
+        out: list[Recorded] = []
+        while True:
+            page, more = await self._direct_get(
+                stream, {"seq": start_seq, "next_by_subj": subject, "batch": _DIRECT_GET_BATCH}
+            )
+            for message in page:
+                headers = dict(message.headers or {})
+                seq = int(headers["Nats-Sequence"])
+                out.append(
+                    Recorded(await self._read(message.data), stream, seq, headers["Nats-Subject"], headers)
+                )
+            if not more or not out:
+                return out
+            start_seq = out[-1].seq + 1
+
+    async def last(self, stream: str, subject: str) -> Recorded | None:
+        """The newest event on `subject`, or none."""
+        page, _ = await self._direct_get(stream, {"last_by_subj": subject})
+        for message in page:
+            headers = dict(message.headers or {})
+            seq = int(headers["Nats-Sequence"])
+            return Recorded(await self._read(message.data), stream, seq, headers["Nats-Subject"], headers)
+        return None
+
+    async def get(self, stream: str, seq: int) -> Recorded:
+        """The event at `seq`; raises `HistoryGoneError` where retention took it."""
+        page, _ = await self._direct_get(stream, {"seq": seq})
+        for message in page:
+            headers = dict(message.headers or {})
+            return Recorded(await self._read(message.data), stream, seq, headers["Nats-Subject"], headers)
+        raise HistoryGoneError(f"message {seq} of {stream}")
+
+    async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
+        """The server's batched direct get (NATS ADR-31): messages, and whether there are more."""
+        inbox = self.client.new_inbox()
+        sub = await self.client.subscribe(inbox)
+        batched = "batch" in request
+        out: list[Msg] = []
+        try:
+            await self.client.publish(
+                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox
+            )
+            while True:
+                message = await sub.next_msg(timeout=self.config.ack_timeout_s)
+                headers = message.headers or {}
+                status = headers.get("Status")
+                if status == "204":
+                    return out, int(headers.get("Nats-Num-Pending", "0")) > 0
+                if status == "404":
+                    return out, False
+                if status is not None:
+                    raise BrokerError(f"direct get from {stream}: {status} {headers.get('Description', '')}")
+                out.append(message)
+                if not batched:
+                    return out, False
+        except nats.errors.TimeoutError as error:
+            raise BrokerUnavailableError(f"{stream} did not answer a read: is the NATS server up?") from error
+        finally:
+            await sub.unsubscribe()
+
+    async def _stream_of(self, subject: str) -> str:
+        return str(await self.js.find_stream_name_by_subject(subject))
+
+    # -- objects -------------------------------------------------------------------------------------------------
+
+    async def put_object(self, bucket: str, name: str, data: bytes) -> None:
+        """Store `data` under `name`; the same name and content again is a no-op in effect."""
+        store = await self.js.object_store(bucket)
+        await store.put(name, data)
+
+    async def get_object(self, bucket: str, name: str) -> bytes:
+        """The object's bytes, digest checked; raises `HistoryGoneError` where it is not there."""
+        store = await self.js.object_store(bucket)
+        try:
+            result = await store.get(name)
+        except (nats.js.errors.ObjectNotFoundError, nats.js.errors.ObjectDeletedError) as error:
+            raise HistoryGoneError(f"object {name} of {bucket}") from error
+        return bytes(result.data or b"")

@@ -1,0 +1,254 @@
+"""Settings: one TOML file, dotted flags over it, one validated frozen tree, saved with every run.
+
+`load(path, ["trainer.learning_rate=1e-3"])` gives a `Config`. Unknown keys and wrong types are errors that name the
+key. Each service reads its own section; `docs/configuration.md` is generated from the docstrings below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import tomli_w
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used; the message names it."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class NatsConfig(Section, frozen=True, kw_only=True):
+    """The log."""
+
+    url: str = ""
+    """Address of a NATS server with JetStream. Empty: `journeyman up` starts one from its wheel."""
+    port: int = 0
+    """Port of the server that `journeyman up` starts; 0: any free one."""
+    sync_always: bool = False
+    """fsync every message before acknowledging it: survives a power cut, at about a tenth of the rate."""
+    max_payload: int = 1_048_576
+    """Bytes; larger events travel through the object store."""
+    replicas: int = 1
+    """Copies of each stream in a NATS cluster."""
+    ack_timeout_s: float = 5.0
+    """How long one publish waits for its acknowledgement before it is repeated."""
+    publish_deadline_s: float = 60.0
+    """How long a publish is repeated before it is an error."""
+
+
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """The inference servers."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that already run. Empty: `journeyman up` starts one."""
+    port: int = 0
+    """Port of the server that `journeyman up` starts; 0: any free one."""
+    args: tuple[str, ...] = ()
+    """Further arguments of that server."""
+    env: dict[str, str] = {}
+    """Further environment of that server."""
+    max_loras: int = 4
+    """Adapters held at once: at least the staleness bound plus two."""
+    max_lora_rank: int = 8
+    max_model_len: int = 0
+    """0: the model's own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    start_timeout_s: float = 600.0
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """One trainable policy."""
+
+    name: str = "policy"
+    """Serving name: what agents put into `model`."""
+    base: str = ""
+    """Folder or hub name of the base model."""
+
+
+class GatewayConfig(Section, frozen=True, kw_only=True):
+    """The HTTP front."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one."""
+    capture: Literal["acked", "async", "off"] = "acked"
+    """`acked`: an exchange is answered once the log holds it; `async` answers first (a crash may lose it); `off`
+    records nothing."""
+    request_timeout_s: float = 300.0
+    upstream_wait_s: float = 180.0
+    """How long a request waits for an inference server to come (back) up."""
+    max_body_bytes: int = 64 * 1024 * 1024
+
+
+class JudgeConfig(Section, frozen=True, kw_only=True):
+    """Groups and scores."""
+
+    group_size: int = 8
+    min_size: int = 2
+    """A group that times out with fewer scorable members is discarded."""
+    timeout_s: float = 600.0
+    """From a group's first completed trajectory to its closing without the missing ones."""
+    model: str = ""
+    """litellm name of the judge model; empty: only rewards that agents gave count."""
+    api_base: str = ""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; the key itself is never in a file."""
+    rubric: str = ""
+    """File with the rubric; empty: RULER's general one."""
+    concurrency: int = 16
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """Groups to checkpoints."""
+
+    engine: Literal["transformers", "unsloth"] = "transformers"
+    groups_per_step: int = 8
+    learning_rate: float = 3e-3
+    max_steps: int = 0
+    """0: for as long as groups come."""
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    loss_type: str = "dapo"
+    beta: float = 0.0
+    """Weight of the KL to the base model."""
+    max_staleness: int = 2
+    """Groups sampled more than this many steps ago are discarded."""
+    seed: int = 0
+    checkpoints: str = "checkpoints"
+    """Folder under the run directory."""
+
+
+class StoreConfig(Section, frozen=True, kw_only=True):
+    """Events to Parquet."""
+
+    dir: str = "store"
+    """Folder under the run directory."""
+    flush_rows: int = 20_000
+    flush_s: float = 2.0
+    """A file is written after so many events or seconds, whichever comes first."""
+
+
+class TelemetryConfig(Section, frozen=True, kw_only=True):
+    """Traces. Where they go is said by the standard OTEL_EXPORTER_OTLP_* or by LANGFUSE_* variables."""
+
+    enabled: Literal["auto", "on", "off"] = "auto"
+    """`auto`: on where such a variable is set."""
+    content: bool = True
+    """Whether prompts and replies are part of the spans."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """Everything."""
+
+    project: str = "default"
+    run_dir: str = "runs/default"
+    log_level: str = "INFO"
+    nats: NatsConfig = NatsConfig()
+    vllm: VllmConfig = VllmConfig()
+    models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    gateway: GatewayConfig = GatewayConfig()
+    judge: JudgeConfig = JudgeConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    store: StoreConfig = StoreConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    def path(self, *parts: str) -> Path:
+        """A path under the run directory; absolute parts stand for themselves."""
+        return Path(self.run_dir).joinpath(*parts)
+
+    def model(self, name: str) -> ModelConfig:
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise ConfigError(
+            f"no model {name!r} is configured; there are: {', '.join(m.name for m in self.models)}"
+        )
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    keys = dotted.split(".")
+    node: Any = tree
+    for key, following in zip(keys, [*keys[1:], None], strict=True):
+        if isinstance(node, list):
+            index = int(key)
+            while len(node) <= index:
+                node.append({})
+            if following is None:
+                node[index] = value
+            node = node[index]
+        elif following is None:
+            node[key] = value
+        else:
+            node = node.setdefault(key, [] if following.isdigit() else {})
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Settings from a TOML file and `section.key=value` overrides (values as TOML, else plain strings).
+
+    Raises `ConfigError` naming the setting that can't be used."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(f"no settings file {path}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        dotted, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override!r} is no setting: write section.key=value")
+        try:
+            _set(tree, dotted.strip(), _parse_value(value.strip()))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{dotted!r} names no setting") from error
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"settings: {error}") from error
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    names = [m.name for m in config.models]
+    if len(set(names)) != len(names):
+        raise ConfigError("models: two have the same name")
+    if any("@" in name for name in names):
+        raise ConfigError("models: a name can't hold '@', which separates the version")
+    if config.judge.min_size < 2:
+        raise ConfigError("judge.min_size: a group needs at least 2 members to compare")
+    if config.judge.min_size > config.judge.group_size:
+        raise ConfigError("judge.min_size is larger than judge.group_size")
+    if config.vllm.max_loras < config.trainer.max_staleness + 2 and not config.vllm.urls:
+        raise ConfigError(
+            f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
+            f"{config.trainer.max_staleness + 2}, or running requests lose their adapter"
+        )
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved settings as TOML, so that the run can be repeated."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(tomli_w.dumps(msgspec.to_builtins(config)), "utf-8")
+    temporary.replace(path)
+
+
+def config_hash(section: Section) -> str:
+    """Short SHA-256 of a section's values: two runs with the same hash were told the same."""
+    return hashlib.sha256(msgspec.json.encode(section, order="sorted")).hexdigest()[:16]

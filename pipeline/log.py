@@ -1,0 +1,74 @@
+"""Structured logs: one JSON object a line on stderr, for machines first.
+
+`get_logger(name).info("adapter loaded", version="m@3", ms=12)` writes
+`{"at": …, "level": "info", "service": …, "event": "adapter loaded", "version": "m@3", "ms": 12}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+_encoder = msgspec.json.Encoder(enc_hook=str)
+_service = "journeyman"
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "service": _service,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return _encoder.encode(line).decode()
+
+
+class Logger:
+    """A logger whose keyword arguments become fields of the line."""
+
+    def __init__(self, name: str) -> None:
+        self._log = logging.getLogger(name)
+
+    def _emit(self, level: int, event: str, fields: dict[str, Any], exc: BaseException | None = None) -> None:
+        if self._log.isEnabledFor(level):
+            self._log.log(level, "%s", event, extra={"fields": fields}, exc_info=exc)
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._emit(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._emit(logging.INFO, event, fields)
+
+    def warning(self, event: str, exc: BaseException | None = None, **fields: Any) -> None:
+        self._emit(logging.WARNING, event, fields, exc)
+
+    def error(self, event: str, exc: BaseException | None = None, **fields: Any) -> None:
+        self._emit(logging.ERROR, event, fields, exc)
+
+
+def get_logger(name: str) -> Logger:
+    return Logger(name)
+
+
+def configure(service: str, level: str = "INFO") -> None:
+    """Send this process's logs to stderr as JSON lines, named `service`."""
+    global _service
+    _service = service
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    logging.Formatter.converter = time.gmtime
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # A request line per call would cost more than the call's capture.
+    for noisy in ("httpx", "httpcore", "LiteLLM", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,0 +1,61 @@
+"""Identifiers and how they travel in NATS subjects.
+
+A NATS subject token must not hold `.`, `*`, `>`, white space or control characters; model names such as
+`Qwen/Qwen3-0.6B` do. `subject_token` escapes them reversibly, so a subject can always be read back.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+MAX_NAME = 200
+_UNSAFE = re.compile(rb"[^A-Za-z0-9_\-/@:+=,~]")
+
+
+class InvalidNameError(ValueError):
+    """A name that can't be used as an identifier; `name` is the offender."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name!r} can't be a name: {why}")
+        self.name = name
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it can identify something, else raise `InvalidNameError` saying why."""
+    if not name:
+        raise InvalidNameError(name, "it is empty")
+    if len(name) > MAX_NAME:
+        raise InvalidNameError(name[:40] + "…", f"it is longer than {MAX_NAME} characters")
+    if not name.isprintable():
+        raise InvalidNameError(name, "it holds characters that can't be printed")
+    return name
+
+
+def subject_token(name: str) -> str:
+    """`name` as one NATS subject token, escaped like a URL: `a.b` becomes `a%2Eb`."""
+    check_name(name)
+    return _UNSAFE.sub(lambda m: b"%%%02X" % m.group()[0], name.encode()).decode()
+
+
+def name_of_token(token: str) -> str:
+    """The inverse of `subject_token`."""
+    return re.sub(r"(?:%[0-9A-F]{2})+", lambda m: bytes.fromhex(m.group().replace("%", "")).decode(), token)
+
+
+def version_name(model: str, step: int) -> str:
+    """The name under which vLLM serves policy version `step` of `model`; step 0 is the base model."""
+    return f"{model}@{step}"
+
+
+def parse_version(version: str) -> tuple[str, int]:
+    """`"m@7"` to `("m", 7)`; raises `InvalidNameError` if there is no step in it."""
+    model, at, step = version.rpartition("@")
+    if not at or not step.isdigit():
+        raise InvalidNameError(version, "a policy version reads <model>@<step>")
+    return model, int(step)
+
+
+def new_id(prefix: str) -> str:
+    """A fresh random identifier, 80 bits, such as `t-5f1c…`."""
+    return f"{prefix}-{secrets.token_hex(10)}"

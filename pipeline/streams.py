@@ -1,0 +1,77 @@
+"""The one table of streams and consumers: provisioning, `journeyman status` and docs read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """A stream with file storage, S2 compression and limits retention."""
+
+    name: str
+    subjects: tuple[str, ...]
+    purpose: str
+    max_age_s: float = 0.0
+    """0: kept until `max_bytes` says otherwise."""
+    max_bytes: int = -1
+    duplicate_window_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class ConsumerSpec:
+    """A durable pull consumer. Held messages are kept alive while their holder lives; `ack_wait_s` after it died they
+    go to the next holder, and after `max_deliver` deliveries to the dead letters."""
+
+    name: str
+    stream: str
+    subjects: tuple[str, ...]
+    purpose: str
+    ack_wait_s: float = 10.0
+    max_deliver: int = 10
+    max_ack_pending: int = 10_000
+    start: Literal["all", "new"] = "all"
+
+
+STREAMS: tuple[StreamSpec, ...] = (
+    StreamSpec(
+        "ROLLOUTS", ("rollout.>",), "trajectories: opened, exchanges, completed", max_age_s=30 * DAY_S
+    ),
+    StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S),
+    StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads"),
+    StreamSpec("DEAD", ("dead.>",), "what no one could use, with the reason", max_age_s=90 * DAY_S),
+)
+
+CONSUMERS: tuple[ConsumerSpec, ...] = (
+    ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>",), "groups and scores", max_deliver=50,
+                 max_ack_pending=100_000),
+    ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50),
+    ConsumerSpec("store-rollouts", "ROLLOUTS", ("rollout.>",), "Parquet", max_ack_pending=200_000),
+    ConsumerSpec("store-groups", "GROUPS", ("group.>",), "Parquet", max_ack_pending=200_000),
+    ConsumerSpec("store-policy", "POLICY", ("policy.>",), "Parquet", max_ack_pending=200_000),
+    ConsumerSpec("store-dead", "DEAD", ("dead.>",), "Parquet", max_ack_pending=200_000),
+    ConsumerSpec("telemetry-rollouts", "ROLLOUTS", ("rollout.>",), "spans", start="new"),
+    ConsumerSpec("telemetry-groups", "GROUPS", ("group.>",), "spans", start="new"),
+    ConsumerSpec("telemetry-policy", "POLICY", ("policy.>",), "spans", start="new"),
+)  # fmt: skip
+
+ADAPTERS_BUCKET = "ADAPTERS"
+"""Object store bucket of trained adapters."""
+CLAIMS_BUCKET = "CLAIMS"
+"""Object store bucket of events that exceed the payload limit."""
+BUCKETS = (ADAPTERS_BUCKET, CLAIMS_BUCKET)
+
+
+def stream(name: str) -> StreamSpec:
+    return next(s for s in STREAMS if s.name == name)
+
+
+def consumer(name: str) -> ConsumerSpec:
+    """The consumer called `name`; `KeyError` names those there are."""
+    for spec in CONSUMERS:
+        if spec.name == name:
+            return spec
+    raise KeyError(f"no consumer {name!r}; there are: {', '.join(c.name for c in CONSUMERS)}")
