@@ -1,0 +1,11 @@
+"""Tic-tac-toe against a random opponent: the demo's task, small enough for two cores and verifiable to the last move.
+
+| module | what lives there |
+| --- | --- |
+| `game` | rules, the seeded opponent, what the model sees, what a game is worth |
+| `make_model` | makes `model/`: the tokenizer and a small pre-trained Qwen3, from a seed |
+| `agent` | plays one game, and a fleet of them, with nothing but the `openai` package |
+| `demo` | `make demo`: starts everything, trains, evaluates, writes `report.json` |
+| `model/` | what `make_model` made |
+| `journeyman.toml` | the demo's settings |
+"""

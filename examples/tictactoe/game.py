@@ -1,0 +1,105 @@
+"""Rules, the seeded opponent, what the model sees of the board and what a game is worth.
+
+The agent plays `x`, the opponent `o`; who begins is drawn from the game's seed. A board is a string of nine characters,
+cells `a1 b1 c1 a2 … c3`, each `x`, `o` or `.`. The model sees one word a cell (`b2=x`) and answers with a cell's name.
+
+The opponent's whole behaviour is fixed by the seed: for its k-th move it holds a random order of the cells and takes
+the first free one. Its moves are uniformly random, and games with one seed differ only by what the agent does, so the
+games of a group are comparable and the same held-out games can be played before and after training.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+Result = Literal["win", "draw", "loss", "illegal"]
+
+CELLS: tuple[str, ...] = tuple(f"{column}{row}" for row in "123" for column in "abc")
+LINES: tuple[tuple[int, int, int], ...] = (
+    (0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6),
+)  # fmt: skip
+EMPTY = "." * 9
+
+REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal": -0.2}
+"""What a game is worth to the agent."""
+
+
+def has_won(board: str, mark: str) -> bool:
+    return any(all(board[i] == mark for i in line) for line in LINES)
+
+
+def free_cells(board: str) -> list[int]:
+    return [i for i, mark in enumerate(board) if mark == "."]
+
+
+def put(board: str, cell: int, mark: str) -> str:
+    """`board` with `mark` on `cell`; `ValueError` if the cell is taken."""
+    if board[cell] != ".":
+        raise ValueError(f"{CELLS[cell]} is taken")
+    return board[:cell] + mark + board[cell + 1 :]
+
+
+def describe(board: str) -> str:
+    """The board as the model reads it: one word a cell, one row a line."""
+    words = [f"{name}={mark}" for name, mark in zip(CELLS, board, strict=True)]
+    return "\n".join(" ".join(words[row : row + 3]) for row in (0, 3, 6))
+
+
+def opening_seed(split: str, number: int, seed: int = 0) -> str:
+    """Name of a game's seed. Held-out games (`val`) are the same whatever the run's seed; training games are not."""
+    return f"val/{number}" if split == "val" else f"{split}/{seed}/{number}"
+
+
+@dataclass
+class Game:
+    """One game. `board` is to be shown to the agent while `result` is None."""
+
+    seed: str
+    board: str = EMPTY
+    result: Result | None = None
+    moves: int = 0
+    """How many the agent has made."""
+    _orders: list[list[int]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(f"tictactoe/{self.seed}")
+        opponent_begins = rng.random() < 0.5
+        self._orders = [rng.sample(range(9), 9) for _ in range(5)]
+        if opponent_begins:
+            self._opponent()
+
+    def _opponent(self) -> None:
+        order = self._orders.pop(0)
+        self.board = put(self.board, next(i for i in order if self.board[i] == "."), "o")
+
+    def play(self, move: str | None) -> Result | None:
+        """The agent's move, as the model wrote it, and the opponent's answer; the result once there is one.
+
+        What names no free cell ends the game as `illegal`."""
+        if self.result is not None:
+            raise ValueError(f"the game is over: {self.result}")
+        cell = CELLS.index(move) if move in CELLS else None
+        if cell is None or self.board[cell] != ".":
+            self.result = "illegal"
+            return self.result
+        self.board = put(self.board, cell, "x")
+        self.moves += 1
+        self.result = self._judge()
+        if self.result is None:
+            self._opponent()
+            self.result = self._judge()
+        return self.result
+
+    def _judge(self) -> Result | None:
+        if has_won(self.board, "x"):
+            return "win"
+        if has_won(self.board, "o"):
+            return "loss"
+        return None if "." in self.board else "draw"
+
+    @property
+    def reward(self) -> float:
+        assert self.result is not None
+        return REWARDS[self.result]
