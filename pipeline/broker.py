@@ -416,6 +416,15 @@ class Broker:
         finally:
             await sub.unsubscribe()
 
+    async def lag(self, prefix: str = "") -> int:
+        """How many events the consumers whose names begin with `prefix` have not yet acknowledged."""
+        waiting = 0
+        for spec in streams.CONSUMERS:
+            if spec.name.startswith(prefix):
+                info = await self.js.consumer_info(spec.stream, spec.name)
+                waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)
+        return waiting
+
     async def _stream_of(self, subject: str) -> str:
         return str(await self.js.find_stream_name_by_subject(subject))
 

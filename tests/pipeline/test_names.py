@@ -1,0 +1,42 @@
+"""Identifiers survive the way into a subject and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.names import (
+    MAX_NAME,
+    InvalidNameError,
+    name_of_token,
+    parse_version,
+    subject_token,
+    version_name,
+)
+
+names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
+
+
+@given(names)
+def test_a_token_is_one_subject_token_and_reads_back(name: str) -> None:
+    token = subject_token(name)
+    assert not set(token) & set(".*> \t\r\n")
+    assert name_of_token(token) == name
+
+
+@given(names, st.integers(0, 10**9))
+def test_versions_read_back(model: str, step: int) -> None:
+    assert parse_version(version_name(model, step)) == (model, step)
+
+
+@pytest.mark.parametrize("bad", ["", "a\nb", "x" * (MAX_NAME + 1)])
+def test_what_can_not_be_a_name_says_why(bad: str) -> None:
+    with pytest.raises(InvalidNameError):
+        subject_token(bad)
+
+
+@pytest.mark.parametrize("bad", ["m", "m@", "m@x", "@"])
+def test_a_version_without_a_step_says_so(bad: str) -> None:
+    with pytest.raises(InvalidNameError):
+        parse_version(bad)

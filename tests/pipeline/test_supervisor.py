@@ -1,0 +1,125 @@
+"""The supervisor with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline.config import Config, ConfigError, load
+from pipeline.plan import ProcessSpec, make_plan
+from pipeline.supervisor import Supervisor, SupervisorError
+
+pytestmark = pytest.mark.anyio
+
+SERVICE = """
+import argparse, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+p = argparse.ArgumentParser(); p.add_argument("--ready-fd", type=int); a = p.parse_args()
+os.write(a.ready_fd, b'{"ready": true}\\n'); os.close(a.ready_fd)
+signal.sigwait({signal.SIGTERM})
+print("stopped in order", flush=True)
+"""
+
+
+def service(name: str, code: str = SERVICE) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", code))
+
+
+def config(tmp_path: Path) -> Config:
+    return load(None, [f"run_dir={tmp_path}"])
+
+
+def state(tmp_path: Path) -> dict[str, object]:
+    return msgspec.json.decode((tmp_path / "state.json").read_bytes())  # type: ignore[no-any-return]
+
+
+async def test_it_reports_ready_and_stops_in_order(tmp_path: Path) -> None:
+    supervisor = Supervisor(config(tmp_path), [service("gateway"), service("judge")])
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            assert state(tmp_path)["ready"] is True
+            supervisor.stop()
+    assert "stopped in order" in (tmp_path / "logs" / "gateway.log").read_text()
+    assert {s["state"] for s in state(tmp_path)["services"].values()} == {"stopped"}  # type: ignore[attr-defined]
+
+
+async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
+    changed = anyio.Event()
+
+    def on_change(watched: object) -> None:
+        nonlocal changed
+        changed.set()
+        changed = anyio.Event()
+
+    supervisor = Supervisor(config(tmp_path), [service("judge")], on_change=on_change)  # type: ignore[arg-type]
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            judge = supervisor.watched["judge"]
+            os.kill(judge.pid, signal.SIGKILL)
+            while not (judge.restarts == 1 and judge.state == "ready"):
+                await changed.wait()
+            supervisor.stop()
+
+
+async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    broken = service("trainer", "import sys; print('no such base model'); sys.exit(2)")
+    supervisor = Supervisor(config(tmp_path), [broken])
+    with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+        await supervisor.run()
+    error = caught.value.exceptions[0]
+    assert isinstance(error, SupervisorError)
+    assert "no such base model" in str(error)
+
+
+async def test_a_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
+    code = f"""
+import anyio, sys
+from pipeline.config import load
+from pipeline.plan import ProcessSpec
+from pipeline.supervisor import Supervisor
+async def main():
+    s = Supervisor(load(None, ["run_dir={tmp_path}"]), [ProcessSpec("judge", (sys.executable, "-c", {SERVICE!r}))])
+    async with anyio.create_task_group() as tg:
+        await tg.start(s.run)
+        print(s.watched["judge"].pid, flush=True)
+anyio.run(main)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        await anyio.sleep(0.02)
+
+
+def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
+    base = load(None, [f"run_dir={tmp_path}", "models.0.base=somewhere", "models.0.name=m"])
+    resolved, specs = make_plan(base, ("gateway", "store"))
+    assert [s.name for s in specs] == ["nats", "vllm", "gateway", "store"]
+    assert resolved.nats.url.startswith("nats://127.0.0.1:")
+    assert "m@0" in specs[1].argv
+    external, specs = make_plan(
+        load(
+            None, [f"run_dir={tmp_path}", 'nats.url="nats://elsewhere:4222"', 'vllm.urls=["http://gpu:8000"]']
+        ),
+        ("gateway",),
+    )
+    assert [s.name for s in specs] == ["gateway"]
+    assert external.nats.url == "nats://elsewhere:4222"
+
+
+def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models\.0\.base"):
+        make_plan(config(tmp_path), ("gateway",))
