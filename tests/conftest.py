@@ -1,13 +1,18 @@
-"""Real servers for tests: NATS from its wheel on a free port with a temporary store."""
+"""Real servers for tests: NATS from its wheel on a free port with a temporary store, and one vLLM for the session."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -93,3 +98,88 @@ def nats_server(start_nats: Callable[..., NatsServer]) -> NatsServer:
 @pytest.fixture
 def nats_config(nats_server: NatsServer) -> NatsConfig:
     return NatsConfig(url=nats_server.url, publish_deadline_s=20)
+
+
+class VllmServer:
+    """A real vLLM (CPU build) that serves examples/tictactoe/model as `tictactoe@0` with room for 4 adapters of rank 8."""
+
+    model = "tictactoe"
+    base = Path(__file__).parent.parent / "examples" / "tictactoe" / "model"
+
+    def __init__(self, folder: Path, port: int = 0, args: Sequence[str] = ()) -> None:
+        self.folder, self.args = folder, tuple(args)
+        self.port = port or free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, timeout_s: float = 300) -> None:
+        """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
+        env = dict(
+            os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
+            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+        )  # fmt: skip
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
+            "--port", str(self.port), "--model", str(self.base), "--served-model-name", f"{self.model}@0",
+            "--enforce-eager", "--dtype", "float32", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8",
+            "--max-model-len", "256", "--block-size", "32", "--logprobs-mode", "processed_logprobs",
+            "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *self.args,
+        ]  # fmt: skip
+        with (self.folder / "vllm.log").open("ab") as log:
+            # A session of its own, so that the engine processes end with the server, also when it is killed.
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        text = (self.folder / "vllm.log").read_text()
+        self.kill()
+        raise RuntimeError(f"vLLM did not start:\n{text[-4000:]}")
+
+    def kill(self) -> None:
+        """As `kill -9` of the server and its engine."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            finally:
+                self.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """One real vLLM for the whole session, started when a test first asks for it: `.url`, `.model`.
+
+    It outlives each test, and so do adapters loaded into it: unload yours. While developing, JOURNEYMAN_TEST_VLLM may
+    hold the port of one started by hand with the same arguments, which saves its start-up."""
+    given = os.environ.get("JOURNEYMAN_TEST_VLLM")
+    server = VllmServer(tmp_path_factory.mktemp("vllm"), int(given or 0))
+    if not given:
+        server.start()
+    yield server
+    server.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that needs vLLM also waits for its start-up, so all of them may take longer."""
+    for item in items:
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(400))
