@@ -119,7 +119,41 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     beta: float = 0.0
     """Weight of the KL to the base model."""
     max_staleness: int = 2
-    """Groups sampled more than this many steps ago are discarded."""
+    """Tokens sampled more than this many steps ago are not trained; a group with none younger is discarded."""
+    sampler_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "token_truncate"
+    """What is done about replies sampled by an older version: importance ratios against the recorded logprobs, cut off
+    at `correction_max` or (mask) dropped beyond it; `none` clips against the recorded logprobs as PPO does."""
+    correction_max: float = 3.0
+    epsilon: float = 0.2
+    """Clip range of the probability ratio."""
+    epsilon_high: float | None = None
+    """Upper clip range where it differs from `epsilon`."""
+    importance_level: Literal["token", "sequence"] = "token"
+    advantage_scaling: Literal["group", "batch", "none"] = "group"
+    """By which standard deviation an advantage is divided."""
+    weighting: Literal["loss", "trajectory"] = "loss"
+    """`loss`: as the loss type says; `trajectory`: every trajectory counts the same however long it is."""
+    mask_truncated: bool = False
+    """Do not train replies that hit the token limit."""
+    max_completion_length: int = 512
+    """The constant that loss type `dr_grpo` divides by."""
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """`linear` and `cosine` fall to 0 at `max_steps`."""
+    warmup_steps: int = 0
+    threads: int = 1
+    """CPU threads of the trainer's computation; the rest is the inference server's."""
+    tokens_per_batch: int = 16_384
+    """Token budget of one forward and backward pass; a step takes as many passes as it needs."""
+    packing: Literal["auto", "prefix", "padded"] = "auto"
+    """`prefix`: sequences of a group share the computation of what they have in common; `auto`: where it pays."""
+    check_sequences: int = 8
+    """Sequences per step whose recorded logprobs are compared with recomputed ones at the version that sampled."""
+    keep_checkpoints: int = 3
+    """Newest checkpoint folders that stay on disk (the log's object store keeps every adapter)."""
     seed: int = 0
     checkpoints: str = "checkpoints"
     """Folder under the run directory."""
@@ -241,11 +275,18 @@ def _check(config: Config) -> None:
         )
 
 
+def _without_none(tree: Any) -> Any:
+    """TOML has no null: a setting that is not set is left out."""
+    if isinstance(tree, dict):
+        return {key: _without_none(value) for key, value in tree.items() if value is not None}
+    return [_without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
 def save(config: Config, path: Path) -> None:
     """Write the resolved settings as TOML, so that the run can be repeated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(tomli_w.dumps(msgspec.to_builtins(config)), "utf-8")
+    temporary.write_text(tomli_w.dumps(_without_none(msgspec.to_builtins(config))), "utf-8")
     temporary.replace(path)
 
 
