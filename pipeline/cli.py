@@ -29,7 +29,7 @@ from pipeline import log, streams
 from pipeline.broker import Broker, BrokerError
 from pipeline.config import Config, ConfigError, NatsConfig, load
 from pipeline.events import CheckpointPublished
-from pipeline.plan import SERVICES, make_plan
+from pipeline.plan import SERVICES, make_plan, nats_command, vllm_command
 from pipeline.supervisor import Supervisor, SupervisorError, Watched
 
 ELSEWHERE = {
@@ -86,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.set_defaults(run=_status)
 
+    become = commands.add_parser("exec", help="become the NATS or vLLM server that `up` would start, for containers")
+    become.add_argument("server", choices=("nats", "vllm"))
+    become.add_argument("--config", required=True)
+    become.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
+    become.add_argument("--port", type=int, required=True)
+    become.set_defaults(run=_exec)
+
     for name, (_, text) in ELSEWHERE.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -118,6 +125,12 @@ def _up(args: argparse.Namespace) -> None:
         anyio.run(_supervise, config, Supervisor(config, specs, on_change=_report))
     except* SupervisorError as group:
         raise SupervisorError("\n".join(str(e) for e in group.exceptions)) from None
+
+
+def _exec(args: argparse.Namespace) -> None:
+    make = nats_command if args.server == "nats" else vllm_command
+    spec = make(load(args.config), args.port, args.host)
+    os.execve(spec.argv[0], list(spec.argv), {**os.environ, **spec.env})  # noqa: S606 - no shell on purpose
 
 
 def _log_to(path: Path) -> None:

