@@ -1,0 +1,103 @@
+"""A tiny random Qwen3, and groups whose logprobs are the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipeline.broker import Broker
+from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig
+from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs, pack_mask
+
+VOCAB = 32
+MODEL = "tiny"
+
+
+def make_model(folder: Path) -> str:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:
+    defaults: dict[str, object] = {"groups_per_step": 2, "lora_rank": 4, "learning_rate": 1e-2}
+    return Config(
+        project="p",
+        run_dir=str(run_dir),
+        nats=nats or NatsConfig(),
+        models=(ModelConfig(name=MODEL, base=base),),
+        trainer=TrainerConfig(**(defaults | trainer)),  # type: ignore[arg-type]
+    )
+
+
+def exchange(
+    trajectory: str,
+    seq: int,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    logprobs: Sequence[float] | None = None,
+    step: int = 0,
+    forced: Sequence[int] | None = None,
+    **other: object,
+) -> ExchangeRecorded:
+    known = [-2.0] * len(sampled) if logprobs is None else logprobs
+    fields: dict[str, object] = {
+        "project": "p", "trajectory": trajectory, "seq": seq, "model": MODEL, "policy_version": f"{MODEL}@{step}",
+        "step": step, "request": b"{}", "response": b"{}", "prompt_ids": pack_ids(prompt),
+        "sampled_ids": pack_ids(sampled), "logprobs": pack_logprobs(known),
+        "forced": b"" if forced is None else pack_mask(forced), "finish_reason": "stop",
+    }  # fmt: skip
+    return ExchangeRecorded(**(fields | other))  # type: ignore[arg-type]
+
+
+def group(
+    name: str, rewards: Sequence[float], *, step: int = 0, exchanges: int = 2, **other: object
+) -> GroupScored:
+    members = tuple(
+        Member(trajectory=f"{name}-{i}", reward=r, exchanges=exchanges, first_step=step, last_step=step)
+        for i, r in enumerate(rewards)
+    )
+    fields: dict[str, object] = {
+        "project": "p",
+        "group": name,
+        "model": MODEL,
+        "judge": "j",
+        "members": members,
+    }
+    return GroupScored(**(fields | other))  # type: ignore[arg-type]
+
+
+def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded]:
+    """Two turns, the second continuing the first."""
+    rng = np.random.default_rng(seed)
+    first, reply, more, last = (rng.integers(2, VOCAB, n).tolist() for n in (6, 3, 2, 3))
+    prompt = [2, 3, 4, *first]
+    return [
+        exchange(trajectory, 0, prompt, reply, step=step),
+        exchange(trajectory, 1, prompt + reply + more, last, step=step),
+    ]
+
+
+async def publish_group(
+    broker: Broker, name: str, rewards: Sequence[float], *, step: int = 0, seed: int = 0
+) -> GroupScored:
+    scored = group(name, rewards, step=step)
+    for i, member in enumerate(scored.members):
+        for event in turns(member.trajectory, 1000 * seed + i, step=step):
+            await broker.publish(event)
+    await broker.publish(scored)
+    return scored

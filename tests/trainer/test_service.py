@@ -1,0 +1,174 @@
+"""The trainer service against a real NATS server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline.broker import Broker
+from pipeline.config import Config, NatsConfig
+from pipeline.events import CheckpointPublished, GroupDiscarded
+from tests.trainer import kit
+from trainer import checkpoint, service
+from trainer.service import TrainerError
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[dict[str, Any]]:
+    """The service, ready; stopped at the block's end."""
+    facts: dict[str, Any] = {}
+    started = anyio.Event()
+
+    def ready(**said: str | int | float) -> None:
+        facts.update(said)
+        started.set()
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(service.serve, config, ready)
+        with anyio.fail_after(60):
+            await started.wait()
+        yield facts
+        tg.cancel_scope.cancel()
+
+
+async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 40) -> Any:
+    with anyio.fail_after(timeout_s):
+        while not (found := await probe()):
+            await anyio.sleep(0.05)
+    return found
+
+
+async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
+    history = await broker.history("POLICY", "policy.checkpoint.>")
+    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+
+
+async def discards(broker: Broker) -> list[GroupDiscarded]:
+    history = await broker.history("GROUPS", "group.discarded.>")
+    return [r.event for r in history if isinstance(r.event, GroupDiscarded)]
+
+
+async def unacked(broker: Broker) -> int:
+    info = await broker.js.consumer_info("GROUPS", "trainer")
+    return int(info.num_ack_pending or 0) + int(info.num_pending or 0)
+
+
+async def steps_reach(broker: Broker, n: int) -> list[CheckpointPublished]:
+    async def probe() -> list[CheckpointPublished]:
+        found = await checkpoints(broker)
+        return found if len(found) >= n else []
+
+    return list(await until(probe))
+
+
+async def all_acked(broker: Broker) -> None:
+    async def probe() -> bool:
+        return await unacked(broker) == 0
+
+    await until(probe)
+
+
+async def test_groups_become_a_checkpoint(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker, running(config) as facts:
+        assert facts == {"step": 0}
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0, 1.0], seed=i)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert (event.version, event.parent, event.groups) == ("tiny@1", "tiny@0", ("g0", "g1"))
+        tar = await broker.get_object("ADAPTERS", event.adapter)
+        assert set(checkpoint.unpack(tar)) == set(checkpoint.ADAPTER_FILES)
+        assert event.metrics["reward_mean"] == pytest.approx(2 / 3)
+        assert event.metrics["tokens"] == 2 * 3 * 6
+        manifest, _ = checkpoint.Checkpoints(tmp_path / "checkpoints" / "tiny").read(1)
+        assert manifest.event().batch_id == event.batch_id
+
+
+async def test_what_trains_nothing_is_discarded_with_its_reason(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "equal", [0.1] * 8)
+        await kit.publish_group(broker, "single", [0.3])
+        await broker.publish(kit.group("gone", [0.0, 1.0]))
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=3)
+
+        async def three() -> list[GroupDiscarded]:
+            found = await discards(broker)
+            return found if len(found) == 3 else []
+
+        reasons = {d.group: d.reason for d in await until(three)}
+        assert reasons == {"equal": "no_variance", "single": "too_small", "gone": "history_gone"}
+        assert await checkpoints(broker) == []
+        assert await unacked(broker) == 1  # `good` waits for a second group
+
+
+async def test_stale_groups_are_discarded(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        await kit.publish_group(broker, "old", [0.0, 1.0], seed=2, step=0)
+        await kit.publish_group(broker, "new", [0.0, 1.0], seed=3, step=1)
+        events = await steps_reach(broker, 2)
+        assert [e.groups for e in events] == [("g0",), ("new",)]
+        assert [(d.group, d.reason, d.version) for d in await discards(broker)] == [
+            ("old", "stale", "tiny@1")
+        ]
+
+
+async def test_a_restart_resumes_and_skips_what_was_consumed(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=2)
+    async with Broker.connect(nats_config) as broker:
+        for i in range(3):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        async with running(config):
+            await steps_reach(broker, 2)
+        assert len(await checkpoints(broker)) == 2
+        more = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=3)
+        async with running(more) as facts:
+            assert facts == {"step": 2}
+            events = await steps_reach(broker, 3)
+            await all_acked(broker)
+        assert [e.groups for e in events] == [("g0",), ("g1",), ("g2",)]
+        assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
+
+
+async def test_a_lost_disk_is_rebuilt_from_the_log(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path / "a", nats_config, groups_per_step=1)
+    elsewhere = kit.settings(tiny_base, tmp_path / "b", nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+            await steps_reach(broker, 1)
+        async with running(elsewhere) as facts:
+            assert facts == {"step": 1}
+            await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+            events = await steps_reach(broker, 2)
+        assert events[1].parent == "tiny@1"
+
+
+async def test_another_logs_checkpoints_are_refused(
+    nats_config: NatsConfig, start_nats: Callable[..., Any], tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 2)
+    fresh = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
+    with pytest.raises(TrainerError, match="another log's training"):
+        await service.serve(fresh, lambda **_: None)

@@ -1,0 +1,375 @@
+"""The model and its one live adapter: forward passes, gradients, optimizer state.
+
+One engine holds one base model. Several policies over it take turns: an adapter is a small dictionary of tensors that
+is copied in before a step and out after it. Everything here computes and blocks; the service calls it in a thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from pipeline.config import ConfigError, TrainerConfig
+from pipeline.log import get_logger
+from trainer import grpo
+from trainer.groups import Example
+from trainer.packing import Layout, MicroBatch, micro_batches, padded
+from trainer.sequences import TokenSequence
+
+log = get_logger("trainer.engine")
+
+Weights = dict[str, torch.Tensor]
+"""An adapter: PEFT's parameter names to tensors."""
+
+_VOCAB_CHUNK = 32_000_000
+"""Most logits (tokens times vocabulary) that are held at once; beyond it they are computed again for the gradient."""
+
+
+class _GenerationConfig(msgspec.Struct):
+    temperature: float | None = None
+    do_sample: bool | None = None
+
+
+def default_temperature(base: str) -> float:
+    """The temperature at which vLLM samples where a request names none: the model's generation_config.json, else 1."""
+    file = Path(base) / "generation_config.json"
+    if not file.is_file():
+        return 1.0
+    temperature = msgspec.json.decode(file.read_bytes(), type=_GenerationConfig).temperature
+    return 1.0 if temperature is None else temperature
+
+
+@dataclass(eq=False)
+class Line:
+    """One policy's training state between steps."""
+
+    step: int
+    weights: Weights
+    optimizer: dict[str, Any] | None = None
+    """None: nothing was trained yet, or the state was lost."""
+    scheduler: dict[str, Any] | None = None
+    rng: dict[str, Any] | None = None
+    history: dict[int, Weights] = field(default_factory=dict)
+    """Adapters of the newest steps, to recompute logprobs at the very version that sampled."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """A line one step on, and what was measured on the way."""
+
+    line: Line
+    metrics: dict[str, float]
+
+
+class Engine:
+    """See the module; `base` is a folder or hub name."""
+
+    def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
+        if config.loss_type not in grpo.LOSS_TYPES:
+            raise ConfigError(
+                f"trainer.loss_type: {config.loss_type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
+            )
+        self.base, self.config = base, config
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._use_threads()
+        torch.manual_seed(config.seed)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=self._dtype())
+        self.lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        # The adapter's first weights depend on the seed alone, not on what the library drew before.
+        torch.manual_seed(config.seed)
+        self.model = get_peft_model(model, self.lora).to(self.device)
+        self.trainer = grpo.CapturedGRPOTrainer(
+            self.model, grpo.grpo_config(config, scratch, cpu=self.device.type == "cpu")
+        )
+        self.model.train()
+        inner = self.model.get_base_model()
+        self._trunk, self._head = inner.get_decoder(), inner.get_output_embeddings()
+        # Views of the adapter's parameters under PEFT's names; a step changes them in place.
+        self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.default_temperature = default_temperature(base)
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def _use_threads(self) -> None:
+        # PyTorch keeps this per thread, and the service's worker threads come and go.
+        if torch.get_num_threads() != self.config.threads:
+            torch.set_num_threads(self.config.threads)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def new_line(self) -> Line:
+        """Step 0: PEFT's fresh adapter, which changes nothing."""
+        weights = self.weights()
+        return Line(0, weights, history={0: weights})
+
+    def weights(self) -> Weights:
+        """A copy of the live adapter."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._live.items()}
+
+    def put(self, weights: Weights) -> None:
+        """Make `weights` the live adapter; raises `ValueError` where they are not of its shape."""
+        live = self._live
+        if live.keys() != weights.keys() or any(live[k].shape != weights[k].shape for k in live):
+            raise ValueError("the adapter does not fit: was trainer.lora_rank or the base model changed?")
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(weights[name])
+
+    @contextmanager
+    def _as(self, weights: Weights) -> Iterator[None]:
+        kept = self.weights()
+        self.put(weights)
+        try:
+            yield
+        finally:
+            self.put(kept)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self, layout: Layout, shape: tuple[int, int], *, entropy: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
+        temperature."""
+        layout = layout.to(self.device)
+        mask: Any = layout.mask_R1LL
+        if mask is not None:
+            # As a mapping: taken as it is, whatever the library would make of a tensor.
+            mask = dict.fromkeys(set(self.model.config.layer_types), mask)
+        hidden_RLD = self._trunk(
+            input_ids=layout.ids_RL, attention_mask=mask, position_ids=layout.positions_RL, use_cache=False
+        ).last_hidden_state
+        hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
+        logprobs_N, entropies_N = self._head_in_chunks(hidden_ND, layout, entropy)
+        place = (layout.sequence_N, layout.slot_N)
+        zeros = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        return zeros.index_put(place, logprobs_N), zeros.index_put(place, entropies_N)
+
+    def _head_in_chunks(
+        self, hidden_ND: torch.Tensor, layout: Layout, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk = max(1, _VOCAB_CHUNK // self._head.weight.shape[0])
+        pieces = zip(
+            hidden_ND.split(chunk),
+            layout.targets_N.split(chunk),
+            layout.temperatures_N.split(chunk),
+            strict=True,
+        )
+        if len(hidden_ND) <= chunk:
+            return self._score(*next(pieces), entropy)
+        scored = [
+            torch.utils.checkpoint.checkpoint(self._score, *piece, entropy, use_reentrant=False)
+            for piece in pieces
+        ]
+        return torch.cat([s[0] for s in scored]), torch.cat([s[1] for s in scored])
+
+    def _score(
+        self, hidden_nD: torch.Tensor, targets_n: torch.Tensor, temperatures_n: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_nV = self._head(hidden_nD).float() / temperatures_n.unsqueeze(1)
+        all_nV = torch.log_softmax(logits_nV, dim=-1)
+        logprobs_n = all_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
+        if not entropy:
+            return logprobs_n, torch.zeros_like(logprobs_n)
+        # Only measured, so no gradient is kept for it.
+        detached = all_nV.detach()
+        return logprobs_n, -(detached.exp() * detached).sum(-1)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, line: Line, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
+        """One optimizer step over `examples`; `groups[i]` says which of them share prefixes. `line` itself stays as it
+        was, so that a step that is abandoned leaves no trace."""
+        self._use_threads()
+        began = time.perf_counter()
+        self.put(line.weights)
+        optimizer, scheduler = self._optimizer(line)
+        _set_rng(line.rng)
+        sequences = [e.sequence for e in examples]
+        batches = micro_batches(sequences, groups, self.config.tokens_per_batch, self.config.packing)
+        optimizer.zero_grad(set_to_none=True)
+        measured = _Measured()
+        total = self._tokens(sequences)
+        for batch in batches:
+            self._backward(batch, examples, total, measured)
+        metrics = measured.summary(line.step)
+        metrics |= self.trainer.take_metrics()
+        metrics |= self._sampler_difference(line, examples)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"gradient norm {norm} at step {line.step}: the step is not taken")
+        optimizer.step()
+        metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        weights = self.weights()
+        step = line.step + 1
+        history = {s: w for s, w in line.history.items() if s >= step - self.config.max_staleness - 1}
+        history[step] = weights
+        after = Line(step, weights, optimizer.state_dict(), scheduler.state_dict(), _get_rng(), history)
+        compute = time.perf_counter() - began
+        laid_out = sum(b.layout.tokens for b in batches)
+        metrics |= {
+            "grad_norm": float(norm),
+            "tokens": float(total),
+            "tokens_forward": float(laid_out),
+            "sequences": float(len(examples)),
+            "micro_batches": float(len(batches)),
+            "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
+            "compute_s": compute,
+            "trained_tokens_per_s": total / compute,
+            "forward_tokens_per_s": laid_out / compute,
+        }
+        return StepResult(after, metrics)
+
+    @staticmethod
+    def _tokens(sequences: Sequence[TokenSequence]) -> int:
+        return sum(s.trained_tokens for s in sequences)
+
+    def _backward(
+        self, batch: MicroBatch, examples: Sequence[Example], total: int, measured: _Measured
+    ) -> None:
+        inside = [examples[i].sequence for i in batch.indices]
+        counts = [s.trained_tokens for s in inside]
+        shape = (len(inside), max(counts))
+        logprobs_SK, entropies_SK = self.logprobs(batch.layout, shape)
+        reference = None
+        if self.config.beta != 0.0:
+            with torch.no_grad(), self.model.disable_adapter():
+                reference, _ = self.logprobs(batch.layout, shape, entropy=False)
+        inputs = grpo.inputs_of(
+            examples,
+            batch.indices,
+            logprobs_SK,
+            config=self.config,
+            items_in_batch=total,
+            reference_SK=reference,
+        )
+        loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK)
+        loss = loss * grpo.micro_batch_share(
+            self.config.loss_type, len(inside), len(examples), sum(counts), total
+        )
+        loss.backward()
+        measured.add(loss, logprobs_SK, inside, self.config.correction_max)
+
+    def _optimizer(self, line: Line) -> tuple[torch.optim.Optimizer, Any]:
+        config = self.config
+        optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
+        )
+        name: str = config.lr_schedule
+        if name == "constant" and config.warmup_steps:
+            name = "constant_with_warmup"
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=max(config.max_steps, 1),
+        )
+        if line.optimizer is not None and line.scheduler is not None:
+            # The optimizer works on what it is given in place; the line must survive an abandoned step.
+            optimizer.load_state_dict(copy.deepcopy(line.optimizer))
+            scheduler.load_state_dict(line.scheduler)
+        return optimizer, scheduler
+
+    def _sampler_difference(self, line: Line, examples: Sequence[Example]) -> dict[str, float]:
+        """Mean absolute difference of recorded and recomputed logprobs, each recomputed at the version that sampled.
+
+        A value above about 1e-3 in float32 means that the tokens, the mask or the version are not what was sampled."""
+        wanted = self.config.check_sequences
+        stride = max(1, len(examples) // wanted) if wanted else 0
+        picked = [e.sequence for e in examples[::stride]][:wanted] if wanted else []
+        differences: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        for version in sorted({int(s) for p in picked for s in np.unique(p.steps[p.trained])}):
+            weights = line.history.get(version)
+            if weights is None:
+                continue
+            at = [s.without(s.steps != version) for s in picked]
+            at = [s for s in at if s.trained.any()]
+            shape = (len(at), max(s.trained_tokens for s in at))
+            with self._as(weights), torch.no_grad():
+                logprobs, _ = self.logprobs(padded(at), shape, entropy=False)
+            computed = logprobs.cpu().numpy()
+            differences += [
+                np.abs(computed[row, : s.trained_tokens] - s.logprobs[s.trained]) for row, s in enumerate(at)
+            ]
+        known = np.concatenate(differences) if differences else np.zeros(0, np.float32)
+        known = known[np.isfinite(known)]
+        if not len(known):
+            return {}
+        return {
+            "sampler_logprob_diff": float(known.mean()),
+            "sampler_logprob_diff_max": float(known.max()),
+            "sampler_logprob_checked": float(len(known)),
+        }
+
+
+class _Measured:
+    """What is gathered over the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.ratios: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        self.steps: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+        self.cut = 0
+
+    def add(
+        self, loss: torch.Tensor, logprobs_SK: torch.Tensor, inside: Sequence[TokenSequence], maximum: float
+    ) -> None:
+        self.loss += float(loss.detach())
+        computed = logprobs_SK.detach().cpu().numpy()
+        for row, s in enumerate(inside):
+            ratio = np.exp(np.nan_to_num(computed[row, : s.trained_tokens] - s.logprobs[s.trained]))
+            self.ratios.append(ratio.astype(np.float32))
+            self.steps.append(s.steps[s.trained])
+            self.cut += int((ratio > maximum).sum())
+
+    def summary(self, step: int) -> dict[str, float]:
+        ratios = np.concatenate(self.ratios)
+        lags = step - np.concatenate(self.steps)
+        p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
+        return {
+            "loss": self.loss,
+            "ratio_mean": float(ratios.mean()),
+            "ratio_p5": float(p5),
+            "ratio_p50": float(p50),
+            "ratio_p95": float(p95),
+            "ratio_max": float(ratios.max()),
+            "clip_share": self.cut / len(ratios),
+            "staleness_mean": float(lags.mean()),
+            "staleness_max": float(lags.max()),
+        }
+
+
+def _get_rng() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    return {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
+
+
+def _set_rng(state: Mapping[str, Any] | None) -> None:
+    if state is None:
+        return
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

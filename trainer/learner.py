@@ -1,0 +1,195 @@
+"""One policy's way from groups to a checkpoint on disk: everything of a step but the log.
+
+`Learner.take` computes a step and writes its checkpoint, `Learner.advance` makes it the present once the log holds it.
+Between the two nothing in memory has changed, so a step that is abandoned leaves only a folder that recovery either
+publishes or overwrites.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pipeline.config import Config, ModelConfig, config_hash
+from pipeline.events import CheckpointPublished, now_us
+from pipeline.log import get_logger
+from pipeline.names import subject_token, version_name
+from trainer.checkpoint import (
+    STATE_FILE,
+    Checkpoints,
+    Manifest,
+    adapter_files,
+    batch_id,
+    line_of,
+    pack,
+    state_bytes,
+    unpack,
+    weights_of,
+)
+from trainer.engine import Engine, Line
+from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
+
+log = get_logger("trainer.learner")
+
+
+@dataclass(frozen=True, eq=False)
+class BatchGroup:
+    """A group of the batch and where its event lies in the log."""
+
+    prepared: PreparedGroup
+    seq: int
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A step that is computed and on disk, but not in the log yet."""
+
+    manifest: Manifest
+    adapter: bytes
+    """The adapter's tar."""
+    line: Line
+
+
+class Learner:
+    """The training line of one model."""
+
+    def __init__(self, config: Config, model: ModelConfig, engine: Engine) -> None:
+        self.config, self.model, self.engine = config, model, engine
+        self.checkpoints = Checkpoints(
+            config.path(config.trainer.checkpoints, subject_token(model.name).replace("/", "%2F"))
+        )
+        self.config_hash = config_hash(config.trainer)
+        self.line = engine.new_line()
+
+    @property
+    def version(self) -> str:
+        return version_name(self.model.name, self.line.step)
+
+    # -- recovery ------------------------------------------------------------------------------------------------
+
+    def stored(self) -> Manifest | None:
+        """The manifest of the newest complete checkpoint on disk."""
+        newest = self.checkpoints.newest()
+        return newest[0] if newest else None
+
+    def resume(self, step: int) -> None:
+        """Go on from the checkpoint of `step` on disk; the adapters of the steps before it are read back where they
+        are still there."""
+        line = line_of(*self.checkpoints.read(step))
+        for earlier in self.checkpoints.steps():
+            if step - self.config.trainer.max_staleness - 1 <= earlier < step:
+                line.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
+        if step <= self.config.trainer.max_staleness + 1:
+            line.history[0] = self.engine.new_line().weights
+        self.engine.put(line.weights)  # fails here, not in the first step, where the adapter does not fit
+        self.line = line
+
+    def rebuild(self, event: CheckpointPublished, tar: bytes) -> None:
+        """Go on from an adapter of the log, with a fresh optimizer: the disk has no state for it."""
+        if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
+            raise ValueError(f"the adapter of {event.version} in the object store is not what was published")
+        weights = weights_of(unpack(tar))
+        self.engine.put(weights)
+        self.line = Line(event.step, weights, history={event.step: weights})
+        log.warning(
+            "optimizer state lost: going on from the adapter in the log", version=event.version,
+            checkpoints=str(self.checkpoints.folder),
+        )  # fmt: skip
+
+    def tar_of(self, step: int) -> bytes:
+        """The adapter's tar of a checkpoint on disk."""
+        _, files = self.checkpoints.read(step)
+        return pack({name: content for name, content in files.items() if name.startswith("adapter_")})
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def take(self, batch: Sequence[BatchGroup], trace: dict[str, str] | None = None) -> Taken:
+        """Compute one optimizer step over `batch` and write its checkpoint. Blocks; `advance` makes it count."""
+        began, started_at = time.perf_counter(), now_us()
+        settings, line = self.config.trainer, self.line
+        fresh, stale = [], 0
+        for group in batch:
+            bound = staleness_bound(group.prepared.event, settings)
+            kept, old = bound_staleness(group.prepared.sequences, line.step, bound)
+            stale += old
+            fresh.append(
+                PreparedGroup(
+                    group.prepared.event, tuple(kept), group.prepared.advantages, group.prepared.std
+                )
+            )
+        prompts = [i for i, g in enumerate(fresh) for _ in g.sequences]
+        result = self.engine.step(line, examples(fresh, settings), prompts)
+        metrics = result.metrics | self._group_metrics(batch) | {"tokens_stale": float(stale)}
+        metrics["step_s"] = time.perf_counter() - began
+        return self._write(batch, result.line, metrics, started_at, trace or {})
+
+    def _group_metrics(self, batch: Sequence[BatchGroup]) -> dict[str, float]:
+        members = [m for g in batch for m in trainable_members(g.prepared.event)]
+        rewards = np.array([m.reward for m in members], np.float64)
+        return {
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+            "groups": float(len(batch)),
+            "trajectories": float(len(members)),
+        }
+
+    def _write(
+        self,
+        batch: Sequence[BatchGroup],
+        line: Line,
+        metrics: dict[str, float],
+        started_at: int,
+        trace: dict[str, str],
+    ) -> Taken:
+        version = version_name(self.model.name, line.step)
+        adapter = adapter_files(line.weights, self.engine.lora, self.model.base)
+        files = adapter | {STATE_FILE: state_bytes(line)}
+        tar = pack(adapter)
+        digest = hashlib.sha256(tar).hexdigest()
+        groups = tuple(g.prepared.event.group for g in batch)
+        manifest = Manifest(
+            project=self.config.project,
+            model=self.model.name,
+            step=line.step,
+            version=version,
+            parent=self.version,
+            batch_id=batch_id(self.version, groups, self.config_hash),
+            groups=groups,
+            group_seqs=tuple(g.seq for g in batch),
+            config_hash=self.config_hash,
+            config=msgspec.to_builtins(self.config.trainer),
+            base_model=self.model.base,
+            adapter=f"{self.config.project}/{version}/{digest[:16]}",
+            adapter_sha256=digest,
+            adapter_bytes=len(tar),
+            files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+            metrics=metrics,
+            started_at=started_at,
+            written_at=now_us(),
+            trace=trace,
+        )
+        self.checkpoints.write(manifest, files)
+        return Taken(manifest, tar, line)
+
+    def advance(self, taken: Taken) -> None:
+        """The log holds the step: it is the present now, and old folders may go."""
+        self.line = taken.line
+        keep = max(self.config.trainer.keep_checkpoints, self.config.trainer.max_staleness + 2)
+        self.checkpoints.prune(keep)
+
+
+def make_learners(config: Config, scratch: Path) -> dict[str, Learner]:
+    """A learner per configured model; models of the same base share one engine."""
+    engines: dict[str, Engine] = {}
+    learners = {}
+    for model in config.models:
+        if model.base not in engines:
+            engines[model.base] = Engine(model.base, config.trainer, scratch)
+        learners[model.name] = Learner(config, model, engines[model.base])
+    return learners

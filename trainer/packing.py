@@ -1,0 +1,271 @@
+"""The seam between sequences and the model: micro-batches by token budget, padded or with shared prefixes.
+
+A `Layout` says which tokens go through the model, what each may see, and where the predictions for the trained tokens
+come out. The loss gets per-token logprobs of shape [S, K] and does not know which layout made them.
+
+Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.sequences import TokenSequence
+
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Tokens arranged for one forward pass."""
+
+    ids_RL: torch.Tensor
+    positions_RL: torch.Tensor | None
+    """None: 0, 1, 2, … in every row."""
+    mask_R1LL: torch.Tensor | None
+    """True where the row's query (third axis) sees the key (last axis); None: plain causal."""
+    rows_N: torch.Tensor
+    cols_N: torch.Tensor
+    """Where in [R, L] the hidden state lies that predicts a trained token."""
+    targets_N: torch.Tensor
+    temperatures_N: torch.Tensor
+    sequence_N: torch.Tensor
+    slot_N: torch.Tensor
+    """Where in [S, K] the trained token belongs."""
+    tokens: int
+    """Real tokens that go through the model."""
+
+    def to(self, device: torch.device) -> Layout:
+        return Layout(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The trained tokens of a sequence, in order; arrays of shape [k]."""
+
+    at: Int
+    targets: Int
+    temperatures: npt.NDArray[np.float32]
+
+
+def _trained(sequence: TokenSequence) -> Trained:
+    at = np.flatnonzero(sequence.trained)
+    return Trained(at, sequence.ids[at].astype(np.int64), sequence.temperatures[at])
+
+
+def _used(sequence: TokenSequence) -> npt.NDArray[np.int32]:
+    """The ids up to the last one that predicts something: what follows it changes no trained token."""
+    return sequence.ids[: int(np.flatnonzero(sequence.trained)[-1])]
+
+
+def _layout(
+    sequences: Sequence[TokenSequence],
+    ids_RL: Int,
+    where: Sequence[tuple[int, Int]],
+    tokens: int,
+    positions_RL: Int | None = None,
+    mask_RLL: npt.NDArray[np.bool_] | None = None,
+) -> Layout:
+    """`where[s]` is the row of sequence s and the column of each of its used tokens."""
+    rows, cols, targets, temperatures, owner, slot = [], [], [], [], [], []
+    for s, (sequence, (row, columns)) in enumerate(zip(sequences, where, strict=True)):
+        trained = _trained(sequence)
+        n = len(trained.at)
+        rows.append(np.full(n, row))
+        cols.append(columns[trained.at - 1])
+        targets.append(trained.targets)
+        temperatures.append(trained.temperatures)
+        owner.append(np.full(n, s))
+        slot.append(np.arange(n))
+
+    def flat(parts: list[Int]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    return Layout(
+        torch.from_numpy(ids_RL),
+        None if positions_RL is None else torch.from_numpy(positions_RL),
+        None if mask_RLL is None else torch.from_numpy(mask_RLL).unsqueeze(1),
+        flat(rows), flat(cols), flat(targets), torch.from_numpy(np.concatenate(temperatures)), flat(owner), flat(slot),
+        tokens,
+    )  # fmt: skip
+
+
+def padded(sequences: Sequence[TokenSequence]) -> Layout:
+    """One row per sequence, padded on the right: under a causal mask no real token sees the padding."""
+    used = [_used(s) for s in sequences]
+    length = max(len(u) for u in used)
+    ids_RL = np.zeros((len(used), length), np.int64)
+    for row, ids in enumerate(used):
+        ids_RL[row, : len(ids)] = ids
+    where = [(row, np.arange(len(ids))) for row, ids in enumerate(used)]
+    return _layout(sequences, ids_RL, where, sum(len(u) for u in used))
+
+
+@dataclass(eq=False)
+class _Tree:
+    """Sequences of a group as a prefix tree in one row: a node is a run of tokens, laid out once."""
+
+    ids: Int
+    positions: Int
+    parents: Int
+    """For each token the column of the token before it on its path; -1 at the root."""
+    columns: list[Int]
+    """For each sequence the column of each of its tokens."""
+
+
+def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
+    """Sorted, each sequence shares its longest prefix with the one before it (as in a trie built from sorted words)."""
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
+    columns: list[Int] = [np.zeros(0, np.int64)] * len(sequences)
+    ids, positions, parents = [], [], []
+    size = 0
+    before = -1
+    for i in order:
+        sequence = sequences[i]
+        shared = _common(sequence, sequences[before]) if before >= 0 else 0
+        fresh = np.arange(size, size + len(sequence) - shared)
+        columns[i] = np.concatenate([columns[before][:shared], fresh]) if shared else fresh
+        ids.append(sequence[shared:].astype(np.int64))
+        positions.append(np.arange(shared, len(sequence)))
+        parents.append(np.concatenate([[-1], columns[i]])[shared:-1] if len(fresh) else fresh)
+        size += len(fresh)
+        before = i
+    return _Tree(np.concatenate(ids), np.concatenate(positions), np.concatenate(parents), columns)
+
+
+def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
+    """One row per group; within it every shared prefix is computed once and each token sees exactly its own path.
+
+    `groups[s]` tells which sequences belong together."""
+    members: dict[int, list[int]] = {}
+    for s, group in enumerate(groups):
+        members.setdefault(group, []).append(s)
+    trees = [_tree([_used(sequences[s]) for s in inside]) for inside in members.values()]
+    length = max(len(t.ids) for t in trees)
+    ids_RL = np.zeros((len(trees), length), np.int64)
+    positions_RL = np.zeros((len(trees), length), np.int64)
+    mask_RLL = np.zeros((len(trees), length, length), np.bool_)
+    where: list[tuple[int, Int]] = [(0, np.zeros(0, np.int64))] * len(sequences)
+    for row, (tree, inside) in enumerate(zip(trees, members.values(), strict=True)):
+        n = len(tree.ids)
+        ids_RL[row, :n], positions_RL[row, :n] = tree.ids, tree.positions
+        _see_own_path(mask_RLL[row], tree)
+        for s, columns in zip(inside, tree.columns, strict=True):
+            where[s] = (row, columns)
+    return _layout(sequences, ids_RL, where, sum(len(t.ids) for t in trees), positions_RL, mask_RLL)
+
+
+def _see_own_path(mask_LL: npt.NDArray[np.bool_], tree: _Tree) -> None:
+    """Fill in what each token sees: runs of one path are contiguous, so a run is one triangle and one copied row."""
+    n = len(tree.ids)
+    index = np.arange(n)
+    starts = np.flatnonzero(tree.parents != index - 1) if n else np.zeros(0, np.int64)
+    starts = np.unique(np.concatenate([[0], starts]))
+    for start, end in zip(starts, [*starts[1:], n], strict=True):
+        parent = tree.parents[start]
+        if parent >= 0:
+            mask_LL[start:end, :start] = mask_LL[parent, :start]
+        mask_LL[start:end, start:end] = np.tri(end - start, dtype=np.bool_)
+    # Padding sees itself: a row without a single key would give NaN.
+    rest = np.arange(n, len(mask_LL))
+    mask_LL[rest, rest] = True
+
+
+def tree_sizes(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
+    """Tokens of one group laid out one by one, and as a prefix tree."""
+    used = [_used(s) for s in sequences]
+    return sum(len(u) for u in used), len(_tree(used).ids)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Sequences that go through the model together; `indices` are their places in the step's batch."""
+
+    indices: tuple[int, ...]
+    layout: Layout
+
+
+Packing = Literal["auto", "prefix", "padded"]
+
+
+def micro_batches(
+    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, packing: Packing
+) -> list[MicroBatch]:
+    """The batch cut into passes of at most about `budget` tokens, padding counted; a single sequence or a group that
+    shares its prefixes may exceed it when it can't be cut."""
+    if packing == "auto":
+        packing = "prefix" if _sharing_pays(sequences, groups) else "padded"
+    if packing == "prefix":
+        return _prefix_batches(sequences, groups, budget)
+    # Neighbours in length share a pass, so that little is padded.
+    order = sorted(range(len(sequences)), key=lambda s: len(sequences[s].ids))
+    out: list[MicroBatch] = []
+    inside: list[int] = []
+    for s in order:
+        if inside and (len(inside) + 1) * len(sequences[s].ids) > budget:
+            out.append(MicroBatch(tuple(inside), padded([sequences[i] for i in inside])))
+            inside = []
+        inside.append(s)
+    out.append(MicroBatch(tuple(inside), padded([sequences[i] for i in inside])))
+    return out
+
+
+def _sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> bool:
+    """A mask of our own costs about a third more per token than the plain causal one (benchmarks/trainer.py)."""
+    members: dict[int, list[TokenSequence]] = {}
+    for sequence, group in zip(sequences, groups, strict=True):
+        members.setdefault(group, []).append(sequence)
+    sizes = [tree_sizes(inside) for inside in members.values()]
+    return sum(t for _, t in sizes) * 1.4 < sum(p for p, _ in sizes)
+
+
+def _prefix_batches(
+    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int
+) -> list[MicroBatch]:
+    """Groups go whole into a pass, cut only where one alone exceeds the budget."""
+    members: dict[int, list[int]] = {}
+    for s, group in enumerate(groups):
+        members.setdefault(group, []).append(s)
+    rows: list[tuple[int, list[int]]] = []
+    for inside in members.values():
+        # Sorted, so that the pieces of a group that is cut still share most.
+        inside.sort(key=lambda s: sequences[s].ids.tolist())
+        piece: list[int] = []
+        size = 0
+        for s in inside:
+            used = _used(sequences[s])
+            fresh = len(used) - (_common(used, _used(sequences[piece[-1]])) if piece else 0)
+            if piece and size + fresh > budget:
+                rows.append((size, piece))
+                piece, size, fresh = [], 0, len(used)
+            piece.append(s)
+            size += fresh
+        rows.append((size, piece))
+    rows.sort(key=lambda r: r[0])
+    out: list[MicroBatch] = []
+    batch: list[tuple[int, list[int]]] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * row[0] > budget:
+            out.append(_prefix_batch(sequences, [r for _, r in batch]))
+            batch = []
+        batch.append(row)
+    out.append(_prefix_batch(sequences, [r for _, r in batch]))
+    return out
+
+
+def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:
+    indices = [s for row in rows for s in row]
+    groups = [r for r, row in enumerate(rows) for _ in row]
+    return MicroBatch(tuple(indices), prefix_shared([sequences[s] for s in indices], groups))

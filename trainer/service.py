@@ -1,0 +1,395 @@
+"""The trainer as a service: scored groups in, committed checkpoints out.
+
+Three things run side by side. The intake takes `group.scored` events from the durable consumer `trainer`, discards
+what can't train (and says so on the log) and queues the rest by model in stream order. The stepper waits until a model
+has `trainer.groups_per_step` groups, fetches their exchanges, computes the step in a thread and commits it. The
+broker's heartbeats keep every held group alive meanwhile.
+
+The commit, in this order: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups
+acknowledged. A crash between any two of them is repaired at the next start by `recover`, which compares disk and log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, TypeVarTuple
+
+import anyio
+import anyio.to_thread
+import nats.errors
+import nats.js.errors
+
+from pipeline import streams
+from pipeline.broker import Broker, BrokerUnavailableError, Consumption, Delivery, HistoryGoneError
+from pipeline.config import Config
+from pipeline.events import (
+    CheckpointPublished,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    unpack_seqs,
+)
+from pipeline.log import get_logger
+from pipeline.names import subject_token
+from pipeline.service import Ready
+from trainer.checkpoint import CheckpointError, Manifest
+from trainer.groups import (
+    Refusal,
+    bound_staleness,
+    prepare,
+    refuse_by_event,
+    staleness_bound,
+    trainable_members,
+)
+from trainer.learner import BatchGroup, Learner, Taken, make_learners
+from trainer.sequences import TokenSequence, build
+
+log = get_logger("trainer")
+
+_FETCHES = 16
+"""Trajectories whose exchanges are read at once."""
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class TrainerError(Exception):
+    """Something an operator has to look at; the message says what."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A queued group. `delivery` is None for one that was read from the log at start and not delivered yet."""
+
+    event: GroupScored
+    seq: int
+    delivery: Delivery | None
+    sequences: list[TokenSequence] | None = None
+    """Of all scored training members; None: not fetched yet."""
+
+
+@dataclass(eq=False)
+class Queue:
+    """One model's waiting groups."""
+
+    learner: Learner
+    waiting: deque[Held]
+    batch: list[Held]
+    """Groups of the step that is being computed or committed."""
+
+    @property
+    def step(self) -> int:
+        return self.learner.line.step
+
+
+class Trainer:
+    """See the module. `broker` must outlive it."""
+
+    def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
+        self.config, self.broker = config, broker
+        self.queues = {name: Queue(learner, deque(), []) for name, learner in learners.items()}
+        self._consumed: set[int] = set()
+        """Stream sequences of groups that are in a published checkpoint."""
+        self._news = anyio.Event()
+        self._computing = anyio.CapacityLimiter(1)
+        self._fetching = anyio.CapacityLimiter(_FETCHES)
+
+    # -- recovery ------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Bring every model to its newest committed step and publish a checkpoint whose event never went out."""
+        for name, queue in self.queues.items():
+            subject = f"policy.checkpoint.{subject_token(self.config.project)}.{subject_token(name)}"
+            published = [
+                r.event
+                for r in await self.broker.history("POLICY", f"{subject}.*")
+                if isinstance(r.event, CheckpointPublished)
+            ]
+            for event in published:
+                self._consumed.update(unpack_seqs(event.group_seqs).tolist())
+            last = max(published, key=lambda e: e.step, default=None)
+            await self._recover_line(queue.learner, last)
+            log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
+        await self._take_over()
+
+    async def _recover_line(self, learner: Learner, last: CheckpointPublished | None) -> None:
+        stored = await self._in_thread(learner.stored)
+        known = last.step if last else 0
+        if stored is not None and stored.step == known + 1:
+            if stored.parent != (last.version if last else f"{learner.model.name}@0"):
+                raise TrainerError(
+                    f"{stored.version} on disk continues {stored.parent}, which the log does not know"
+                )
+            await self._publish(stored, await self._in_thread(learner.tar_of, stored.step))
+            self._consumed.update(stored.group_seqs)
+            await self._in_thread(learner.resume, stored.step)
+            log.info("published a checkpoint that a crash kept back", version=stored.version)
+        elif stored is not None and stored.step > known + 1:
+            raise TrainerError(
+                f"{learner.checkpoints.folder} holds step {stored.step}, but the log's newest is {known}: this is "
+                "another log's training. Point nats.url at the log it belongs to, or use a fresh run_dir."
+            )
+        elif last is not None:
+            try:
+                manifest, _ = await self._in_thread(learner.checkpoints.read, last.step)
+                on_disk = manifest.adapter_sha256 == last.adapter_sha256
+            except CheckpointError as error:
+                log.warning("no usable checkpoint on disk", version=last.version, reason=str(error))
+                on_disk = False
+            if on_disk:
+                await self._in_thread(learner.resume, last.step)
+            else:
+                tar = await self.broker.get_object(streams.ADAPTERS_BUCKET, last.adapter)
+                await self._in_thread(learner.rebuild, last, tar)
+
+    async def _take_over(self) -> None:
+        """Queue, from the log itself and in its order, what a dead predecessor held: its deliveries come back only
+        after `ack_wait`, behind newer groups."""
+        info = await self.broker.js.consumer_info("GROUPS", "trainer")
+        floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
+        delivered = int(info.delivered.stream_seq) if info.delivered else 0
+        if not info.num_ack_pending:
+            return
+        for recorded in await self.broker.history("GROUPS", "group.scored.>", start_seq=floor + 1):
+            if recorded.seq > delivered:
+                break
+            if isinstance(recorded.event, GroupScored):
+                await self._admit(recorded.event, recorded.seq, None)
+
+    # -- intake --------------------------------------------------------------------------------------------------
+
+    async def intake(self, consumption: Consumption) -> None:
+        """Queue what comes, for as long as the service runs."""
+        while True:
+            for delivery in await consumption.batch(256):
+                if isinstance(delivery.event, GroupScored):
+                    await self._admit(delivery.event, delivery.seq, delivery)
+                else:
+                    log.warning("not a scored group", subject=delivery.subject)
+                    await delivery.ack()
+
+    async def _admit(self, event: GroupScored, seq: int, delivery: Delivery | None) -> None:
+        if seq in self._consumed:
+            if delivery is not None:
+                await delivery.ack()
+            return
+        queue = self.queues.get(event.model)
+        if queue is None or event.project != self.config.project or event.branch != "main":
+            log.warning(
+                "not ours to train",
+                group=event.group,
+                model=event.model,
+                project=event.project,
+                branch=event.branch,
+            )
+            if delivery is not None:
+                await delivery.ack()
+            return
+        for held in (*queue.waiting, *queue.batch):
+            if held.seq == seq:
+                held.delivery = delivery
+                return
+        held = Held(event, seq, delivery)
+        refusal = refuse_by_event(event, queue.step, staleness_bound(event, self.config.trainer))
+        if refusal is not None:
+            await self._discard(queue, held, refusal)
+            return
+        # A redelivery may come behind newer groups: the queue stays in stream order.
+        place = len(queue.waiting)
+        while place and queue.waiting[place - 1].seq > seq:
+            place -= 1
+        queue.waiting.insert(place, held)
+        self._news.set()
+
+    async def _discard(self, queue: Queue, held: Held, refusal: Refusal) -> None:
+        event = held.event
+        await self.broker.publish(
+            GroupDiscarded(
+                project=event.project, group=event.group, model=event.model,
+                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
+                detail=refusal.detail, version=queue.learner.version, branch=event.branch,
+            )
+        )  # fmt: skip
+        self._consumed.add(held.seq)
+        if held.delivery is not None:
+            await held.delivery.ack()
+        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    async def run_steps(self) -> None:
+        """Steps for whichever model has waited longest with a full batch, until every model has reached `max_steps`."""
+        while not self._finished():
+            queue = self._next_queue()
+            if queue is None:
+                self._news = anyio.Event()
+                await self._news.wait()
+                continue
+            if await self._fill(queue):
+                await self._step(queue)
+
+    def _finished(self) -> bool:
+        limit = self.config.trainer.max_steps
+        return limit > 0 and all(q.step >= limit for q in self.queues.values())
+
+    def _next_queue(self) -> Queue | None:
+        size, limit = self.config.trainer.groups_per_step, self.config.trainer.max_steps
+        ready = [
+            q
+            for q in self.queues.values()
+            if len(q.batch) + len(q.waiting) >= size and not 0 < limit <= q.step
+        ]
+        return min(ready, key=lambda q: (q.step, (q.waiting or q.batch)[0].seq), default=None)
+
+    async def _fill(self, queue: Queue) -> bool:
+        """Move groups that train at the present step into the batch; False where too few were left."""
+        settings = self.config.trainer
+        while len(queue.batch) < settings.groups_per_step and queue.waiting:
+            missing = settings.groups_per_step - len(queue.batch)
+            candidates = [queue.waiting.popleft() for _ in range(min(missing, len(queue.waiting)))]
+            queue.batch += candidates
+            refusals = await self._fetch_all(candidates)
+            for held in candidates:
+                refusal = refusals.get(held.seq) or self._refuse(queue, held)
+                if refusal is not None:
+                    queue.batch.remove(held)
+                    await self._discard(queue, held, refusal)
+        return len(queue.batch) == settings.groups_per_step
+
+    def _refuse(self, queue: Queue, held: Held) -> Refusal | None:
+        bound = staleness_bound(held.event, self.config.trainer)
+        refusal = refuse_by_event(held.event, queue.step, bound)
+        if refusal is not None:
+            return refusal
+        assert held.sequences is not None
+        kept, stale = bound_staleness(held.sequences, queue.step, bound)
+        if kept:
+            return None
+        if stale:
+            return Refusal("stale", f"all {stale} tokens are older than {bound} steps at step {queue.step}")
+        return Refusal("no_variance", "no member has a token to train")
+
+    async def _fetch_all(self, wanted: list[Held]) -> dict[int, Refusal]:
+        """Fetch the exchanges of `wanted`; which of them the log no longer holds, by stream sequence."""
+        gone: dict[int, Refusal] = {}
+
+        async def fetch(held: Held) -> None:
+            refusal = await self._fetch(held)
+            if refusal is not None:
+                gone[held.seq] = refusal
+
+        async with anyio.create_task_group() as tg:
+            for held in wanted:
+                if held.sequences is None:
+                    tg.start_soon(fetch, held)
+        return gone
+
+    async def _fetch(self, held: Held) -> Refusal | None:
+        settings = self.config.trainer
+        temperature = self.queues[held.event.model].learner.engine.default_temperature
+        sequences: list[TokenSequence] = []
+        project = subject_token(held.event.project)
+        for member in trainable_members(held.event):
+            async with self._fetching:
+                try:
+                    subject = f"rollout.exchange.{project}.{subject_token(member.trajectory)}"
+                    history = await self._persist(partial(self.broker.history, "ROLLOUTS", subject))
+                except HistoryGoneError as error:
+                    return Refusal("history_gone", str(error))
+            exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
+            distinct = len({(e.seq, e.choice) for e in exchanges})
+            if distinct < member.exchanges:
+                return Refusal(
+                    "history_gone",
+                    f"{member.trajectory} had {member.exchanges} exchanges, the log holds {distinct}",
+                )
+            sequences += build(
+                member.trajectory,
+                exchanges,
+                default_temperature=temperature,
+                mask_truncated=settings.mask_truncated,
+            )
+        held.sequences = sequences
+        return None
+
+    async def _prefetch(self, queue: Queue) -> None:
+        ahead = list(queue.waiting)[: self.config.trainer.groups_per_step]
+        # What is gone is found again, and discarded, when its turn comes.
+        await self._fetch_all(ahead)
+
+    async def _step(self, queue: Queue) -> None:
+        learner = queue.learner
+        batch = [BatchGroup(prepare(h.event, h.sequences or []), h.seq) for h in queue.batch]
+        trace = _trace_of(queue.batch)
+        taken: Taken
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(self._prefetch, queue)
+            taken = await self._in_thread(learner.take, batch, trace)
+        # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
+        with anyio.CancelScope(shield=True):
+            await self._publish(taken.manifest, taken.adapter)
+            await self._in_thread(learner.advance, taken)
+            self._consumed.update(taken.manifest.group_seqs)
+            for held in queue.batch:
+                if held.delivery is not None:
+                    await held.delivery.ack(confirmed=True)
+            queue.batch = []
+        log.info(
+            "step", version=taken.manifest.version, batch=taken.manifest.batch_id,
+            **{k: round(v, 6) for k, v in taken.manifest.metrics.items()},
+        )  # fmt: skip
+
+    async def _publish(self, manifest: Manifest, tar: bytes) -> None:
+        await self._persist(partial(self.broker.put_object, streams.ADAPTERS_BUCKET, manifest.adapter, tar))
+        event = manifest.event()
+        ack = await self.broker.publish(event, headers=manifest.trace)
+        if ack.duplicate:
+            there = (await self.broker.get("POLICY", ack.seq)).event
+            if not isinstance(there, CheckpointPublished) or there.adapter_sha256 != event.adapter_sha256:
+                raise TrainerError(
+                    f"the log already holds another {manifest.version}: does a second trainer run on project "
+                    f"{manifest.project!r}? Stop it; this one resumes from the log when it starts again."
+                )
+
+    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """`call` again and again while the server is away, as long as a publish would be."""
+        deadline = anyio.current_time() + self.config.nats.publish_deadline_s
+        while True:
+            try:
+                return await call()
+            except (BrokerUnavailableError, nats.errors.Error) as error:
+                if anyio.current_time() > deadline or isinstance(error, nats.js.errors.BadRequestError):
+                    raise
+                log.warning("the log does not answer", error=str(error) or type(error).__name__)
+                await anyio.sleep(0.2)  # paces the retry of a server that is away
+
+    async def _in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await anyio.to_thread.run_sync(call, *args, limiter=self._computing)
+
+
+def _trace_of(batch: list[Held]) -> dict[str, str]:
+    """The step belongs to the trace of the first group that carries one."""
+    for held in batch:
+        headers = held.delivery.headers if held.delivery is not None else {}
+        if "traceparent" in headers:
+            return {k: v for k, v in headers.items() if k in ("traceparent", "tracestate")}
+    return {}
+
+
+async def serve(config: Config, ready: Ready) -> None:
+    """Train until stopped."""
+    scratch = config.path(config.trainer.checkpoints)
+    async with Broker.connect(config.nats, name="trainer") as broker:
+        learners = await anyio.to_thread.run_sync(make_learners, config, scratch)
+        trainer = Trainer(config, broker, learners)
+        await trainer.recover()
+        ready(step=max(q.step for q in trainer.queues.values()))
+        async with broker.consume("trainer") as consumption, anyio.create_task_group() as tg:
+            tg.start_soon(trainer.intake, consumption)
+            await trainer.run_steps()
+            tg.cancel_scope.cancel()
+        log.info("max_steps reached; groups stay in the log", max_steps=config.trainer.max_steps)
+        await anyio.sleep_forever()
