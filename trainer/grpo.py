@@ -9,8 +9,10 @@ Shape letters as in `trainer.packing`: S sequences, K most trained tokens in one
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,25 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config import TrainerConfig
 from trainer.groups import Example
 
-with warnings.catch_warnings():
-    # What the libraries warn of while they are imported (vLLM versions TRL has not seen, PyTorch's own deprecations)
-    # is not ours to fix, and TRL never talks to vLLM here.
+
+@contextmanager
+def without_vllm() -> Iterator[None]:
+    """TRL imports all of vLLM where it is installed; the trainer never samples, so it saves the seconds and the memory.
+
+    An entry of None is Python's way of saying that a module is not there."""
+    loaded = sys.modules.get("vllm")
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if loaded is None:
+            del sys.modules["vllm"]
+        else:
+            sys.modules["vllm"] = loaded
+
+
+with warnings.catch_warnings(), without_vllm():
+    # What the libraries warn of while they are imported is not ours to fix.
     warnings.simplefilter("ignore")
     from trl import GRPOConfig, GRPOTrainer
 

@@ -153,11 +153,19 @@ class Trainer:
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
         if not info.num_ack_pending:
             return
-        for recorded in await self.broker.history("GROUPS", "group.scored.>", start_seq=floor + 1):
-            if recorded.seq > delivered:
-                break
-            if isinstance(recorded.event, GroupScored):
-                await self._admit(recorded.event, recorded.seq, None)
+        recent = await self.broker.history("GROUPS", "group.>", start_seq=floor + 1)
+        discarded = {
+            (r.event.branch, r.event.model, r.event.group)
+            for r in recent
+            if isinstance(r.event, GroupDiscarded) and r.event.by == "trainer"
+        }
+        for recorded in recent:
+            event = recorded.event
+            if recorded.seq > delivered or not isinstance(event, GroupScored):
+                continue
+            if (event.branch, event.model, event.group) in discarded:
+                self._consumed.add(recorded.seq)
+            await self._admit(event, recorded.seq, None)
 
     # -- intake --------------------------------------------------------------------------------------------------
 
@@ -379,8 +387,8 @@ def _trace_of(batch: list[Held]) -> dict[str, str]:
     return {}
 
 
-async def serve(config: Config, ready: Ready) -> None:
-    """Train until stopped."""
+async def train(config: Config, ready: Ready) -> None:
+    """Train until every model has reached `trainer.max_steps`, or for ever where that is 0."""
     scratch = config.path(config.trainer.checkpoints)
     async with Broker.connect(config.nats, name="trainer") as broker:
         learners = await anyio.to_thread.run_sync(make_learners, config, scratch)
@@ -391,5 +399,10 @@ async def serve(config: Config, ready: Ready) -> None:
             tg.start_soon(trainer.intake, consumption)
             await trainer.run_steps()
             tg.cancel_scope.cancel()
-        log.info("max_steps reached; groups stay in the log", max_steps=config.trainer.max_steps)
-        await anyio.sleep_forever()
+
+
+async def serve(config: Config, ready: Ready) -> None:
+    """Train until stopped; at `trainer.max_steps` further groups stay in the log for a later run."""
+    await train(config, ready)
+    log.info("max_steps reached", max_steps=config.trainer.max_steps)
+    await anyio.sleep_forever()
