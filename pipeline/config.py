@@ -85,6 +85,15 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     upstream_wait_s: float = 180.0
     """How long a request waits for an inference server to come (back) up."""
     max_body_bytes: int = 64 * 1024 * 1024
+    health_interval_s: float = 1.0
+    """Between two health checks of an inference server that works."""
+    health_retry_s: float = 0.25
+    """Between two tries to reach one that does not."""
+    probe: Literal["require", "warn"] = "require"
+    """An adapter whose logprobs equal the base model's is not served, or served with a warning."""
+    key_secret_env: str = ""
+    """Name of the environment variable with the secret that trajectory keys are made from; gateway replicas share it.
+    Empty: a secret of this run, kept in its folder."""
 
 
 class JudgeConfig(Section, frozen=True, kw_only=True):

@@ -1,0 +1,18 @@
+"""The HTTP front: any OpenAI client in, exact tokens on the log, the newest policy version out.
+
+| module | what lives there |
+| --- | --- |
+| `service` | wires the parts and serves |
+| `app` | the ASGI application: routes, bodies, identity, errors |
+| `chat` | one model call: routed, sampled, recorded, answered |
+| `wire` | what is added to a request and taken off a reply |
+| `streaming` | a streamed reply, cleaned as it passes and put together again |
+| `control` | the control API |
+| `trajectories` | open runs, rebuilt from the log; keys; sequence numbers |
+| `policies` | versions and promotions, from the POLICY stream |
+| `routing` | what a name in `model` stands for now |
+| `replicas` | inference servers, leases on versions |
+| `adapters` | from a checkpoint to an adapter that provably serves |
+| `upstream` | the pooled HTTP client |
+| `errors` | OpenAI's error format |
+"""

@@ -1,0 +1,7 @@
+"""`python -m rollout_gateway --config <toml>`."""
+
+from pipeline.service import main
+from rollout_gateway.service import serve
+
+if __name__ == "__main__":
+    main("rollout_gateway", serve)

@@ -1,0 +1,362 @@
+"""From a published checkpoint to an adapter that a replica provably serves.
+
+Each replica has a keeper: it finds out whether the server is up and which life of it this is, loads what must be
+loaded (download, sha256, unpack, load, probe, `policy.loaded`), and only then lets the replica take calls. An adapter is
+loaded once under its versioned name and never in place; its folder's name holds the digest, so a gateway that restarts
+recognises what the server already holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import shutil
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from pipeline.broker import Broker, BrokerError, HistoryGoneError
+from pipeline.config import Config
+from pipeline.events import PolicyLoaded, now_us
+from pipeline.log import get_logger
+from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
+from pipeline.streams import ADAPTERS_BUCKET
+from rollout_gateway.policies import Policies
+from rollout_gateway.replicas import Fleet, Loaded, Replica
+from rollout_gateway.upstream import UpstreamError
+
+log = get_logger("rollout_gateway.adapters")
+
+PROBE_IDS = tuple(range(3, 35))
+"""Token ids of the probe's prompt: small ones, which any vocabulary has."""
+
+
+class AdapterError(Exception):
+    """An adapter that must not serve. `lasting`: trying again can't help."""
+
+    def __init__(self, message: str, *, lasting: bool) -> None:
+        super().__init__(message)
+        self.lasting = lasting
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _ProbeChoice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None]
+
+
+class _Probe(msgspec.Struct):
+    choices: list[_ProbeChoice]
+
+
+class AdapterFiles:
+    """Adapters on this machine's disk, where the inference server reads them."""
+
+    def __init__(self, folder: Path, broker: Broker) -> None:
+        self.folder, self._broker = folder.resolve(), broker
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def path(self, version: str, sha256: str) -> Path:
+        return self.folder / f"{subject_token(version).replace('/', '%2F')}-{sha256[:16]}"
+
+    async def ensure(self, version: str, name: str, sha256: str) -> Path:
+        """The unpacked adapter's folder, downloading it where it is not there.
+
+        Raises `AdapterError` where its bytes are not those that were published."""
+        path = self.path(version, sha256)
+        async with self._locks.setdefault(version, asyncio.Lock()):
+            if path.is_dir():
+                return path
+            try:
+                data = await self._broker.get_object(ADAPTERS_BUCKET, name)
+            except HistoryGoneError as error:
+                raise AdapterError(str(error), lasting=True) from error
+            digest = hashlib.sha256(data).hexdigest()
+            if digest != sha256:
+                raise AdapterError(f"{name} has sha256 {digest}, the checkpoint says {sha256}", lasting=True)
+            await anyio.to_thread.run_sync(_unpack, data, path)
+            return path
+
+    def delete(self, path: str) -> None:
+        """Remove an adapter that no replica holds any more."""
+        folder = Path(path)
+        if folder.parent == self.folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unpack(data: bytes, path: Path) -> None:
+    temporary = path.with_name(path.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(temporary, filter="data")
+    temporary.rename(path)
+
+
+class AdapterManager:
+    """The keepers of all replicas."""
+
+    def __init__(
+        self, config: Config, broker: Broker, policies: Policies, fleet: Fleet, gateway: str
+    ) -> None:
+        self._config, self._broker, self._policies, self._fleet = config, broker, policies, fleet
+        self._gateway = gateway
+        self._files = AdapterFiles(config.path("adapters"), broker)
+        self._unloaded: list[str] = []
+        self._base_probes: dict[tuple[str, str], list[float]] = {}
+        self.on_loaded: list[Callable[[PolicyLoaded], None]] = []
+
+    async def run(self) -> None:
+        """Keep every replica, for ever."""
+        async with anyio.create_task_group() as tg:
+            for replica in self._fleet.replicas:
+                tg.start_soon(self._keep, replica)
+
+    # -- one replica ---------------------------------------------------------------------------------------------
+
+    async def _keep(self, replica: Replica) -> None:
+        gateway = self._config.gateway
+        while True:
+            replica.work.clear()
+            try:
+                if not replica.up:
+                    await self._meet(replica)
+                pause = gateway.health_interval_s
+                loaded = await self._load_wanted(replica)
+                if not loaded:
+                    pause = 0.5
+                if loaded and not replica.ready:
+                    replica.ready = True
+                    log.info("replica ready", replica=replica.name, incarnation=replica.incarnation)
+                self._fleet.changed()
+            except (UpstreamError, msgspec.DecodeError) as error:
+                if replica.ready or replica.up:
+                    log.warning("replica lost", replica=replica.name, error=str(error))
+                replica.up = replica.ready = False
+                self._fleet.changed()
+                pause = gateway.health_retry_s
+            except BrokerError as error:
+                log.warning("adapters wait for the log", replica=replica.name, error=str(error))
+                pause = 1.0
+            with anyio.move_on_after(pause):
+                await replica.work.wait()
+            if replica.up:
+                await self._check_health(replica)
+
+    async def _check_health(self, replica: Replica) -> None:
+        try:
+            status, _ = await replica.upstream.fetch("GET", "/health", timeout_s=10)
+        except UpstreamError as error:
+            log.warning("replica lost", replica=replica.name, error=str(error))
+            status = 0
+        if status != 200:
+            replica.up = replica.ready = False
+
+    async def _meet(self, replica: Replica) -> None:
+        """Find out whether the server is up, which life of it this is and what it holds."""
+        status, _ = await replica.upstream.fetch("GET", "/health", timeout_s=10)
+        if status != 200:
+            raise UpstreamError(f"health check answered {status}", answered=True)
+        incarnation = await _incarnation(replica)
+        status, body = await replica.upstream.fetch("GET", "/v1/models")
+        if status != 200:
+            raise UpstreamError(f"listing models answered {status}", answered=True)
+        cards = msgspec.json.decode(body, type=_Cards).data
+        held = {c.id: c.root or "" for c in cards if c.parent is not None}
+        if incarnation != replica.incarnation:
+            replica.loaded.clear()
+            replica.draining.clear()
+        replica.incarnation = incarnation
+        for version in [v for v in replica.loaded if v not in held]:
+            del replica.loaded[version]
+        for version, root in held.items():
+            if version not in replica.loaded:
+                await self._adopt(replica, version, root)
+        replica.up = True
+
+    async def _adopt(self, replica: Replica, version: str, root: str) -> None:
+        """Take over what a server holds that this gateway did not load, if it is what was published."""
+        try:
+            model, _ = parse_version(version)
+        except InvalidNameError:
+            return
+        if model not in self._policies.models:
+            return
+        if self._policies.knows(version):
+            event = self._policies.checkpoint(version).event
+            if Path(root).name == self._files.path(version, event.adapter_sha256).name:
+                try:
+                    await self._prove(replica, version, root, now_us())
+                except AdapterError as error:
+                    log.warning("adapter not taken over", version=version, error=str(error))
+                else:
+                    return
+        await self._unload_now(replica, version)
+
+    async def _load_wanted(self, replica: Replica) -> bool:
+        """Load what is wanted and missing; false where something must be tried again soon."""
+        done = True
+        for version in self.wanted():
+            if replica.holds(version) or version in self._policies.refused:
+                continue
+            if not await self._make_room(replica, version):
+                done = False
+                break
+            try:
+                await self._load(replica, version)
+            except AdapterError as error:
+                log.error("adapter refused", version=version, replica=replica.name, error=str(error))
+                if error.lasting:
+                    self._policies.refused[version] = str(error)
+                else:
+                    done = False
+            self._fleet.changed()
+        return done
+
+    def wanted(self) -> list[str]:
+        """Versions to hold, most wanted first: what names stand for, then exact ones that requests asked for."""
+        out: list[str] = []
+        for model in self._policies.models.values():
+            if model.promoted is not None:
+                out += [model.promoted.version, *([model.promoted.other] if model.promoted.other else [])]
+            out.append(self._policies.newest(model.name))
+        demanded = self._fleet.demanded
+        out += sorted(demanded, key=lambda v: -demanded[v])
+        limit = self._config.vllm.max_loras
+        return [v for v in dict.fromkeys(out) if not v.endswith("@0") and self._policies.knows(v)][:limit]
+
+    async def _make_room(self, replica: Replica, version: str) -> bool:
+        """Unload the version that was unused longest, if there is need; false where all are in use."""
+        wanted = self.wanted()
+        while len(replica.loaded) >= self._config.vllm.max_loras:
+            idle = [v for v in replica.loaded if not replica.in_flight[v] and v not in wanted]
+            if not idle:
+                self._fleet.waiting_for_room = True
+                return False
+            await self.unload(replica, min(idle, key=lambda v: replica.loaded[v].last_used))
+        self._fleet.waiting_for_room = False
+        return True
+
+    async def unload(self, replica: Replica, version: str) -> None:
+        """Drop an idle version; its files go once a later one is dropped too."""
+        path = replica.loaded[version].path
+        replica.draining.add(version)
+        self._fleet.demanded.pop(version, None)
+        await self._unload_now(replica, version)
+        del replica.loaded[version]
+        replica.draining.discard(version)
+        log.info("adapter unloaded", version=version, replica=replica.name)
+        self._unloaded.append(path)
+        if len(self._unloaded) > 1:
+            old = self._unloaded.pop(0)
+            if not any(old == a.path for r in self._fleet.replicas for a in r.loaded.values()):
+                await anyio.to_thread.run_sync(self._files.delete, old)
+
+    async def _unload_now(self, replica: Replica, version: str) -> None:
+        status, body = await replica.upstream.fetch(
+            "POST", "/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": version}), timeout_s=60
+        )
+        if status not in (200, 404):
+            log.warning(
+                "unloading", version=version, replica=replica.name, status=status, answer=body[:300].decode()
+            )
+
+    async def _load(self, replica: Replica, version: str) -> None:
+        started = now_us()
+        event = self._policies.checkpoint(version).event
+        path = await self._files.ensure(version, event.adapter, event.adapter_sha256)
+        status, body = await replica.upstream.fetch(
+            "POST",
+            "/v1/load_lora_adapter",
+            msgspec.json.encode({"lora_name": version, "lora_path": str(path)}),
+            timeout_s=120,
+        )
+        if status != 200 and b"already been loaded" not in body:
+            lasting = 400 <= status < 500
+            raise AdapterError(f"the server answered {status}: {body[:300].decode()}", lasting=lasting)
+        try:
+            await self._prove(replica, version, str(path), started)
+        except AdapterError:
+            await self._unload_now(replica, version)
+            raise
+
+    # -- proof ---------------------------------------------------------------------------------------------------
+
+    async def _prove(self, replica: Replica, version: str, path: str, started: int) -> None:
+        """Probe, publish `policy.loaded`, then let the version be routed to."""
+        checkpoint = self._policies.checkpoint(version)
+        model, step = parse_version(version)
+        delta = await self._probe(replica, model, version)
+        if delta == 0.0:
+            message = "the adapter changes nothing: its logprobs equal the base model's"
+            if self._config.gateway.probe == "require":
+                raise AdapterError(message, lasting=True)
+            log.warning(message, version=version, replica=replica.name)
+        event = PolicyLoaded(
+            project=self._config.project,
+            model=model,
+            step=step,
+            version=version,
+            replica=replica.name,
+            gateway=self._gateway,
+            adapter_sha256=checkpoint.event.adapter_sha256,
+            probe_delta=delta,
+            load_s=(now_us() - started) / 1e6,
+            started_at=started,
+            incarnation=replica.incarnation,
+        )
+        headers = {"traceparent": checkpoint.traceparent} if checkpoint.traceparent else {}
+        await self._broker.publish(event, headers)
+        replica.loaded[version] = Loaded(path, delta, time.monotonic())
+        log.info("adapter loaded", version=version, replica=replica.name, delta=delta, load_s=event.load_s)
+        for callback in self.on_loaded:
+            callback(event)
+
+    async def _probe(self, replica: Replica, model: str, version: str) -> float:
+        """Largest difference of a fixed prompt's logprobs between the version and its base."""
+        key = (replica.name + replica.incarnation, model)
+        if key not in self._base_probes:
+            self._base_probes[key] = await _prompt_logprobs(replica, version_name(model, 0))
+        base = self._base_probes[key]
+        here = await _prompt_logprobs(replica, version)
+        return max(abs(a - b) for a, b in zip(base, here, strict=True))
+
+
+async def _prompt_logprobs(replica: Replica, served: str) -> list[float]:
+    request = {
+        "model": served, "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0
+    }  # fmt: skip
+    status, body = await replica.upstream.fetch(
+        "POST", "/v1/completions", msgspec.json.encode(request), timeout_s=120
+    )
+    if status != 200:
+        raise AdapterError(f"the probe answered {status}: {body[:300].decode()}", lasting=False)
+    positions = msgspec.json.decode(body, type=_Probe).choices[0].prompt_logprobs
+    return [next(iter(p.values())).logprob for p in positions if p]
+
+
+async def _incarnation(replica: Replica) -> str:
+    """The server process's start time, from its metrics; where it has none, the present."""
+    status, body = await replica.upstream.fetch("GET", "/metrics")
+    if status == 200:
+        for line in body.splitlines():
+            if line.startswith(b"process_start_time_seconds"):
+                return line.split()[-1].decode()
+    return f"{time.time():.3f}"

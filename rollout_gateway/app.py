@@ -1,0 +1,234 @@
+"""The ASGI application: routes, bodies, identity and errors, with nothing between it and the server.
+
+A web framework would cost as much per call as capture does (docs/gateway.md has the figures), for a dozen routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from pipeline.broker import BrokerError
+from pipeline.log import get_logger
+from rollout_gateway import wire
+from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
+from rollout_gateway.control import Control
+from rollout_gateway.errors import ApiError, unavailable
+from rollout_gateway.routing import Router
+from rollout_gateway.trajectories import Keys, Registry, Trajectory
+
+log = get_logger("rollout_gateway.app")
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = dict[bytes, bytes]
+
+_JSON = (b"content-type", b"application/json")
+_SSE = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_WATCH_AFTER_S = 0.25
+"""A plain call that takes longer has its client watched; for shorter ones the watch would cost more than the call."""
+_encode = msgspec.json.Encoder().encode
+
+TRAJECTORY_HEADER = b"x-journeyman-trajectory"
+SIDE_CALL_HEADER = b"x-journeyman-side-call"
+
+
+class App:
+    """The gateway's routes."""
+
+    def __init__(
+        self, chat: ChatHandler, control: Control, registry: Registry, router: Router, max_body_bytes: int
+    ) -> None:
+        self._chat, self._control, self._registry, self._router = chat, control, registry, router
+        self._max_body = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the gateway speaks HTTP, not {scope['type']}")
+        try:
+            await self._route(scope, receive, send)
+        except ApiError as error:
+            await _answer(send, error.status, error.body(), error.headers)
+        except ClientGoneError:
+            pass  # what there was to record is recorded, and no one listens
+        except BrokerError as error:
+            refused = unavailable(f"The log does not answer: {error}", "log_unavailable")
+            await _answer(send, refused.status, refused.body(), refused.headers)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        method: str = scope["method"]
+        named = None
+        if path.startswith("/t/"):
+            named, slash, rest = scope["raw_path"].decode("latin-1").partition("?")[0][3:].partition("/")
+            named, path = unquote(named), slash + rest
+        if path == "/v1/chat/completions":
+            _allow(method, "POST")
+            await self._completions(scope, receive, send, named)
+            return
+        status, answer = await self._control_route(method, path, scope, receive)
+        await _answer(send, status, _encode(answer))
+
+    async def _control_route(
+        self, method: str, path: str, scope: Scope, receive: Receive
+    ) -> tuple[int, dict[str, Any]]:
+        parts = [unquote(p) for p in path.strip("/").split("/")]
+        match parts:
+            case ["health"]:
+                _allow(method, "GET")
+                return 200, self._control.health()
+            case ["v1", "models"]:
+                _allow(method, "GET")
+                return 200, self._control.models()
+            case ["v1", "models", *name]:
+                _allow(method, "GET")
+                return 200, self._control.model("/".join(name))
+            case ["v1", "policies"]:
+                _allow(method, "GET")
+                return 200, self._control.policies()
+            case ["v1", "trajectories"]:
+                _allow(method, "POST")
+                headers = dict(scope["headers"])
+                body = await self._body(receive, headers)
+                return 201, await self._control.open(body, _base_url(scope, headers), _traceparent(headers))
+            case ["v1", "trajectories", trajectory]:
+                _allow(method, "GET")
+                return 200, await self._control.get(trajectory)
+            case ["v1", "trajectories", trajectory, "complete"]:
+                _allow(method, "POST")
+                body = await self._body(receive, dict(scope["headers"]))
+                return 200, await self._control.complete(trajectory, body)
+        raise ApiError(404, f"There is no {method} {path} here.", kind="not_found_error", code="unknown_url")
+
+    # -- model calls ---------------------------------------------------------------------------------------------
+
+    async def _completions(self, scope: Scope, receive: Receive, send: Send, named: str | None) -> None:
+        headers: Headers = dict(scope["headers"])
+        call = wire.read_call(await self._body(receive, headers))
+        trajectory = await self._trajectory(named, headers)
+        self._router.check(call.parsed.model, trajectory)
+        caller = Caller(
+            trajectory,
+            _traceparent(headers),
+            headers.get(b"x-stainless-retry-count", b"0") != b"0",
+            headers.get(SIDE_CALL_HEADER, b"") in (b"1", b"true"),
+        )
+        if call.stream:
+            await self._streamed(call, caller, receive, send)
+        else:
+            await self._plain(call, caller, receive, send)
+
+    async def _plain(self, call: wire.Call, caller: Caller, receive: Receive, send: Send) -> None:
+        watch: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(
+            _WATCH_AFTER_S, lambda: watch.append(asyncio.ensure_future(_watch(receive, caller)))
+        )
+        try:
+            status, body = await self._chat.plain(call, caller)
+        finally:
+            timer.cancel()
+            for task in watch:
+                task.cancel()
+        await _answer(send, status, body)
+
+    async def _streamed(self, call: wire.Call, caller: Caller, receive: Receive, send: Send) -> None:
+        watch = asyncio.ensure_future(_watch(receive, caller))
+        try:
+            status, events = await self._chat.stream(call, caller)
+            if isinstance(events, bytes):
+                await _answer(send, status, events)
+                return
+            await send({"type": "http.response.start", "status": status, "headers": _SSE})
+            await _send_events(send, events)
+        finally:
+            watch.cancel()
+
+    async def _trajectory(self, named: str | None, headers: Headers) -> Trajectory | None:
+        """Whose call it is: by the URL, by the trajectory's key, by header; none of them: no one's."""
+        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        by_key = None
+        if scheme.lower() == "bearer" and key.startswith(Keys.prefix):
+            by_key = await self._registry.by_key(key)
+        if named is None and TRAJECTORY_HEADER in headers:
+            named = unquote(headers[TRAJECTORY_HEADER].decode("latin-1"))
+        if named is None:
+            return by_key
+        if by_key is not None and by_key.id != named:
+            raise ApiError(
+                403, "This API key belongs to another trajectory.", kind="permission_error", code="wrong_key"
+            )
+        return by_key or await self._registry.find(named)
+
+    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:
+            raise self._too_large()
+        message = await receive()
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body"):
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            return body
+        parts, size = [body], len(body)
+        while message.get("more_body"):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body:
+                raise self._too_large()
+        return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self._max_body} bytes.", code="body_too_large")
+
+
+async def _watch(receive: Receive, caller: Caller) -> None:
+    """Until the client goes away, and then say so."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    caller.leave()
+
+
+async def _send_events(send: Send, events: AsyncIterator[bytes]) -> None:
+    async for data in events:
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _answer(
+    send: Send, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": (_JSON, length, *headers)})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _allow(method: str, *allowed: str) -> None:
+    if method not in allowed:
+        raise ApiError(
+            405,
+            f"This URL takes {', '.join(allowed)}.",
+            code="method_not_allowed",
+            headers=((b"allow", ", ".join(allowed).encode()),),
+        )
+
+
+def _traceparent(headers: Headers) -> str:
+    value = headers.get(b"traceparent", b"").decode("latin-1")
+    return value if len(value) == 55 and value.isascii() else ""
+
+
+def _base_url(scope: Scope, headers: Headers) -> str:
+    host = headers.get(b"host", b"").decode("latin-1")
+    if not host:
+        host = "{}:{}".format(*scope["server"])
+    return f"{scope['scheme']}://{host}"

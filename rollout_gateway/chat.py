@@ -1,0 +1,395 @@
+"""One model call: whose it is, which version answers, what the log gets, what the client sees.
+
+The order that everything else relies on: sampled, recorded and acknowledged, then answered. A client that retries a
+call whose answer was recorded but never arrived is given the recorded one, not a second sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.broker import BrokerError
+from pipeline.config import GatewayConfig
+from pipeline.events import ExchangeRecorded, now_us
+from pipeline.log import get_logger
+from pipeline.names import parse_version
+from rollout_gateway import streaming, wire
+from rollout_gateway.errors import ApiError, error_body, unavailable
+from rollout_gateway.replicas import Fleet, Lease, Replica, least_loaded
+from rollout_gateway.routing import Router
+from rollout_gateway.streaming import StreamCapture
+from rollout_gateway.trajectories import Registry, Trajectory
+from rollout_gateway.upstream import Reply, UpstreamError, UpstreamTimeoutError
+from rollout_gateway.wire import Answer, Call, Sampled
+
+log = get_logger("rollout_gateway.chat")
+
+CHAT = "/v1/chat/completions"
+Status = Literal["complete", "cancelled", "failed"]
+
+
+@dataclass(eq=False)
+class Caller:
+    """Who calls and whether it still listens."""
+
+    trajectory: Trajectory | None = None
+    traceparent: str = ""
+    retry: bool = False
+    """The client says that it tried before."""
+    side_call: bool = False
+    gone: bool = False
+    _on_gone: Callable[[], None] | None = None
+
+    def leave(self) -> None:
+        """The client closed its connection."""
+        self.gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def has_left(self) -> bool:
+        return self.gone
+
+    def when_gone(self, action: Callable[[], None] | None) -> None:
+        self._on_gone = action
+
+
+class ClientGoneError(Exception):
+    """No one waits for the answer any more."""
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """A call that an inference server answers."""
+
+    lease: Lease
+    reply: Reply
+    body: bytes
+    """The whole reply, unless it is being streamed."""
+    started_at: int
+
+    @property
+    def status(self) -> int:
+        return self.reply.status
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """What the log gets of one call."""
+
+    call: Call
+    caller: Caller
+    trajectory: Trajectory
+    request_hash: str
+    version: str = ""
+    replica: str = ""
+    started_at: int = field(default_factory=now_us)
+    first_token_at: int = 0
+
+    def take(self, attempt: _Attempt) -> None:
+        self.version, self.replica = attempt.lease.version, attempt.lease.replica.name
+        self.started_at = attempt.started_at
+
+    def events(self, answer: Answer, seq: int, status: Status) -> list[ExchangeRecorded]:
+        choices = answer.choices or [Sampled(0)]
+        return [self._event(answer, choice, seq, status) for choice in choices]
+
+    def _event(self, answer: Answer, choice: Sampled, seq: int, status: Status) -> ExchangeRecorded:
+        opened = self.trajectory.opened
+        return ExchangeRecorded(
+            project=opened.project,
+            trajectory=opened.trajectory,
+            seq=seq,
+            choice=choice.index,
+            model=opened.model,
+            policy_version=self.version,
+            step=parse_version(self.version)[1],
+            group=opened.group,
+            request=self.call.body,
+            response=answer.client_body(choice) if answer.fields else b"{}",
+            prompt_ids=answer.prompt_ids,
+            sampled_ids=choice.ids,
+            logprobs=choice.logprobs,
+            finish_reason=choice.finish_reason,
+            status=status,
+            side_call=self.caller.side_call,
+            endpoint=CHAT,
+            streamed=self.call.stream,
+            request_hash=self.request_hash,
+            replica=self.replica,
+            started_at=self.started_at,
+            first_token_at=self.first_token_at,
+        )
+
+
+class ChatHandler:
+    """Plain and streamed chat completions."""
+
+    def __init__(self, gateway: GatewayConfig, fleet: Fleet, registry: Registry, router: Router) -> None:
+        self._gateway, self._fleet, self._registry, self._router = gateway, fleet, registry, router
+        self._background: set[asyncio.Task[None]] = set()
+
+    # -- plain ---------------------------------------------------------------------------------------------------
+
+    async def plain(self, call: Call, caller: Caller) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `ApiError`; `ClientGoneError` where the client left before the end."""
+        trajectory = self._captured(caller)
+        if trajectory is None:
+            attempt = await self._reach(call, caller, None)
+            return attempt.status, attempt.body
+        trajectory.begin()
+        try:
+            exchange = _Exchange(call, caller, trajectory, call.hash(CHAT))
+            before = await self._answered_before(exchange)
+            if before is not None:
+                return 200, msgspec.json.encode(before)
+            try:
+                attempt = await self._reach(call, caller, exchange)
+            except ClientGoneError:
+                if exchange.version:
+                    await self._record(exchange, Answer({}, b"", []), "cancelled")
+                raise
+            if attempt.status != 200:
+                return attempt.status, attempt.body
+            answer = _read_answer(attempt.body, call)
+            await self._record(exchange, answer, "complete")
+            return 200, answer.client_body()
+        finally:
+            trajectory.end()
+
+    # -- streamed ------------------------------------------------------------------------------------------------
+
+    async def stream(self, call: Call, caller: Caller) -> tuple[int, AsyncIterator[bytes] | bytes]:
+        """Status and the events of the answer, or the body where it is an error. Raises as `plain` does.
+
+        The iterator must be run to its end, also when the client has gone (`caller.leave` ends it)."""
+        trajectory = self._captured(caller)
+        if trajectory is None:
+            attempt = await self._reach(call, caller, None)
+            if attempt.status != 200:
+                return attempt.status, attempt.body
+            return 200, self._pass_through(attempt, caller)
+        trajectory.begin()
+        try:
+            exchange = _Exchange(call, caller, trajectory, call.hash(CHAT))
+            before = await self._answered_before(exchange)
+            if before is not None:
+                events = streaming.as_stream(before)
+            else:
+                attempt = await self._reach(call, caller, exchange)
+                if attempt.status == 200:
+                    return 200, self._capture_stream(exchange, attempt)
+        except BaseException:
+            trajectory.end()
+            raise
+        trajectory.end()
+        return (attempt.status, attempt.body) if before is None else (200, _replayed(events))
+
+    async def _pass_through(self, attempt: _Attempt, caller: Caller) -> AsyncIterator[bytes]:
+        try:
+            async for data in attempt.reply.chunks():
+                yield data
+        except UpstreamError as error:
+            yield b"" if caller.gone else self._broken(attempt, error)
+        finally:
+            caller.when_gone(None)
+            attempt.reply.close()
+            attempt.lease.release()
+
+    async def _capture_stream(self, exchange: _Exchange, attempt: _Attempt) -> AsyncIterator[bytes]:
+        capture = StreamCapture(exchange.call.parsed)
+        held: list[bytes] = []
+        last = b""
+        status: Status = "failed"
+        try:
+            buffer = bytearray()
+            async for data in attempt.reply.chunks():
+                out: list[bytes] = []
+                for payload in wire.sse_events(buffer, data):
+                    if payload == b"[DONE]":
+                        status = "complete"
+                        break
+                    seen = capture.take(payload)
+                    if exchange.first_token_at == 0 and capture.sampled_any:
+                        exchange.first_token_at = now_us()
+                    if seen is not None:
+                        (held if capture.finished else out).append(b"data: %b\n\n" % seen)
+                if out:
+                    yield b"".join(out)
+                if status == "complete":
+                    break
+            else:
+                raise UpstreamError("the stream ended without its end", answered=True)
+            last = b"".join((*held, b"data: [DONE]\n\n"))
+        except (UpstreamError, msgspec.DecodeError) as error:
+            if exchange.caller.gone:
+                status = "cancelled"
+            else:
+                last = self._broken(attempt, error)
+        finally:
+            exchange.caller.when_gone(None)
+            attempt.reply.close()
+            attempt.lease.release()
+            # As a task of its own: the record is made even where this generator is thrown away.
+            recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
+            self._background.add(recording)
+            recording.add_done_callback(self._background.discard)
+        try:
+            await asyncio.shield(recording)
+        except ApiError as error:
+            last = b"data: %b\n\n" % error.body()
+        yield last
+
+    async def _record_stream(self, exchange: _Exchange, capture: StreamCapture, status: Status) -> None:
+        try:
+            await self._record(exchange, capture.answer(), status)
+        finally:
+            exchange.trajectory.end()
+
+    def _broken(self, attempt: _Attempt, error: Exception) -> bytes:
+        """The server broke off in mid-stream: suspect it, and give the event that says so."""
+        log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
+        attempt.lease.replica.suspect()
+        message = f"The inference server broke off: {error}"
+        return b"data: %b\n\n" % error_body(message, "api_error", "upstream_broke_off")
+
+    async def settle(self) -> None:
+        """Until everything that began to be recorded is on the log."""
+        while self._background:
+            await asyncio.wait(self._background)
+
+    # -- the log -------------------------------------------------------------------------------------------------
+
+    def _captured(self, caller: Caller) -> Trajectory | None:
+        return None if self._gateway.capture == "off" else caller.trajectory
+
+    async def _answered_before(self, exchange: _Exchange) -> wire.Fields | None:
+        """The recorded reply to the same request, where the client says that it asks again."""
+        if not exchange.caller.retry:
+            return None
+        events = await self._registry.recorded_call(exchange.trajectory, exchange.request_hash)
+        if not events:
+            return None
+        log.info("answered from the log", trajectory=exchange.trajectory.id, seq=events[0].seq)
+        return wire.merged_replies([e.response for e in events])
+
+    async def _record(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
+        """Put the call on the log; raises a 503 `ApiError` where the log does not take it."""
+        if self._gateway.capture == "async":
+            self._in_background(self._publish(exchange, answer, status))
+        else:
+            await self._publish(exchange, answer, status)
+
+    async def _publish(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
+        try:
+            await self._registry.record(
+                exchange.trajectory,
+                lambda seq: exchange.events(answer, seq, status),
+                exchange.caller.traceparent,
+            )
+        except BrokerError as error:
+            log.error("not recorded", trajectory=exchange.trajectory.id, error=str(error))
+            raise unavailable(f"The answer could not be recorded: {error}", "not_recorded") from error
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # -- the inference servers -----------------------------------------------------------------------------------
+
+    async def _reach(self, call: Call, caller: Caller, exchange: _Exchange | None) -> _Attempt:
+        """Have the call answered by a replica that serves the version it is routed to.
+
+        Waits for one, and asks again where a server went away before its answer was whole: nothing of it had reached
+        the client or the log. A streamed answer is handed out unread, with its lease; any other is read, its lease
+        given back."""
+        deadline = asyncio.get_running_loop().time() + self._gateway.upstream_wait_s
+        trajectory = exchange.trajectory if exchange is not None else None
+        doubted: set[tuple[str, str]] = set()
+
+        def prefer(replicas: list[Replica]) -> Replica:
+            for replica in replicas:
+                if trajectory is not None and replica.name == trajectory.replica:
+                    return replica
+            return least_loaded(replicas)
+
+        while True:
+            lease = await self._fleet.acquire(
+                lambda: self._router.version(call.parsed.model, trajectory), prefer, deadline
+            )
+            attempt = await self._ask(call, caller, lease, exchange)
+            if attempt is None:
+                continue
+            # A dying server says 500, and a restarted one knows no adapter: have it looked at once, then ask again.
+            life = (lease.replica.name, lease.replica.incarnation)
+            if (attempt.status >= 500 or attempt.status == 404) and life not in doubted:
+                doubted.add(life)
+                log.warning(
+                    "doubted", replica=life[0], status=attempt.status, body=attempt.body[:300].decode()
+                )
+                lease.replica.suspect()
+                continue
+            return attempt
+
+    async def _ask(
+        self, call: Call, caller: Caller, lease: Lease, exchange: _Exchange | None
+    ) -> _Attempt | None:
+        """One try; none where the server went away. Raises `ClientGoneError`, and `ApiError` when time is up."""
+        if caller.gone:
+            lease.release()
+            raise ClientGoneError
+        started_at = now_us()
+        streaming_on = False
+        try:
+            body = call.upstream_body(lease.version, capture=exchange is not None)
+            reply = await lease.replica.upstream.request(
+                "POST", CHAT, body, timeout_s=self._gateway.request_timeout_s, on_sent=caller.when_gone
+            )
+            attempt = _Attempt(lease, reply, b"", started_at)
+            if exchange is not None:
+                exchange.take(attempt)
+                exchange.trajectory.replica = lease.replica.name
+            streaming_on = call.stream and reply.status == 200
+            if not streaming_on:
+                attempt.body = await reply.read()
+            return attempt
+        except UpstreamTimeoutError as error:
+            raise ApiError(
+                504,
+                "The inference server did not answer in time.",
+                kind="timeout_error",
+                code="upstream_timeout",
+            ) from error
+        except UpstreamError as error:
+            if caller.has_left():
+                if exchange is not None:
+                    exchange.version, exchange.replica = lease.version, lease.replica.name
+                raise ClientGoneError from error
+            log.warning("upstream", replica=lease.replica.name, error=str(error))
+            lease.replica.suspect()
+            return None
+        finally:
+            if not streaming_on:
+                caller.when_gone(None)
+                lease.release()
+
+
+def _read_answer(body: bytes, call: Call) -> Answer:
+    try:
+        return wire.read_answer(body, call.parsed)
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ApiError(
+            502,
+            f"The inference server's answer can't be read: {error}",
+            kind="api_error",
+            code="bad_upstream",
+        ) from error
+
+
+async def _replayed(events: list[bytes]) -> AsyncIterator[bytes]:
+    yield b"".join(b"data: %b\n\n" % event for event in events) + b"data: [DONE]\n\n"

@@ -1,0 +1,214 @@
+"""The control API: opening, completing and looking at trajectories, and at policy versions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, get_args
+from urllib.parse import quote
+
+import msgspec
+
+from pipeline.broker import BrokerError
+from pipeline.events import Outcome, TrajectoryCompleted, TrajectoryOpened
+from pipeline.names import InvalidNameError, check_name, new_id, parse_version
+from rollout_gateway.errors import ApiError, invalid_json, unavailable, unknown_model
+from rollout_gateway.policies import Policies
+from rollout_gateway.replicas import Fleet
+from rollout_gateway.routing import Router
+from rollout_gateway.trajectories import Completion, Registry, Trajectory
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/trajectories`."""
+
+    model: str
+    group: str = ""
+    """Empty: a group of its own."""
+    task: str = ""
+    id: str = ""
+    split: Literal["train", "val"] = "train"
+    group_size: int = 0
+    attempt: int = 0
+    metadata: dict[str, Any] = {}
+    pinned: str = ""
+
+
+class _CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
+    outcome: str = "scored"
+
+
+_T = TypeVar("_T")
+
+
+def read_body(body: bytes, kind: type[_T]) -> _T:
+    """`body` as `kind`; raises a 400 `ApiError` that says what is wrong with it."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"The body is not valid: {error}.", code="invalid_body") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_json(str(error)) from error
+
+
+class Control:
+    """What the routes of the control API do. Bodies in, JSON-ready answers out; raises `ApiError`."""
+
+    def __init__(
+        self, project: str, policies: Policies, fleet: Fleet, registry: Registry, router: Router
+    ) -> None:
+        self._project, self._policies, self._fleet = project, policies, fleet
+        self._registry, self._router = registry, router
+
+    async def open(self, body: bytes, base_url: str, traceparent: str) -> dict[str, Any]:
+        """Open a trajectory. Naming an `id` makes it safe to repeat."""
+        opening = read_body(body, Opening)
+        if opening.model not in self._policies.models:
+            raise unknown_model(opening.model, list(self._policies.models))
+        trajectory = opening.id or new_id("t")
+        try:
+            check_name(trajectory)
+            check_name(opening.group or trajectory)
+        except InvalidNameError as error:
+            raise ApiError(400, str(error), code="invalid_name") from error
+        if opening.pinned:
+            self._check_pinned(opening)
+        if opening.group_size < 0 or opening.attempt < 0:
+            raise ApiError(400, "group_size and attempt can't be negative.", code="invalid_body")
+        key = self._registry.keys.make(trajectory)
+        event = TrajectoryOpened(
+            project=self._project,
+            trajectory=trajectory,
+            model=opening.model,
+            group=opening.group or trajectory,
+            task=opening.task,
+            attempt=opening.attempt,
+            split=opening.split,
+            group_size=opening.group_size,
+            key_hash=self._registry.keys.hash(key),
+            pinned=opening.pinned,
+            metadata=msgspec.json.encode(opening.metadata),
+        )
+        try:
+            opened = await self._registry.open(event, traceparent)
+        except BrokerError as error:
+            raise _no_log(error) from error
+        return {
+            "id": trajectory,
+            "object": "trajectory",
+            "model": opened.opened.model,
+            "group": opened.opened.group,
+            "api_key": key,
+            "base_url": f"{base_url}/t/{quote(trajectory, safe='')}/v1",
+        }
+
+    def _check_pinned(self, opening: Opening) -> None:
+        if not self._policies.knows(opening.pinned) or parse_version(opening.pinned)[0] != opening.model:
+            raise unknown_model(opening.pinned, self._policies.names())
+
+    async def complete(self, trajectory: str, body: bytes) -> dict[str, Any]:
+        """End a trajectory. The same again is answered alike."""
+        read = read_body(body, _CompletionBody)
+        if read.outcome not in get_args(Outcome):
+            raise ApiError(
+                400,
+                f"outcome is one of {', '.join(get_args(Outcome))}.",
+                code="invalid_body",
+                param="outcome",
+            )
+        completion = Completion(
+            reward=read.reward,
+            rewards=read.rewards,
+            metrics=read.metrics,
+            metadata=msgspec.Raw(msgspec.json.encode(read.metadata)),
+            outcome=read.outcome,
+        )
+        try:
+            event = await self._registry.complete(trajectory, completion)
+        except BrokerError as error:
+            raise _no_log(error) from error
+        return {
+            "id": trajectory,
+            "object": "trajectory",
+            "outcome": event.outcome,
+            "reward": event.reward,
+            "exchanges": event.exchanges,
+        }
+
+    async def get(self, trajectory: str) -> dict[str, Any]:
+        """A trajectory as the log has it."""
+        try:
+            found, completed = await self._registry.describe(trajectory)
+        except BrokerError as error:
+            raise _no_log(error) from error
+        return _described(found, completed)
+
+    def policies(self) -> dict[str, Any]:
+        """What each model's name stands for now, and what is loaded where."""
+        data = []
+        for name in self._policies.models:
+            version = self._router.current(name)
+            held = {v for r in self._fleet.ready() for v in r.loaded if parse_version(v)[0] == name}
+            data.append(
+                {
+                    "model": name,
+                    "version": version,
+                    "step": parse_version(version)[1],
+                    "newest": self._policies.newest(name),
+                    "loaded": sorted(held, key=lambda v: parse_version(v)[1]),
+                    "refused": {
+                        v: why for v, why in self._policies.refused.items() if parse_version(v)[0] == name
+                    },
+                }
+            )
+        return {"object": "list", "data": data}
+
+    def models(self) -> dict[str, Any]:
+        """OpenAI's list: names that follow the newest version, and exact versions."""
+        data = [
+            {"id": n, "object": "model", "created": 0, "owned_by": "journeyman"}
+            for n in self._policies.names()
+        ]
+        return {"object": "list", "data": data}
+
+    def model(self, name: str) -> dict[str, Any]:
+        self._router.check(name, None)
+        return {"id": name, "object": "model", "created": 0, "owned_by": "journeyman"}
+
+    def health(self) -> dict[str, Any]:
+        """Always `ok`, as it answers; whether it can have calls answered is said beside it."""
+        replicas = [
+            {"replica": r.name, "ready": r.ready, "in_flight": r.load, "loaded": sorted(r.loaded)}
+            for r in self._fleet.replicas
+        ]
+        return {"status": "ok", "serving": bool(self._fleet.ready()), "replicas": replicas}
+
+
+def _described(found: Trajectory, completed: TrajectoryCompleted | None) -> dict[str, Any]:
+    opened = found.opened
+    return {
+        "id": opened.trajectory,
+        "object": "trajectory",
+        "status": "completed" if completed else "open",
+        "project": opened.project,
+        "model": opened.model,
+        "group": opened.group,
+        "task": opened.task,
+        "attempt": opened.attempt,
+        "split": opened.split,
+        "group_size": opened.group_size,
+        "pinned": opened.pinned or None,
+        "metadata": msgspec.Raw(bytes(opened.metadata)),
+        "exchanges": found.exchanges,
+        "opened_at": opened.at,
+        "outcome": completed.outcome if completed else None,
+        "reward": completed.reward if completed else None,
+        "rewards": completed.rewards if completed else {},
+        "metrics": completed.metrics if completed else {},
+    }
+
+
+def _no_log(error: BrokerError) -> ApiError:
+    return unavailable(f"The log does not answer: {error}", "log_unavailable")

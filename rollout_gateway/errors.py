@@ -1,0 +1,74 @@
+"""What the gateway says when it can't do what was asked: one class, OpenAI's error format on the wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """An answer with an error status. `kind` is OpenAI's `type`, `code` what a program should compare."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
+        self.headers = headers
+
+    def body(self) -> bytes:
+        return error_body(self.message, self.kind, self.code, self.param)
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+    """`{"error": {...}}` as OpenAI's clients read it."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+def invalid_json(detail: str) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON for this call: {detail}", code="invalid_json")
+
+
+def unknown_model(model: str, known: list[str]) -> ApiError:
+    return ApiError(
+        404,
+        f"The model {model!r} does not exist. There are: {', '.join(known)}.",
+        kind="not_found_error",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def unknown_trajectory(trajectory: str) -> ApiError:
+    return ApiError(
+        404,
+        f"No trajectory {trajectory!r} was opened in this project: POST /v1/trajectories first.",
+        kind="not_found_error",
+        code="trajectory_not_found",
+    )
+
+
+def already_completed(trajectory: str, what: str) -> ApiError:
+    return ApiError(
+        409,
+        f"Trajectory {trajectory!r} is completed: {what}.",
+        kind="conflict_error",
+        code="trajectory_completed",
+    )
+
+
+def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
+    return ApiError(
+        503,
+        message,
+        kind="service_unavailable_error",
+        code=code,
+        headers=((b"retry-after", str(retry_after_s).encode()),),
+    )

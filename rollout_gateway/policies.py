@@ -1,0 +1,173 @@
+"""Which policy versions exist and which one a model's name stands for: the POLICY stream, replayed and followed.
+
+Every gateway replica needs every event, so each reads the stream for itself, from the first event on; nothing is kept
+elsewhere, and a restarted gateway knows what the one before it knew.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import anyio
+import nats.errors
+import nats.js.errors
+from nats.js import api
+
+from pipeline.broker import Broker, Recorded
+from pipeline.events import CheckpointPublished, PolicyPromoted
+from pipeline.log import get_logger
+from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
+
+log = get_logger("rollout_gateway.policies")
+
+_STREAM = "POLICY"
+_LONG_POLL_S = 5.0
+_IDLE_S = 60.0
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A published version: its event and the trace it belongs to."""
+
+    event: CheckpointPublished
+    traceparent: str = ""
+
+
+@dataclass(eq=False)
+class ModelState:
+    """One model of this project."""
+
+    name: str
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    """By version, in the order of publication."""
+    promoted: PolicyPromoted | None = None
+
+    _main: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        event = checkpoint.event
+        self.checkpoints[event.version] = checkpoint
+        if event.branch == "main":
+            bisect.insort(self._main, (event.step, event.version))
+
+    def newest_first(self) -> Iterator[str]:
+        """Versions of the main line from the newest on, without the base."""
+        return (version for _, version in reversed(self._main))
+
+
+class Policies:
+    """The models, kept up to date by `follow`."""
+
+    def __init__(self, project: str, models: Iterable[str]) -> None:
+        self.project = project
+        self.models = {name: ModelState(name) for name in models}
+        self.next_seq = 1
+        self.refused: dict[str, str] = {}
+        """Versions that must not serve, with the reason."""
+
+    def knows(self, version: str) -> bool:
+        """Whether `version` is a base model or a published checkpoint of a model served here."""
+        try:
+            name, step = parse_version(version)
+        except InvalidNameError:
+            return False
+        model = self.models.get(name)
+        return model is not None and (step == 0 or version in model.checkpoints)
+
+    def checkpoint(self, version: str) -> Checkpoint:
+        return self.models[parse_version(version)[0]].checkpoints[version]
+
+    def newest(self, model: str) -> str:
+        """The highest version on the main line that may serve; the base where nothing was trained yet."""
+        for version in self.models[model].newest_first():
+            if version not in self.refused:
+                return version
+        return version_name(model, 0)
+
+    def names(self) -> list[str]:
+        """Every name a client may put into `model`."""
+        out: list[str] = []
+        for model in self.models.values():
+            out += [model.name, version_name(model.name, 0), *model.checkpoints]
+        return out
+
+    def apply(self, recorded: Recorded) -> bool:
+        """Take an event in; false where it says nothing new or nothing about this gateway's models."""
+        event = recorded.event
+        self.next_seq = max(self.next_seq, recorded.seq + 1)
+        if not isinstance(event, CheckpointPublished | PolicyPromoted) or event.model not in self.models:
+            return False
+        model = self.models[event.model]
+        if isinstance(event, PolicyPromoted):
+            model.promoted = event if event.version else None
+            return True
+        if event.version in model.checkpoints:
+            return False
+        model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
+        return True
+
+    @property
+    def _subjects(self) -> list[str]:
+        project = subject_token(self.project)
+        return [f"policy.checkpoint.{project}.>", f"policy.promoted.{project}.>"]
+
+    async def rebuild(self, broker: Broker) -> None:
+        """Read the stream up to now."""
+        events = [r for subject in self._subjects for r in await broker.history(_STREAM, subject)]
+        for recorded in sorted(events, key=lambda r: r.seq):
+            self.apply(recorded)
+        log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
+
+    async def follow(self, broker: Broker, changed: Callable[[Recorded], None]) -> None:
+        """For ever: take in each further event and say so to `changed`."""
+        async for recorded in _tail(broker, self._subjects, lambda: self.next_seq):
+            if self.apply(recorded):
+                changed(recorded)
+
+
+async def _tail(broker: Broker, subjects: list[str], next_seq: Callable[[], int]) -> AsyncIterator[Recorded]:
+    """Events from `next_seq()` on, in order, for ever. The consumer is ephemeral: it is made anew wherever the server
+    forgot it, and starts where the reader stands."""
+    while True:
+        try:
+            sub = await broker.js.pull_subscribe(
+                "",
+                stream=_STREAM,
+                config=api.ConsumerConfig(
+                    filter_subjects=subjects,
+                    ack_policy=api.AckPolicy.NONE,
+                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+                    opt_start_seq=next_seq(),
+                    inactive_threshold=_IDLE_S,
+                    mem_storage=True,
+                ),
+            )
+        except (nats.errors.Error, nats.js.errors.Error) as error:
+            log.warning("following the policy stream", error=str(error) or type(error).__name__)
+            await anyio.sleep(0.5)  # paces the retry of a server that is away
+            continue
+        try:
+            while True:
+                try:
+                    messages = await sub.fetch(100, timeout=_LONG_POLL_S)
+                except (nats.errors.TimeoutError, nats.js.errors.FetchTimeoutError):
+                    await sub.consumer_info()  # raises where the server forgot the consumer
+                    continue
+                for message in messages:
+                    seq = int(message.metadata.sequence.stream)
+                    yield await broker.get(_STREAM, seq)
+        except (nats.errors.Error, nats.js.errors.Error) as error:
+            log.warning("following the policy stream again", error=str(error) or type(error).__name__)
+            await anyio.sleep(0.2)  # paces the retry of a server that is away
+        finally:
+            with anyio.move_on_after(1, shield=True):
+                await _drop(sub)
+
+
+async def _drop(sub: object) -> None:
+    try:
+        await sub.unsubscribe()  # type: ignore[attr-defined]
+    except nats.errors.Error as error:
+        log.debug("unsubscribe", error=str(error) or type(error).__name__)

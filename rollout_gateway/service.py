@@ -1,0 +1,141 @@
+"""The gateway as a service: wires the parts, serves, and on the way out lets running calls end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import anyio
+import uvicorn
+
+from pipeline.broker import Broker
+from pipeline.config import Config, ConfigError
+from pipeline.log import get_logger
+from pipeline.names import new_id
+from pipeline.service import Ready
+from rollout_gateway.adapters import AdapterManager
+from rollout_gateway.app import App
+from rollout_gateway.chat import ChatHandler
+from rollout_gateway.control import Control
+from rollout_gateway.policies import Policies
+from rollout_gateway.replicas import Fleet
+from rollout_gateway.routing import Router
+from rollout_gateway.trajectories import Keys, Registry
+
+log = get_logger("rollout_gateway")
+
+DRAIN_S = 10
+"""How long running calls may take to end when the gateway stops."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn under our own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _serving(app: App, listener: socket.socket) -> AsyncIterator[None]:
+    """`app` answers on `listener` while the block runs; running calls end before it is left."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            # Clients keep connections too, and one that is closed as a request goes out on it fails that request.
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=DRAIN_S,
+            backlog=4096,
+        )
+    )
+    async with anyio.create_task_group() as tg:
+        stopped = anyio.Event()
+
+        async def serve() -> None:
+            with anyio.CancelScope(shield=True):
+                await server.serve(sockets=[listener])
+                stopped.set()
+
+        tg.start_soon(serve)
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            with anyio.CancelScope(shield=True):
+                await stopped.wait()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"gateway: can't listen on {host}:{port}: {error.strerror}") from error
+    listener.listen(4096)
+    listener.setblocking(False)
+    return listener
+
+
+def key_secret(config: Config) -> bytes:
+    """What trajectory keys are made from: the variable that the settings name, else a file of this run."""
+    name = config.gateway.key_secret_env
+    if name:
+        value = os.environ.get(name, "")
+        if len(value) < 16:
+            raise ConfigError(f"gateway.key_secret_env: ${name} must hold at least 16 characters")
+        return value.encode()
+    path = config.path("gateway.secret")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}")
+        temporary.touch(0o600)
+        temporary.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):  # another replica in this folder was first
+            os.link(temporary, path)
+        temporary.unlink()
+    return path.read_bytes()
+
+
+async def serve(config: Config, ready: Ready) -> None:
+    """The service. Ready once it listens and knows the policies; calls wait for inference servers that are not up."""
+    if not config.vllm.urls:
+        raise ConfigError("vllm.urls: the gateway needs an inference server")
+    listener = _listen(config.gateway.host, config.gateway.port)
+    async with Broker.connect(config.nats, name="gateway") as broker:
+        policies = Policies(config.project, (m.name for m in config.models))
+        await policies.rebuild(broker)
+        fleet = Fleet(config.vllm.urls)
+        registry = Registry(broker, config.project, Keys(key_secret(config), config.project))
+        await registry.heed_completions()
+        router = Router(policies, fleet)
+        chat = ChatHandler(config.gateway, fleet, registry, router)
+        control = Control(config.project, policies, fleet, registry, router)
+        adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
+        app = App(chat, control, registry, router, config.gateway.max_body_bytes)
+        try:
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(adapters.run)
+                tg.start_soon(policies.follow, broker, lambda _: fleet.wake_keepers())
+                async with _serving(app, listener):
+                    host, port = listener.getsockname()[:2]
+                    ready(url=f"http://{host}:{port}")
+                    await anyio.sleep_forever()
+        finally:
+            with anyio.move_on_after(DRAIN_S, shield=True):
+                await chat.settle()
+            for replica in fleet.replicas:
+                replica.upstream.close()

@@ -1,0 +1,360 @@
+"""Agent runs: open, record, complete; kept in memory for speed and rebuilt from the log wherever they are not.
+
+Any gateway replica can serve any trajectory at any time. Two things make that safe. An exchange is published on the
+condition that the last one this replica knows of is still the last in the log, so a stale replica notices, reads again
+and takes the next free sequence number. And a completion's subject is unique, so of two completions one wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from nats.aio.msg import Msg
+
+from pipeline import spans
+from pipeline.broker import Broker
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log import get_logger
+from pipeline.names import name_of_token, subject_token
+from rollout_gateway.errors import ApiError, already_completed, unknown_trajectory
+
+log = get_logger("rollout_gateway.trajectories")
+
+_STREAM = "ROLLOUTS"
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_REMEMBERED_CALLS = 8
+_SETTLE_S = 30.0
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """What must be known of a run while it goes on."""
+
+    opened: TrajectoryOpened
+    traceparent: str
+    next_seq: int = 0
+    exchanges: int = 0
+    """Exchange events in the log."""
+    last_stream_seq: int = 0
+    """Stream sequence of the last of them; 0: none."""
+    first_step: int = -1
+    last_step: int = -1
+    recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
+    """Request hash to the stream sequences of its exchange events, of the last few calls."""
+    in_flight: int = 0
+    used_at: float = 0.0
+    replica: str = ""
+    """The inference server that holds its prefix."""
+    completing: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def id(self) -> str:
+        return self.opened.trajectory
+
+    def begin(self) -> None:
+        if self.completing:
+            raise already_completed(self.id, "it takes no further calls")
+        self.in_flight += 1
+        self.used_at = time.monotonic()
+        self.idle.clear()
+
+    def end(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+
+    def note(self, event: ExchangeRecorded, stream_seq: int) -> None:
+        """Take in an exchange that the log holds."""
+        self.exchanges += 1
+        self.next_seq = max(self.next_seq, event.seq + 1)
+        self.last_stream_seq = stream_seq
+        self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
+        self.last_step = max(self.last_step, event.step)
+        if event.request_hash and event.status == "complete":
+            if event.choice == 0:
+                self.recent[event.request_hash] = [stream_seq]
+                if len(self.recent) > _REMEMBERED_CALLS:
+                    self.recent.popitem(last=False)
+            elif event.request_hash in self.recent:
+                self.recent[event.request_hash].append(stream_seq)
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/trajectories/<id>/complete`."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
+    outcome: str = "scored"
+
+
+def same_completion(a: TrajectoryCompleted, b: TrajectoryCompleted) -> bool:
+    """Whether two completions say the same, so that one may be a client's retry of the other."""
+    return (a.outcome, a.reward, a.rewards, a.metrics, bytes(a.metadata)) == (
+        b.outcome, b.reward, b.rewards, b.metrics, bytes(b.metadata),
+    )  # fmt: skip
+
+
+class Keys:
+    """Per-trajectory API keys: made from a secret and the trajectory's name, so no key is ever stored, and opening
+    again (a client's retry) gives the same one."""
+
+    prefix = "jmt-"
+
+    def __init__(self, secret: bytes, project: str) -> None:
+        self._secret, self._project = secret, project
+
+    def make(self, trajectory: str) -> str:
+        mac = hmac.digest(self._secret, f"{self._project}\0{trajectory}".encode(), "sha256")
+        name = base64.urlsafe_b64encode(trajectory.encode()).rstrip(b"=").decode()
+        return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
+
+    @staticmethod
+    def hash(key: str) -> str:
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    @classmethod
+    def trajectory(cls, key: str) -> str | None:
+        """Whose key it is, by its own word; `Registry.by_key` checks it."""
+        if not key.startswith(cls.prefix):
+            return None
+        name = key[len(cls.prefix) :].partition(".")[0]
+        try:
+            return base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+        except (binascii.Error, ValueError):
+            return None
+
+
+class Registry:
+    """The trajectories this replica knows, the rest being in the log."""
+
+    def __init__(self, broker: Broker, project: str, keys: Keys, *, keep: int = 100_000) -> None:
+        self._broker, self.project, self.keys, self._keep = broker, project, keys, keep
+        self._known: dict[str, Trajectory] = {}
+        self._loading: dict[str, asyncio.Task[Trajectory]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def known(self) -> list[Trajectory]:
+        return list(self._known.values())
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    async def find(self, trajectory: str) -> Trajectory:
+        """An open trajectory; raises a 404 or, where it is completed, a 409 `ApiError`."""
+        found = self._known.get(trajectory)
+        if found is not None:
+            return found
+        task = self._loading.get(trajectory)
+        if task is None:
+            task = asyncio.ensure_future(self._load(trajectory))
+            self._loading[trajectory] = task
+            task.add_done_callback(lambda _: self._loading.pop(trajectory, None))
+        return await asyncio.shield(task)
+
+    async def by_key(self, key: str) -> Trajectory:
+        """The open trajectory whose key this is; raises a 401 `ApiError` for a key that is not."""
+        name = self.keys.trajectory(key)
+        found = await self.find(name) if name else None
+        if found is None or not hmac.compare_digest(self.keys.hash(key), found.opened.key_hash):
+            raise ApiError(
+                401, "This API key belongs to no trajectory.", kind="authentication_error", code="invalid_api_key"
+            )  # fmt: skip
+        return found
+
+    async def _load(self, trajectory: str) -> Trajectory:
+        found = await self._rebuild(trajectory)
+        if found is None:
+            raise unknown_trajectory(trajectory)
+        if await self.completion(found.opened) is not None:
+            raise already_completed(trajectory, "it takes no further calls")
+        return self._remember(found)
+
+    def _remember(self, found: Trajectory) -> Trajectory:
+        known = self._known.setdefault(found.id, found)
+        known.used_at = time.monotonic()
+        if len(self._known) > self._keep:
+            self._forget_some()
+        return known
+
+    def _forget_some(self) -> None:
+        """The log knows them all: forget the tenth that was unused longest."""
+        idle = [t for t in self._known.values() if not t.in_flight]
+        for trajectory in sorted(idle, key=lambda t: t.used_at)[: max(1, self._keep // 10)]:
+            del self._known[trajectory.id]
+
+    async def _rebuild(self, trajectory: str) -> Trajectory | None:
+        """From the log; none where it was never opened."""
+        project, token = subject_token(self.project), subject_token(trajectory)
+        opened = await self._broker.last(_STREAM, f"rollout.opened.{project}.{token}")
+        if opened is None or not isinstance(opened.event, TrajectoryOpened):
+            return None
+        found = Trajectory(opened.event, opened.headers.get("traceparent", ""))
+        await self._read_exchanges(found)
+        return found
+
+    async def _read_exchanges(self, found: Trajectory) -> None:
+        for recorded in await self._broker.history(
+            _STREAM, self._exchange_subject(found), found.last_stream_seq + 1
+        ):
+            if isinstance(recorded.event, ExchangeRecorded):
+                found.note(recorded.event, recorded.seq)
+
+    def _exchange_subject(self, found: Trajectory) -> str:
+        return f"rollout.exchange.{subject_token(self.project)}.{subject_token(found.id)}"
+
+    async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
+        names = (self.project, opened.model, opened.trajectory)
+        last = await self._broker.last(
+            _STREAM, ".".join(("rollout.completed", *(subject_token(n) for n in names)))
+        )
+        return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
+
+    async def describe(self, trajectory: str) -> tuple[Trajectory, TrajectoryCompleted | None]:
+        """An open or completed trajectory, read from the log; raises a 404 `ApiError`."""
+        found = await self._rebuild(trajectory)
+        if found is None:
+            raise unknown_trajectory(trajectory)
+        return found, await self.completion(found.opened)
+
+    async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
+        """The exchange events (one a choice) of a recent call; empty where there is none."""
+        seqs = found.recent.get(request_hash, [])
+        events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
+        return [e for e in events if isinstance(e, ExchangeRecorded)]
+
+    async def heed_completions(self) -> None:
+        """From now on, forget trajectories that other replicas complete, so that their calls are refused here too."""
+
+        async def forget(message: Msg) -> None:
+            found = self._known.pop(name_of_token(message.subject.rpartition(".")[2]), None)
+            if found is not None:
+                found.completing = True
+
+        await self._broker.client.subscribe(f"rollout.completed.{subject_token(self.project)}.>", cb=forget)
+
+    # -- changing ------------------------------------------------------------------------------------------------
+
+    async def open(self, event: TrajectoryOpened, traceparent: str) -> Trajectory:
+        """Open a trajectory; the same again (a retry) is answered alike, another of that name is a 409 `ApiError`."""
+        traceparent = traceparent or spans.traceparent(self.project, event.trajectory)
+        ack = await self._broker.publish(event, {"traceparent": traceparent})
+        if not ack.duplicate:
+            return self._remember(Trajectory(event, traceparent))
+        found = await self._rebuild(event.trajectory)
+        if found is None or not _same_opening(found.opened, event):
+            raise ApiError(
+                409,
+                f"Trajectory {event.trajectory!r} was opened before, and differently.",
+                kind="conflict_error",
+                code="trajectory_exists",
+            )
+        if await self.completion(found.opened) is not None:
+            raise already_completed(event.trajectory, "choose another id")
+        return self._remember(found)
+
+    async def record(
+        self, found: Trajectory, make: Callable[[int], list[ExchangeRecorded]], traceparent: str
+    ) -> int:
+        """Put one call on the log: `make` gives its events (one a choice) for a sequence number, which is returned.
+
+        Safe with other calls of the trajectory, here and on other replicas: each call gets a number of its own."""
+        async with found.lock:
+            while True:
+                events = make(found.next_seq)
+                if await self._publish(found, events[0], traceparent):
+                    break
+            for event in events[1:]:
+                # The number is ours now: another replica that comes between two choices has taken a later one.
+                while not await self._publish(found, event, traceparent):
+                    pass
+            return events[0].seq
+
+    async def _publish(self, found: Trajectory, event: ExchangeRecorded, traceparent: str) -> bool:
+        """False where another replica wrote to the trajectory first; what it wrote is taken in then."""
+        headers = {"traceparent": traceparent or found.traceparent, _EXPECTED: str(found.last_stream_seq)}
+        ack = await self._broker.publish(event, headers)
+        if ack.duplicate and (await self._broker.get(_STREAM, ack.seq)).event != event:
+            log.info("another replica wrote to the trajectory", trajectory=found.id)
+            await self._read_exchanges(found)
+            return False
+        found.note(event, ack.seq)
+        return True
+
+    async def complete(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
+        """End a trajectory; the same again is answered alike, a different one is a 409 `ApiError`."""
+        try:
+            found = await self.find(trajectory)
+        except ApiError as error:
+            if error.code != "trajectory_completed":
+                raise
+            return await self._complete_again(trajectory, body)
+        if found.in_flight:
+            try:
+                async with asyncio.timeout(_SETTLE_S):
+                    await found.idle.wait()
+            except TimeoutError:
+                raise ApiError(
+                    409,
+                    f"Trajectory {trajectory!r} still has {found.in_flight} calls in flight.",
+                    kind="conflict_error",
+                    code="calls_in_flight",
+                ) from None
+        found.completing = True
+        try:
+            await self._read_exchanges(found)  # what other replicas recorded
+            event = _completed(found, body)
+            ack = await self._broker.publish(event, {"traceparent": found.traceparent})
+        except BaseException:
+            found.completing = False
+            raise
+        self._known.pop(trajectory, None)
+        if ack.duplicate:
+            return await self._complete_again(trajectory, body)
+        return event
+
+    async def _complete_again(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
+        found, before = await self.describe(trajectory)
+        if before is None or not same_completion(before, _completed(found, body)):
+            raise already_completed(trajectory, "it can't be completed again with other results")
+        return before
+
+
+def _same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:
+    return msgspec.structs.replace(a, at=0) == msgspec.structs.replace(b, at=0)
+
+
+def _completed(found: Trajectory, body: Completion) -> TrajectoryCompleted:
+    opened = found.opened
+    return TrajectoryCompleted(
+        project=opened.project,
+        trajectory=opened.trajectory,
+        model=opened.model,
+        group=opened.group,
+        task=opened.task,
+        attempt=opened.attempt,
+        split=opened.split,
+        group_size=opened.group_size,
+        outcome=body.outcome,  # type: ignore[arg-type]  # checked when the body was read
+        reward=body.reward,
+        rewards=body.rewards,
+        metrics=body.metrics,
+        metadata=bytes(body.metadata),
+        exchanges=found.exchanges,
+        first_step=max(found.first_step, 0),
+        last_step=max(found.last_step, 0),
+        opened_at=opened.at,
+    )

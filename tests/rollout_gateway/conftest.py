@@ -1,0 +1,190 @@
+"""A gateway process of a test's own, and adapters to publish."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import save
+
+from pipeline.broker import Broker
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import save as save_config
+from pipeline.events import CheckpointPublished
+from tests.conftest import VllmServer, free_port
+
+PROJECT = "test"
+
+
+class GatewayProcess:
+    """`python -m rollout_gateway` on a fixed port; `kill` and `start` again keep port and folder."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.process: subprocess.Popen[bytes] | None = None
+        self.folder = config.path()
+        save_config(config, self.folder / "config.toml")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.config.gateway.port}"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "gateway.log").read_text()
+
+    def start(self, env: dict[str, str] | None = None) -> None:
+        read, write = os.pipe()
+        with (self.folder / "gateway.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_gateway", "--config", str(self.folder / "config.toml"),
+                 "--ready-fd", str(write)],
+                stdout=log, stderr=log, pass_fds=(write,), env={**os.environ, **(env or {})},
+            )  # fmt: skip
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            line = pipe.readline()
+        if not line:
+            raise RuntimeError(self.log)
+        assert json.loads(line)["url"] == self.url
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            assert self.process.wait(30) == 0, self.log
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 8, **options})
+
+    def open(self, **body: Any) -> dict[str, Any]:
+        reply = httpx.post(f"{self.url}/v1/trajectories", json={"model": "tictactoe", **body})
+        assert reply.status_code == 201, reply.text
+        return dict(reply.json())
+
+    def complete(self, trajectory: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/trajectories/{trajectory}/complete", json=body, timeout=60)
+
+    def agent(self, opened: dict[str, Any], **options: Any) -> openai.OpenAI:
+        """An OpenAI client that belongs to a trajectory."""
+        return self.client(base_url=opened["base_url"], api_key=opened["api_key"], **options)
+
+
+StartGateway = Callable[..., GatewayProcess]
+
+
+@pytest.fixture
+def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServer) -> Iterator[StartGateway]:
+    """Starts gateways on the test's log and the session's vLLM; keyword arguments are gateway settings."""
+    started: list[GatewayProcess] = []
+
+    def start(
+        *, urls: tuple[str, ...] = (), max_loras: int = 4, folder: str = "run", **settings: Any
+    ) -> GatewayProcess:
+        config = Config(
+            project=PROJECT,
+            run_dir=str(tmp_path / folder),
+            nats=nats_config,
+            vllm=VllmConfig(urls=urls or (vllm_server.url,), max_loras=max_loras),
+            models=(ModelConfig(name="tictactoe", base=str(vllm_server.base)),),
+            gateway=GatewayConfig(port=free_port(), **settings),
+        )
+        gateway = GatewayProcess(config)
+        started.append(gateway)
+        gateway.start()
+        return gateway
+
+    yield start
+    for gateway in started:
+        gateway.stop()
+    unload_all(vllm_server)
+
+
+@pytest.fixture
+def gateway(start_gateway: StartGateway) -> GatewayProcess:
+    return start_gateway()
+
+
+def unload_all(server: VllmServer) -> None:
+    """Leave the shared vLLM as it was found."""
+    cards = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    for card in cards:
+        if card["parent"]:
+            httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": card["id"]}, timeout=30)
+
+
+def make_adapter(seed: int, scale: float = 0.1) -> bytes:
+    """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish. `scale` 0 changes nothing."""
+    model = json.loads((VllmServer.base / "config.json").read_text())
+    hidden, heads = model["hidden_size"], model["num_attention_heads"] * model["head_dim"]
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name in ("q_proj", "v_proj"):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = random.normal(size=(8, hidden)).astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = (scale * random.normal(size=(heads, 8))).astype(np.float32)
+    settings = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+        "task_type": "CAUSAL_LM", "base_model_name_or_path": str(VllmServer.base),
+    }  # fmt: skip
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for file, data in (
+            ("adapter_config.json", json.dumps(settings).encode()),
+            ("adapter_model.safetensors", save(tensors)),
+        ):
+            member = tarfile.TarInfo(file)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+async def publish_adapter(
+    broker: Broker, step: int, *, scale: float = 0.1, sha256: str = "", seed: int | None = None
+) -> str:
+    """Put a checkpoint on the log as a trainer does; its version."""
+    data = make_adapter(step if seed is None else seed, scale)
+    digest = hashlib.sha256(data).hexdigest()
+    version = f"tictactoe@{step}"
+    name = f"{PROJECT}/{version}/{digest[:16]}"
+    await broker.put_object("ADAPTERS", name, data)
+    await broker.publish(
+        CheckpointPublished(
+            project=PROJECT,
+            model="tictactoe",
+            step=step,
+            version=version,
+            parent=f"tictactoe@{step - 1}",
+            batch_id=f"b{step}",
+            groups=(),
+            config_hash="c",
+            adapter=name,
+            adapter_sha256=sha256 or digest,
+            adapter_bytes=len(data),
+        )
+    )
+    return version
+
+
+def copy_base(folder: Path) -> Path:
+    shutil.copytree(VllmServer.base, folder)
+    return folder
