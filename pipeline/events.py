@@ -287,13 +287,18 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     offline: bool = False
     """True where the trajectories were not sampled for this training run."""
     closed_by: Literal["size", "timeout", "replay"] = "size"
+    split: Split = "train"
+    """Trajectories of different splits under one group id are groups of their own."""
 
     def subject(self) -> str:
-        names = (self.project, self.model, self.group, self.judge, self.branch)
+        names = [self.project, self.model, self.group, self.judge, self.branch]
+        if self.split != "train":
+            names.append(self.split)
         return ".".join(("group.scored", *(subject_token(n) for n in names)))
 
     def message_id(self) -> str:
-        return f"{self.project}/{self.branch}/{self.group}/{self.judge}/scored"
+        ended = "scored" if self.split == "train" else f"scored/{self.split}"
+        return f"{self.project}/{self.model}/{self.branch}/{self.group}/{self.judge}/{ended}"
 
 
 class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
@@ -302,7 +307,9 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     group: str
     model: str
     trajectories: tuple[str, ...]
-    reason: Literal["too_small", "late", "no_variance", "stale", "history_gone", "over_budget", "validation"]
+    reason: Literal[
+        "too_small", "late", "unscored", "no_variance", "stale", "history_gone", "over_budget", "validation"
+    ]
     by: str
     """The service that decided."""
     detail: str = ""
@@ -311,13 +318,15 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     duration_s: float = 0.0
     """How long the longest of the trajectories took, to see whether long tasks starve."""
     branch: str = "main"
+    split: Split = "train"
 
     def subject(self) -> str:
-        return f"group.discarded.{subject_token(self.project)}.{subject_token(self.model)}"
+        names = (self.project, self.model, self.group, self.branch)
+        return ".".join(("group.discarded", *(subject_token(n) for n in names)))
 
     def message_id(self) -> str:
         first = self.trajectories[0] if self.trajectories else ""
-        return f"{self.project}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}"
+        return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}"
 
 
 class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoint"):
