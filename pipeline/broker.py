@@ -114,16 +114,22 @@ class Consumption:
         self._broker, self.spec, self._sub = broker, spec, sub
         self.held: set[Delivery] = set()
 
-    async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
-        """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
+    async def raw(self, limit: int, wait_s: float = 1.0) -> list[Msg]:
+        """Up to `limit` messages as they came, neither decoded nor kept alive: for a consumer that takes many, tells
+        redeliveries apart itself and acknowledges each message in its own time. An empty list where none came."""
         try:
-            messages = await self._sub.fetch(limit, timeout=wait_s)
-        except (nats.errors.TimeoutError, nats.js.errors.FetchTimeoutError):
+            messages: list[Msg] = await self._sub.fetch(limit, timeout=wait_s)
+        except (TimeoutError, nats.js.errors.FetchTimeoutError):  # nats-py raises its own and asyncio's bare one
             return []
         except nats.js.errors.ServiceUnavailableError as error:
             raise BrokerUnavailableError(
                 f"consumer {self.spec.name} is gone: was its stream {self.spec.stream} deleted?"
             ) from error
+        return messages
+
+    async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
+        """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
+        messages = await self.raw(limit, wait_s)
         out = []
         for message in messages:
             delivery = await self._broker._admit(message, self.spec)
@@ -347,9 +353,11 @@ class Broker:
 
     async def _read(self, payload: bytes) -> AnyEvent:
         event = decode(payload)
-        if not isinstance(event, ClaimCheck):
-            return event
-        whole = decode(await self.get_object(streams.CLAIMS_BUCKET, event.object))
+        return await self.resolve(event) if isinstance(event, ClaimCheck) else event
+
+    async def resolve(self, claim: ClaimCheck) -> AnyEvent:
+        """The event that was checked in. Raises `HistoryGoneError` where its object is gone."""
+        whole = decode(await self.get_object(streams.CLAIMS_BUCKET, claim.object))
         if isinstance(whole, ClaimCheck):
             raise msgspec.DecodeError("a claim check that claims a claim check")
         return whole

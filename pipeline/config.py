@@ -174,8 +174,10 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     dir: str = "store"
     """Folder under the run directory."""
     flush_rows: int = 20_000
+    flush_bytes: int = 64 * 1024 * 1024
     flush_s: float = 2.0
-    """A file is written after so many events or seconds, whichever comes first."""
+    """A file is written after so many events, bytes of events or seconds, whichever comes first; what is in memory at once
+    is at most twice that."""
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):

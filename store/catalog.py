@@ -1,0 +1,189 @@
+"""Which files there are and what they hold. The file names and the files are the whole truth; nothing else is kept.
+
+A name is `<stream>-<first>-<last>-<at>[-c<level>].parquet`: the lowest and highest stream sequence in it, the stream time of
+its first row in hexadecimal microseconds, and how often it was compacted. An event is identified by sequence and stream time
+together: a stream that was deleted and made again, or a log that lost its end in a power cut, counts the same numbers again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import schema
+from pipeline.log import get_logger
+from store.target import DamagedFileError, LocalTarget
+
+log = get_logger("store.catalog")
+
+REPLACES = "journeyman.replaces"
+"""Footer key: JSON list of the files of the same folder whose rows this compacted file holds."""
+
+_NAME = re.compile(
+    r"(?P<stream>[A-Z]+)-(?P<first>\d+)-(?P<last>\d+)-(?P<at>[0-9a-f]+)(?:-c(?P<level>\d+))?\.parquet"
+)
+
+
+@dataclass(frozen=True, order=True)
+class FileName:
+    """A file's name, read."""
+
+    stream: str
+    first: int
+    last: int
+    at: int
+    """Stream time of the first row, microseconds."""
+    level: int = 0
+
+    @classmethod
+    def parse(cls, name: str) -> FileName | None:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        return cls(
+            match["stream"],
+            int(match["first"]),
+            int(match["last"]),
+            int(match["at"], 16),
+            int(match["level"] or 0),
+        )
+
+    def __str__(self) -> str:
+        level = f"-c{self.level}" if self.level else ""
+        return f"{self.stream}-{self.first:012d}-{self.last:012d}-{self.at:x}{level}.parquet"
+
+
+class Intervals:
+    """A set of integers kept as disjoint ranges: a stream's sequences, of which nearly all are neighbours."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __contains__(self, value: int) -> bool:
+        i = bisect.bisect_right(self._starts, value) - 1
+        return i >= 0 and value <= self._ends[i]
+
+    def __len__(self) -> int:
+        """How many ranges."""
+        return len(self._starts)
+
+    def add(self, first: int, last: int) -> None:
+        """Every integer from `first` to `last`, both included."""
+        i = bisect.bisect_left(self._ends, first - 1)
+        j = bisect.bisect_right(self._starts, last + 1)
+        if i < j:
+            first, last = min(first, self._starts[i]), max(last, self._ends[j - 1])
+        self._starts[i:j] = [first]
+        self._ends[i:j] = [last]
+
+    def update(self, values: npt.NDArray[np.int64]) -> None:
+        if not len(values):
+            return
+        ordered = np.unique(values)
+        breaks = np.flatnonzero(np.diff(ordered) != 1)
+        starts = ordered[np.concatenate(([0], breaks + 1))]
+        ends = ordered[np.concatenate((breaks, [len(ordered) - 1]))]
+        for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
+            self.add(first, last)
+
+
+def live(target: LocalTarget, tag: str) -> list[str]:
+    """Files to read: all but those whose rows a compacted file beside them holds."""
+    names = target.names(tag)
+    replaced: set[str] = set()
+    for name in names:
+        parsed = FileName.parse(name)
+        if parsed is not None and parsed.level:
+            replaced.update(replaced_by(target, tag, name))
+    return [n for n in names if n not in replaced]
+
+
+def replaced_by(target: LocalTarget, tag: str, name: str) -> list[str]:
+    """The files whose rows the compacted file `name` holds."""
+    listed: list[str] = json.loads(target.metadata(tag, name).get(REPLACES, "[]"))
+    return listed
+
+
+class Catalog:
+    """The sequences that files hold, by stream; the writers of one process share it."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.target = target
+        self._held: dict[str, Intervals] = {}
+        self._rows = functools.lru_cache(maxsize=32)(self._read_rows)
+
+    def load(self) -> list[tuple[str, FileName]]:
+        """Read which sequences there are. Damaged files are set aside and returned (tag, name), to be fetched again."""
+        damaged: list[tuple[str, FileName]] = []
+        files = rows = 0
+        for tag in schema.tables():
+            for name in self._live_or_aside(tag, damaged):
+                parsed = FileName.parse(name)
+                if parsed is None:
+                    continue
+                try:
+                    seqs = self._read_rows(tag, name)[0]
+                except DamagedFileError as error:
+                    damaged.append((tag, self._aside(tag, parsed, error)))
+                    continue
+                files += 1
+                rows += len(seqs)
+                self.held(parsed.stream).update(seqs)
+        log.info("files read", files=files, events=rows, folder=str(self.target))
+        return damaged
+
+    def _live_or_aside(self, tag: str, damaged: list[tuple[str, FileName]]) -> list[str]:
+        while True:
+            try:
+                return live(self.target, tag)
+            except DamagedFileError as error:
+                # A compacted file without a readable footer: its inputs may still be there, and are live again then.
+                name = error.path.rpartition("/")[2]
+                parsed = FileName.parse(name)
+                assert parsed is not None
+                damaged.append((tag, self._aside(tag, parsed, error)))
+
+    def _aside(self, tag: str, name: FileName, error: DamagedFileError) -> FileName:
+        aside = self.target.set_aside(tag, str(name))
+        log.error("damaged file set aside", file=aside, why=str(error), first=name.first, last=name.last)
+        return name
+
+    def held(self, stream: str) -> Intervals:
+        return self._held.setdefault(stream, Intervals())
+
+    def add(self, tag: str, name: FileName, seqs: Sequence[int]) -> None:
+        """A file was written."""
+        self.held(name.stream).update(np.asarray(seqs, dtype=np.int64))
+
+    def already(self, stream: str, events: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Which of these (sequence, stream time in microseconds) are in files."""
+        held = self.held(stream)
+        suspects = {e for e in events if e[0] in held}
+        found: set[tuple[int, int]] = set()
+        if not suspects:
+            return found
+        wanted = np.unique(np.fromiter((s for s, _ in suspects), dtype=np.int64))
+        for tag in schema.tables():
+            if schema.stream_of(tag) != stream:
+                continue
+            for name in live(self.target, tag):
+                parsed = FileName.parse(name)
+                if parsed is None or not ((wanted >= parsed.first) & (wanted <= parsed.last)).any():
+                    continue
+                seqs, ats = self._rows(tag, name)
+                hits = np.flatnonzero(np.isin(seqs, wanted))
+                found.update(zip(seqs[hits].tolist(), ats[hits].tolist(), strict=True))
+        return found & suspects
+
+    def _read_rows(self, tag: str, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        table: Any = self.target.read(tag, name, ["log_seq", "log_at"])
+        return table["log_seq"].to_numpy(), table["log_at"].cast("int64").to_numpy()

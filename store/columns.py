@@ -1,0 +1,146 @@
+"""Events to Arrow tables.
+
+Token ids, logprobs and masks are packed arrays already: a list column is made by joining the packed bytes of all rows and
+counting their lengths, so no token ever becomes a Python number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from pipeline import events, schema
+from pipeline.events import AnyEvent
+from pipeline.schema import Column
+
+_ITEMS = {"<i4": pa.int32(), "<f4": pa.float32(), "u1": pa.uint8(), "<i8": pa.int64()}
+_SCALARS = {
+    "string": pa.string(),
+    "json": pa.string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "binary": pa.binary(),
+    "timestamp_us": pa.timestamp("us"),
+}
+
+
+class UnstorableError(ValueError):
+    """An event that decodes and still fits no table, such as a packed array of a length that is no multiple."""
+
+
+@functools.cache
+def arrow_type(column: Column) -> pa.DataType:
+    """The Arrow type of a column; list items are never null."""
+    if column.kind in schema.PACKED:
+        return pa.list_(pa.field("item", _ITEMS[schema.PACKED[column.kind]], nullable=False))
+    if column.kind == "list":
+        assert column.item is not None
+        return pa.list_(pa.field("item", arrow_type(column.item)))
+    if column.kind == "map":
+        assert column.item is not None
+        return pa.map_(pa.string(), arrow_type(column.item))
+    if column.kind == "struct":
+        return pa.struct([pa.field(f.name, arrow_type(f), f.nullable) for f in column.fields])
+    return _SCALARS[column.kind]
+
+
+@functools.cache
+def arrow_schema(tag: str) -> pa.Schema:
+    """Every column nullable: older files lack newer columns, and readers fill them with null."""
+    return pa.schema([pa.field(c.name, arrow_type(c)) for c in schema.tables()[tag]])
+
+
+def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
+    """Packed arrays, one a row, as a list column without touching a single value."""
+    size = np.dtype(dtype).itemsize
+    lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+    if size > 1 and (lengths % size).any():
+        raise UnstorableError(f"a packed array of {dtype} whose length is no multiple of {size}")
+    offsets = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum(lengths // size, out=offsets[1:])
+    data = pa.py_buffer(b"".join(values))
+    items = pa.Array.from_buffers(_ITEMS[dtype], int(offsets[-1]), [None, data])
+    kind = pa.list_(pa.field("item", _ITEMS[dtype], nullable=False))
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(offsets)], children=[items])
+
+
+def _text(values: Sequence[bytes]) -> pa.Array:
+    """UTF-8 bytes as text; what is not UTF-8 is kept readable rather than refused."""
+    try:
+        return pa.array(values, pa.binary()).cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([v.decode("utf-8", "replace") for v in values], pa.string())
+
+
+def _plain(value: Any) -> Any:
+    """A struct inside an event as what pyarrow takes: dicts, and maps as pairs."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return list(value.items())
+    return value
+
+
+def _builder(column: Column) -> Callable[[list[Any]], pa.Array]:
+    if column.kind in schema.PACKED:
+        dtype = schema.PACKED[column.kind]
+        return lambda values: packed_list(values, dtype)
+    if column.kind == "json":
+        return _text
+    kind = arrow_type(column)
+    if column.kind in ("list", "map", "struct"):
+        return lambda values: pa.array([_plain(v) for v in values], kind)
+    return lambda values: pa.array(values, kind)
+
+
+@functools.cache
+def _builders(tag: str) -> tuple[tuple[str, Callable[[list[Any]], pa.Array]], ...]:
+    skip = len(schema.ENVELOPE)
+    return tuple((c.name, _builder(c)) for c in schema.tables()[tag][skip:])
+
+
+def table(
+    tag: str, rows: Sequence[AnyEvent], seqs: Sequence[int], ats: Sequence[int], traces: Sequence[str]
+) -> pa.Table:
+    """Events of one tag with their stream sequence, stream time (microseconds) and trace parent.
+
+    Raises `UnstorableError` where a row does not fit; `fits` finds which."""
+    arrays = [pa.array(seqs, pa.int64()), pa.array(ats, pa.timestamp("us")), pa.array(traces, pa.string())]
+    try:
+        for name, build in _builders(tag):
+            arrays.append(build([getattr(row, name) for row in rows]))
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
+        raise UnstorableError(str(error)) from error
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(tag))
+
+
+def fits(event: AnyEvent) -> str:
+    """Why `event` can't be stored; empty if it can."""
+    try:
+        table(events.wire_name(event), [event], [0], [0], [""])
+    except UnstorableError as error:
+        return str(error)
+    return ""
+
+
+def empty(tag: str) -> pa.Table:
+    return arrow_schema(tag).empty_table()
+
+
+def split_columns(tag: str) -> tuple[list[str], list[str]]:
+    """Parquet leaf paths to write byte-stream-split (packed numbers), and those to dictionary-encode (short text)."""
+    split, dictionary = [], []
+    for column in schema.tables()[tag]:
+        if column.kind in ("list<int32>", "list<float32>"):
+            split.append(f"{column.name}.list.element")
+        elif column.kind == "string":
+            dictionary.append(column.name)
+    return split, dictionary

@@ -1,0 +1,26 @@
+"""The store process: one writer per consumer of the table, all into one folder."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.to_thread
+
+from pipeline.broker import Broker
+from pipeline.config import Config
+from pipeline.service import Ready
+from store.catalog import Catalog
+from store.target import LocalTarget
+from store.writer import Writer, store_consumers
+
+
+async def serve(config: Config, ready: Ready) -> None:
+    """Until cancelled. Raises `StoreBusyError` where another process writes to the folder."""
+    target = LocalTarget(config.path(config.store.dir))
+    with target.locked():
+        catalog = Catalog(target)
+        async with Broker.connect(config.nats, name="store") as broker:
+            await anyio.to_thread.run_sync(catalog.load)
+            async with anyio.create_task_group() as tg:
+                for spec in store_consumers():
+                    await tg.start(Writer(broker, catalog, config.store, spec).run)
+                ready(folder=str(target))

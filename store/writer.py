@@ -1,0 +1,218 @@
+"""One consumer to files: take deliveries, build tables, write, and only then acknowledge.
+
+Exactly once comes from three facts: files appear whole or not at all; an event is acknowledged after its file is durable; and
+what comes again although a file holds it is recognised by its sequence and stream time, acknowledged and left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+import msgspec
+from anyio.abc import TaskStatus
+from nats.aio.msg import Msg
+
+from pipeline import streams
+from pipeline.broker import Broker, Consumption, HistoryGoneError
+from pipeline.config import StoreConfig
+from pipeline.events import AnyEvent, ClaimCheck, decode, wire_name
+from pipeline.log import get_logger
+from store import columns
+from store.catalog import Catalog, FileName
+
+log = get_logger("store.writer")
+
+_FETCH = 2_000
+_RETRY_S = 1.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class Rows:
+    """Decoded events of one tag, column by column as far as the envelope goes."""
+
+    events: list[AnyEvent] = field(default_factory=list)
+    seqs: list[int] = field(default_factory=list)
+    ats: list[int] = field(default_factory=list)
+    traces: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """What one flush writes and acknowledges."""
+
+    tags: dict[str, Rows] = field(default_factory=dict)
+    taken: dict[tuple[int, int], Msg] = field(default_factory=dict)
+    """(sequence, stream time) to the newest message that brought it."""
+    size: int = 0
+    began: float = 0.0
+
+
+def position(message: Msg) -> tuple[int, int]:
+    """(stream sequence, stream time in microseconds), from the reply subject of a delivery.
+
+    `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash after
+    `ACK` where the server is part of a larger system (NATS ADR-15)."""
+    tokens = message.reply.split(".")
+    at = 5 if len(tokens) == 9 else 7
+    return int(tokens[at]), int(tokens[at + 2]) // 1000
+
+
+class Writer:
+    """The durable consumer `spec` to Parquet."""
+
+    def __init__(
+        self, broker: Broker, catalog: Catalog, config: StoreConfig, spec: streams.ConsumerSpec
+    ) -> None:
+        self._broker, self._catalog, self._config, self.spec = broker, catalog, config, spec
+        self._part = Part()
+        self._writing: Part | None = None
+        self._slot = anyio.Semaphore(1)
+        self.written = 0
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled; what was taken by then is written first."""
+        async with self._broker.consume(self.spec.name) as messages:
+            task_status.started()
+            try:
+                async with anyio.create_task_group() as tg:
+                    while True:
+                        await self._take(messages)
+                        if self._due():
+                            await (
+                                self._slot.acquire()
+                            )  # bounds memory to one part in the making and one in writing
+                            part, self._part = self._part, Part()
+                            self._writing = part
+                            tg.start_soon(self._write, part)
+            finally:
+                with anyio.move_on_after(8, shield=True):
+                    if self._writing is not None:
+                        # Cancelled before or while it was acknowledged: its files may be there, or not yet.
+                        await self._finish(self._writing)
+                    await self._finish(self._part)
+
+    def _due(self) -> bool:
+        part, config = self._part, self._config
+        if not part.taken:
+            return False
+        return (
+            len(part.taken) >= config.flush_rows
+            or part.size >= config.flush_bytes
+            or time.monotonic() - part.began >= config.flush_s
+        )
+
+    async def _take(self, messages: Consumption) -> None:
+        part = self._part
+        room = max(1, self._config.flush_rows - len(part.taken))
+        wait_s = self._config.flush_s
+        if part.taken:
+            wait_s = max(0.01, part.began + wait_s - time.monotonic())
+        batch = await messages.raw(min(_FETCH, room), wait_s)
+        if not batch:
+            return
+        if not part.taken:
+            part.began = time.monotonic()
+        places = [position(m) for m in batch]
+        # Told apart in one go, without an await in between: a write that ends meanwhile moves rows from memory to files.
+        known = self._catalog.already(self.spec.stream, places)
+        writing = self._writing.taken if self._writing is not None else {}
+        fresh = [
+            (place, message)
+            for place, message in zip(places, batch, strict=True)
+            if place not in known and place not in writing
+        ]
+        for place, message in zip(places, batch, strict=True):
+            if place in known:
+                await message.ack()
+        for place, message in fresh:
+            if place in part.taken:
+                part.taken[place] = message  # came again while it waits here
+            else:
+                await self._admit(part, place, message)
+
+    async def _admit(self, part: Part, place: tuple[int, int], message: Msg) -> None:
+        try:
+            event = decode(message.data)
+            size = len(message.data)
+            if isinstance(event, ClaimCheck):
+                size = event.size
+                event = await self._broker.resolve(event)
+        except (msgspec.DecodeError, HistoryGoneError) as error:
+            await self._broker.bury(message, self.spec, "undecodable", str(error))
+            return
+        rows = part.tags.setdefault(wire_name(event), Rows())
+        rows.events.append(event)
+        rows.seqs.append(place[0])
+        rows.ats.append(place[1])
+        rows.traces.append((message.headers or {}).get("traceparent", ""))
+        part.taken[place] = message
+        part.size += size
+
+    async def _write(self, part: Part) -> None:
+        await self._finish(part)
+        self._writing = None
+        self._slot.release()
+
+    async def _finish(self, part: Part) -> None:
+        """Files, then acknowledgements. Safe to repeat from the start."""
+        for tag in list(part.tags):
+            if await self._write_tag(part, tag):
+                del part.tags[tag]
+        for message in part.taken.values():
+            await message.ack()
+        part.taken = {}
+
+    async def _write_tag(self, part: Part, tag: str) -> bool:
+        rows = part.tags[tag]
+        while rows.events:
+            try:
+                # To the end even if cancelled: half-finished work in a thread can't be taken back.
+                with anyio.CancelScope(shield=True):
+                    name = await anyio.to_thread.run_sync(self._write_file, tag, rows)
+            except columns.UnstorableError:
+                await self._bury_unstorable(part, rows)
+                continue
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                log.error(
+                    "disk full",
+                    folder=str(self._catalog.target),
+                    detail=f"{len(rows.events)} events of {tag} wait; they are not acknowledged and stay in the log",
+                )
+                await anyio.sleep(_RETRY_S)  # paces the retry; nothing says when a disk has room again
+                continue
+            self._catalog.add(tag, name, rows.seqs)
+            self.written += len(rows.seqs)
+            return True
+        return True
+
+    def _write_file(self, tag: str, rows: Rows) -> FileName:
+        table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
+        first = min(range(len(rows.seqs)), key=rows.seqs.__getitem__)
+        name = FileName(self.spec.stream, rows.seqs[first], max(rows.seqs), rows.ats[first])
+        self._catalog.target.write(tag, str(name), table, {"journeyman.event": tag})
+        return name
+
+    async def _bury_unstorable(self, part: Part, rows: Rows) -> None:
+        """One event that fits no table must not stop the others."""
+        reasons = [columns.fits(event) for event in rows.events]
+        for i, reason in reversed(list(enumerate(reasons))):
+            if not reason:
+                continue
+            message = part.taken.pop((rows.seqs[i], rows.ats[i]))
+            await self._broker.bury(message, self.spec, "unstorable", reason)
+            for values in (rows.events, rows.seqs, rows.ats, rows.traces):
+                values.pop(i)
+        if not any(reasons):
+            raise columns.UnstorableError("events that fit one by one and not together")
+
+
+def store_consumers() -> Sequence[streams.ConsumerSpec]:
+    return [c for c in streams.CONSUMERS if c.name.startswith("store-")]

@@ -1,0 +1,58 @@
+"""Events to Arrow and back: nothing changes on the way."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import schema
+from pipeline.events import EVENTS, pack_ids, pack_logprobs, wire_name
+from store import columns
+from store.target import write_parquet
+from tests.store.conftest import exchange, run_of_one_step
+
+
+def test_every_event_has_a_table() -> None:
+    for cls in EVENTS:
+        assert columns.empty(wire_name(cls)).num_rows == 0
+
+
+def test_every_kind_of_event_is_stored_whole(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for i, event in enumerate(run_of_one_step()):
+        tag = wire_name(event)
+        table = columns.table(tag, [event], [i], [5], ["tp"])  # type: ignore[list-item]
+        table.validate(full=True)
+        write_parquet(str(tmp_path / "x.parquet"), tag, table, {})
+        back = pq.read_table(tmp_path / "x.parquet")
+        assert back.cast(table.schema).equals(table)
+        assert back.column_names == [c.name for c in schema.tables()[tag]]
+
+
+def test_token_arrays_become_lists_exactly() -> None:
+    long = exchange(
+        "t", prompt_ids=pack_ids(range(5000)), sampled_ids=b"", logprobs=pack_logprobs([-1.5, -0.0])
+    )
+    table = columns.table(
+        "rollout.exchange", [exchange("t"), long, exchange("u")], [1, 2, 3], [0, 0, 0], [""] * 3
+    )
+    table.validate(full=True)
+    assert table["prompt_ids"].to_pylist() == [[1, 2, 0], list(range(5000)), [1, 2, 0]]
+    assert table["sampled_ids"].to_pylist() == [[3, 4], [], [3, 4]]
+    assert table["logprobs"].to_pylist()[1] == [-1.5, -0.0]
+
+
+def test_a_packed_array_of_odd_length_is_named() -> None:
+    assert "no multiple of 4" in columns.fits(exchange("t", prompt_ids=b"123"))
+    assert columns.fits(exchange("t")) == ""
+
+
+def test_json_that_is_not_utf8_stays_readable() -> None:
+    table = columns.table("rollout.exchange", [exchange("t", request=b'"\xff"')], [1], [0], [""])
+    assert table["request"].to_pylist() == ['"�"']
+
+
+def test_an_integer_beyond_64_bits_is_unstorable_not_fatal() -> None:
+    with pytest.raises(columns.UnstorableError):
+        columns.table("rollout.exchange", [exchange("t", step=2**63)], [1], [0], [""])
+    assert isinstance(columns.empty("rollout.exchange"), pa.Table)

@@ -1,0 +1,138 @@
+"""Log to Parquet against a real NATS server: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pipeline import schema
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from store.catalog import Catalog, FileName, live
+from store.target import LocalTarget
+from tests.store.conftest import StoreProcess, exchange, publish, run_of_one_step
+
+pytestmark = pytest.mark.anyio
+
+
+def stored(folder: Path, tag: str) -> list[int]:
+    """Stream sequences of all rows, in file order."""
+    target = LocalTarget(folder)
+    return [
+        s for name in live(target, tag) for s in target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
+    ]
+
+
+async def until_acked(broker: Broker) -> None:
+    """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
+    with anyio.fail_after(20):
+        for spec in [s for s in broker_consumers() if s.name.startswith("store-")]:
+            while True:
+                info = await broker.js.consumer_info(spec.stream, spec.name)
+                if not info.num_pending and not info.num_ack_pending:
+                    break
+                await anyio.sleep(0.02)
+
+
+def broker_consumers():  # type: ignore[no-untyped-def]
+    from pipeline import streams
+
+    return streams.CONSUMERS
+
+
+async def test_every_event_lands_once_and_is_acknowledged(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        events = run_of_one_step()
+        await publish(broker, events)
+        async with running_store():
+            await until_acked(broker)
+    assert sum(len(stored(tmp_path / "store", tag)) for tag in schema.tables()) == len(events)
+    assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
+
+
+async def test_stopping_writes_what_was_taken(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", seq) for seq in range(5)])
+        async with running_store(flush_s=60.0):
+            with anyio.fail_after(10):
+                while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
+                    await anyio.sleep(0.02)
+            assert stored(tmp_path / "store", "rollout.exchange") == []
+        assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
+        await until_acked(broker)
+
+
+async def test_what_comes_again_is_left_out(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", seq) for seq in range(6)])
+        async with running_store():
+            await until_acked(broker)
+        # The consumer forgets everything: the server delivers all of it again.
+        await broker.js.delete_consumer("ROLLOUTS", "store-rollouts")
+        await broker.provision()
+        await publish(broker, [exchange("t", 6)])
+        async with running_store():
+            await until_acked(broker)
+    assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_a_stream_that_counts_from_one_again_loses_nothing(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("old", seq) for seq in range(3)])
+        async with running_store():
+            await until_acked(broker)
+        await broker.js.delete_stream("ROLLOUTS")
+        await broker.provision()
+        await publish(broker, [exchange("new", seq) for seq in range(3)])
+        async with running_store():
+            await until_acked(broker)
+    assert sorted(stored(tmp_path / "store", "rollout.exchange")) == [1, 1, 2, 2, 3, 3]
+
+
+async def test_a_claim_check_is_stored_as_its_event(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    body = b'"' + b"x" * 2_000_000 + b'"'
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", request=body)])
+        async with running_store():
+            await until_acked(broker)
+    target = LocalTarget(tmp_path / "store")
+    (name,) = live(target, "rollout.exchange")
+    assert target.read("rollout.exchange", name)["request"].to_pylist() == [body.decode()]
+
+
+async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", 0), exchange("t", 1, prompt_ids=b"odd"), exchange("t", 2)])
+        await broker.js.publish("rollout.exchange.p.t", b"\xc1")
+        async with running_store():
+            await until_acked(broker)
+            with anyio.fail_after(10):
+                while len(stored(tmp_path / "store", "dead.letter")) < 2:
+                    await anyio.sleep(0.02)
+        reasons = {d.event.reason for d in await broker.history("DEAD", "dead.>")}  # type: ignore[union-attr]
+    assert reasons == {"unstorable", "undecodable"}
+    assert stored(tmp_path / "store", "rollout.exchange") == [1, 3]
+
+
+def test_file_names_carry_their_sequences() -> None:
+    name = FileName("ROLLOUTS", 1, 20, 0xABC, 2)
+    assert FileName.parse(str(name)) == name
+    assert FileName.parse("notes.parquet") is None
+
+
+def test_an_empty_folder_is_an_empty_catalog(tmp_path: Path) -> None:
+    assert Catalog(LocalTarget(tmp_path / "none")).load() == []
