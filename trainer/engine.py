@@ -98,16 +98,24 @@ class Engine:
         # The adapter's first weights depend on the seed alone, not on what the library drew before.
         torch.manual_seed(config.seed)
         self.model = get_peft_model(model, self.lora).to(self.device)
-        self.trainer = grpo.CapturedGRPOTrainer(
-            self.model, grpo.grpo_config(config, scratch, cpu=self.device.type == "cpu")
-        )
-        self.model.train()
+        self._scratch = scratch
+        self.reconfigure(config)
         inner = self.model.get_base_model()
         self._trunk, self._head = inner.get_decoder(), inner.get_output_embeddings()
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.default_temperature = default_temperature(base)
+
+    def reconfigure(self, config: TrainerConfig) -> None:
+        """Other settings over the same model; what the model was built with (LoRA shape, seed) must be the same."""
+        if (config.lora_rank, config.lora_alpha) != (self.config.lora_rank, self.config.lora_alpha):
+            raise ConfigError("trainer.lora_rank and lora_alpha are fixed once the model is loaded")
+        self.config = config
+        self.trainer = grpo.CapturedGRPOTrainer(
+            self.model, grpo.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"), config.beta
+        )
+        self.model.train()
 
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
@@ -207,15 +215,8 @@ class Engine:
         self.put(line.weights)
         optimizer, scheduler = self._optimizer(line)
         _set_rng(line.rng)
-        sequences = [e.sequence for e in examples]
-        batches = micro_batches(sequences, groups, self.config.tokens_per_batch, self.config.packing)
         optimizer.zero_grad(set_to_none=True)
-        measured = _Measured()
-        total = self._tokens(sequences)
-        for batch in batches:
-            self._backward(batch, examples, total, measured)
-        metrics = measured.summary(line.step)
-        metrics |= self.trainer.take_metrics()
+        metrics = self.backward(examples, groups, line.step)
         metrics |= self._sampler_difference(line, examples)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
@@ -229,19 +230,34 @@ class Engine:
         history[step] = weights
         after = Line(step, weights, optimizer.state_dict(), scheduler.state_dict(), _get_rng(), history)
         compute = time.perf_counter() - began
-        laid_out = sum(b.layout.tokens for b in batches)
         metrics |= {
             "grad_norm": float(norm),
-            "tokens": float(total),
-            "tokens_forward": float(laid_out),
-            "sequences": float(len(examples)),
-            "micro_batches": float(len(batches)),
-            "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
             "compute_s": compute,
-            "trained_tokens_per_s": total / compute,
-            "forward_tokens_per_s": laid_out / compute,
+            "trained_tokens_per_s": metrics["tokens"] / compute,
+            "forward_tokens_per_s": metrics["tokens_forward"] / compute,
         }
         return StepResult(after, metrics)
+
+    def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
+        """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
+        sequences = [e.sequence for e in examples]
+        batches = micro_batches(sequences, groups, self.config.tokens_per_batch, self.config.packing)
+        total = self._tokens(sequences)
+        measured = _Measured()
+        for batch in batches:
+            self._backward(batch, examples, total, measured)
+        laid_out = sum(b.layout.tokens for b in batches)
+        return (
+            measured.summary(step)
+            | self.trainer.take_metrics()
+            | {
+                "tokens": float(total),
+                "tokens_forward": float(laid_out),
+                "sequences": float(len(examples)),
+                "micro_batches": float(len(batches)),
+                "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
+            }
+        )
 
     @staticmethod
     def _tokens(sequences: Sequence[TokenSequence]) -> int:

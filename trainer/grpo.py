@@ -76,7 +76,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
         seed=config.seed,
         learning_rate=config.learning_rate,
         loss_type=config.loss_type,
-        beta=config.beta,
+        beta=0.0,  # set after construction, see `CapturedGRPOTrainer`
         epsilon=config.epsilon,
         epsilon_high=config.epsilon_high,
         importance_sampling_level=config.importance_level,
@@ -105,7 +105,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
 class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """TRL's loss on batches that were sampled elsewhere."""
 
-    def __init__(self, model: torch.nn.Module, args: GRPOConfig) -> None:
+    def __init__(self, model: torch.nn.Module, args: GRPOConfig, beta: float = 0.0) -> None:
         super().__init__(
             model=model,
             reward_funcs=[_no_reward],
@@ -113,6 +113,8 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=_no_tokenizer(),
         )
+        # After the constructor, which would add a second adapter for the reference model; ours is the base model.
+        self.beta = beta
         # After the constructor, which would start vLLM: the correction is on although TRL does not sample.
         self.use_vllm = args.vllm_importance_sampling_correction
         # A step is one loss over the whole batch; micro-batches are weighted by `Engine`, which knows their sizes.

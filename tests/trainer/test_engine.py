@@ -1,0 +1,141 @@
+"""Engine: steps, their measurements, and lines of several policies over one model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import ConfigError, TrainerConfig
+from tests.trainer.kit import VOCAB, exchange
+from trainer.engine import Engine, Line, default_temperature
+from trainer.groups import Example
+from trainer.packing import padded
+from trainer.sequences import TokenSequence, build
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(
+        tiny_base, TrainerConfig(lora_rank=4, learning_rate=1e-2), tmp_path_factory.mktemp("scratch")
+    )
+
+
+def sampled_by(engine: Engine, line: Line, name: str, seed: int, step: int | None = None) -> TokenSequence:
+    """A sequence with the logprobs that `line`'s adapter gives it, as a sampler would have recorded them."""
+    rng = np.random.default_rng(seed)
+    prompt, reply = rng.integers(2, VOCAB, 7).tolist(), rng.integers(2, VOCAB, 5).tolist()
+    at = line.step if step is None else step
+    (blank,) = build(name, [exchange(name, 0, prompt, reply, step=at)])
+    engine.put(line.weights)
+    with torch.no_grad():
+        logprobs, _ = engine.logprobs(padded([blank]), (1, 5))
+    (sequence,) = build(name, [exchange(name, 0, prompt, reply, logprobs=logprobs[0].tolist(), step=at)])
+    return sequence
+
+
+def batch(engine: Engine, line: Line, seed: int = 0) -> list[Example]:
+    return [Example(sampled_by(engine, line, f"t{i}", seed + i), 1.0 if i % 2 else -1.0) for i in range(6)]
+
+
+def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: Engine) -> None:
+    line = engine.new_line()
+    old = batch(engine, line)
+    for _ in range(2):
+        line = engine.step(line, batch(engine, line, seed=50), [0] * 6).line
+    fresh = batch(engine, line, seed=90)
+    metrics = engine.step(line, [*old, *fresh], [0] * 12).metrics
+    assert metrics["sampler_logprob_diff"] < 1e-5
+    assert metrics["sampler_logprob_checked"] > 0
+    assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2, 1)
+    # The old ones did move: it is the version that makes the difference small.
+    assert abs(metrics["ratio_max"] - 1) > 1e-3
+
+
+def test_the_wrong_version_shows(engine: Engine) -> None:
+    line = engine.new_line()
+    for i in range(2):
+        line = engine.step(line, batch(engine, line, seed=20 * i), [0] * 6).line
+    wrong = [Example(sampled_by(engine, line, f"t{i}", i, step=0), 1.0) for i in range(4)]
+    assert engine.step(line, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
+
+
+def test_an_abandoned_step_leaves_no_trace(engine: Engine) -> None:
+    start = engine.step(engine.new_line(), batch(engine, engine.new_line()), [0] * 6).line
+    kept = copy.deepcopy(start)
+    examples = batch(engine, start, seed=30)
+    first = engine.step(start, examples, [0] * 6).line
+    engine.step(start, batch(engine, start, seed=60), [0] * 6)  # computed and thrown away
+    again = engine.step(start, examples, [0] * 6).line
+    for name, tensor in kept.weights.items():
+        torch.testing.assert_close(start.weights[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(first.weights[name], again.weights[name], rtol=0, atol=0)
+    assert first.step == again.step == 2
+
+
+def test_policies_over_one_model_do_not_touch_each_other(engine: Engine) -> None:
+    def course(seed: int, other: bool) -> Line:
+        line, noise = engine.new_line(), engine.new_line()
+        for i in range(3):
+            line = engine.step(line, batch(engine, line, seed + 10 * i), [0] * 6).line
+            if other:
+                noise = engine.step(noise, batch(engine, noise, 500 + i), [0] * 6).line
+        return line
+
+    start = engine.new_line()
+    engine.put(start.weights)
+    one = course(0, other=False)
+    engine.put(start.weights)
+    two = course(0, other=True)
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(tensor, two.weights[name], rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_is_no_step(engine: Engine) -> None:
+    line = engine.new_line()
+    examples = batch(engine, line)
+    examples[0] = Example(examples[0].sequence, float("inf"))
+    with pytest.raises(FloatingPointError, match="not taken"):
+        engine.step(line, examples, [0] * 6)
+
+
+def test_large_vocabularies_are_scored_in_pieces(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = batch(engine, engine.new_line())
+
+    def gradient() -> list[torch.Tensor]:
+        engine.model.zero_grad()
+        engine.backward(examples, [0] * 6, 0)
+        return [p.grad.clone() for p in engine._parameters]
+
+    whole = gradient()
+    monkeypatch.setattr("trainer.engine._VOCAB_CHUNK", 4 * VOCAB)
+    for mine, other in zip(gradient(), whole, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: Path) -> None:
+    torch.manual_seed(123)
+    one = Engine(tiny_base, TrainerConfig(lora_rank=4, seed=5), tmp_path).weights()
+    torch.manual_seed(321)
+    two = Engine(tiny_base, TrainerConfig(lora_rank=4, seed=5), tmp_path).weights()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_settings_that_can_not_be_used_say_so(tiny_base: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="loss_type"):
+        Engine(tiny_base, TrainerConfig(loss_type="ppo"), tmp_path)
+
+
+def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
+    other = Engine(tiny_base, TrainerConfig(lora_rank=2), tmp_path)
+    with pytest.raises(ValueError, match="lora_rank"):
+        engine.put(other.weights())
+
+
+def test_the_servers_temperature_is_the_models(tmp_path: Path) -> None:
+    assert default_temperature(str(tmp_path)) == 1.0
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
+    assert default_temperature(str(tmp_path)) == 0.6

@@ -1,0 +1,238 @@
+"""Parity: on the same tokens our loss and gradients are those of TRL's GRPOTrainer over a padded batch.
+
+The reference below is TRL's trainer with TRL's own tensors (prompts padded on the left, completions on the right, tool
+tokens masked). Only its fused LM head, a GPU kernel, is replaced by plain logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from pipeline.config import TrainerConfig
+from tests.trainer.kit import VOCAB, exchange
+from trainer import grpo
+from trainer.engine import Engine
+from trainer.groups import Example
+from trainer.sequences import TokenSequence, build
+
+
+class PaddedGRPOTrainer(grpo.GRPOTrainer):
+    """TRL's, with the logprobs computed from all logits of the padded batch."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *_: Any, **__: Any
+    ) -> Any:
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
+        logprobs = torch.log_softmax(logits[:, :-1].float(), -1)[:, -logits_to_keep:]
+        chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+        return chosen, -(logprobs.exp() * logprobs).sum(-1).detach(), None
+
+
+def batch(seed: int = 0) -> list[Example]:
+    """Single replies and two-turn conversations with a tool result between, of unequal length."""
+    rng = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return list(map(int, rng.integers(2, VOCAB, int(rng.integers(low, high)))))
+
+    out = []
+    for i in range(6):
+        name = f"t{i}"
+        prompt, reply = some(3, 9), some(2, 6)
+        exchanges = [exchange(name, 0, prompt, reply, logprobs=rng.uniform(-4, -2, len(reply)).tolist())]
+        if i % 2:
+            tool, last = some(1, 5), some(2, 6)
+            exchanges.append(
+                exchange(
+                    name, 1, prompt + reply + tool, last, logprobs=rng.uniform(-4, -2, len(last)).tolist()
+                )
+            )
+        (sequence,) = build(name, exchanges)
+        out.append(Example(sequence, float(rng.normal())))
+    return out
+
+
+def reference_inputs(examples: list[Example], config: TrainerConfig) -> dict[str, torch.Tensor]:
+    prompts, completions = [], []
+    for e in examples:
+        start = int(np.flatnonzero(e.sequence.trained)[0])
+        prompts.append(e.sequence.ids[:start])
+        completions.append((e.sequence, start))
+    width = max(map(len, prompts))
+    length = max(len(s.ids) - start for s, start in completions)
+    size = len(examples)
+    out = {
+        "prompt_ids": torch.zeros(size, width, dtype=torch.long),
+        "prompt_mask": torch.zeros(size, width, dtype=torch.long),
+        "completion_ids": torch.zeros(size, length, dtype=torch.long),
+        "completion_mask": torch.zeros(size, length, dtype=torch.long),
+        "tool_mask": torch.ones(size, length, dtype=torch.long),
+        "advantages": torch.tensor([e.advantage for e in examples]),
+    }
+    sampled = torch.zeros(size, length)
+    for i, (prompt, (s, start)) in enumerate(zip(prompts, completions, strict=True)):
+        n = len(s.ids) - start
+        out["prompt_ids"][i, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        out["prompt_mask"][i, width - len(prompt) :] = 1
+        out["completion_ids"][i, :n] = torch.from_numpy(s.ids[start:].astype(np.int64))
+        out["completion_mask"][i, :n] = 1
+        out["tool_mask"][i, :n] = torch.from_numpy(s.trained[start:].astype(np.int64))
+        sampled[i, :n] = torch.from_numpy(np.nan_to_num(s.logprobs[start:]))
+    out["num_items_in_batch"] = (out["completion_mask"] * out["tool_mask"]).sum()
+    out["sampled"] = sampled
+    return out
+
+
+def reference(engine: Engine, config: TrainerConfig, examples: list[Example], tmp_path: Path) -> Any:
+    args = grpo.grpo_config(config, tmp_path, cpu=True)
+    trainer = PaddedGRPOTrainer(
+        model=engine.model, reward_funcs=[grpo._no_reward], args=args,
+        train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
+    )  # fmt: skip
+    trainer.beta = config.beta
+    trainer.use_vllm = args.vllm_importance_sampling_correction
+    trainer.current_gradient_accumulation_steps = 1
+    engine.model.train()
+    inputs = reference_inputs(examples, config)
+    sampled = inputs.pop("sampled")
+    mask = inputs["completion_mask"] * inputs["tool_mask"]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    keep = inputs["completion_ids"].size(1)
+    with torch.no_grad():
+        current, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
+        if config.beta:
+            with engine.model.disable_adapter():
+                base, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
+            inputs["ref_per_token_logps"] = base
+    if config.sampler_correction == "none":
+        inputs["old_per_token_logps"] = torch.where(mask.bool(), sampled, current)
+    else:
+        # As TRL does after generation with vLLM.
+        difference = (current - sampled) * mask
+        if "sequence" in config.sampler_correction:
+            difference = difference.sum(-1, keepdim=True)
+        ratio = difference.exp()
+        if "truncate" in config.sampler_correction:
+            ratio = ratio.clamp(max=config.correction_max)
+        else:
+            ratio = torch.where(ratio > config.correction_max, 0.0, ratio)
+        inputs["importance_sampling_ratio"] = ratio
+        inputs["old_per_token_logps"] = current
+    loss = trainer.compute_loss(engine.model, inputs)
+    loss.backward()
+    return float(loss.detach())
+
+
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+def test_parity_with_trl(
+    engines: dict[str, Engine], tmp_path: Path, loss_type: str, correction: str, beta: float
+) -> None:
+    if loss_type == "vespo" and correction.startswith("sequence"):
+        pytest.skip("TRL's VESPO takes token corrections only")
+    config = TrainerConfig(
+        lora_rank=4, loss_type=loss_type, sampler_correction=correction, beta=beta, tokens_per_batch=40,  # type: ignore[arg-type]
+        importance_level="sequence" if loss_type == "luspo" else "token", correction_max=2.0, packing="padded",
+    )  # fmt: skip
+    engine = engines["tiny"]
+    engine.reconfigure(config)
+    examples = batch()
+    engine.model.zero_grad()
+    theirs = reference(engine, config, examples, tmp_path)
+    their_gradients = [p.grad.clone() for p in engine._parameters]
+    engine.model.zero_grad()
+    metrics = engine.backward(examples, [0] * len(examples), 0)
+    assert metrics["micro_batches"] > 1
+    assert metrics["loss"] == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+    for mine, other in zip(engine._parameters, their_gradients, strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(mine.grad, other, rtol=1e-5, atol=1e-5 * scale + 1e-8)
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path_factory.mktemp("scratch"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in engine._parameters:
+            parameter.normal_(std=0.1)
+    return {"tiny": engine}
+
+
+def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
+    current = torch.tensor([[-1.0, -2.0]])
+    sampled = torch.tensor([[float("nan"), -3.0]])
+    ratio = grpo.importance_ratio(current, sampled, torch.ones(1, 2), "token_truncate", 2.0)
+    assert ratio.tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
+    engine = engines["tiny"]
+    engine.reconfigure(TrainerConfig(lora_rank=4, sampler_correction=correction))  # type: ignore[arg-type]
+    engine.model.zero_grad()
+    (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
+    metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
+    assert np.isfinite(metrics["loss"])
+    assert all(torch.isfinite(p.grad).all() for p in engine._parameters)
+
+
+def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.ndarray:
+    """Change of the trained tokens' logprobs after one small step."""
+    line = engine.new_line()
+    before = _logprobs(engine, sequence)
+    after = engine.step(line, [Example(sequence, advantage)], [0]).line
+    engine.put(after.weights)
+    changed = _logprobs(engine, sequence) - before
+    engine.put(line.weights)
+    return changed
+
+
+def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
+    from trainer.packing import padded
+
+    with torch.no_grad():
+        out, _ = engine.logprobs(padded([sequence]), (1, sequence.trained_tokens))
+    return out.numpy()[0]
+
+
+def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
+    engine = engines["tiny"]
+    engine.reconfigure(TrainerConfig(lora_rank=4, learning_rate=1e-4, sampler_correction="token_truncate"))
+    (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
+    assert _direction(engine, sequence, 1.0).sum() > 0
+    assert _direction(engine, sequence, -1.0).sum() < 0
+
+
+def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
+    """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
+    engine = engines["tiny"]
+    engine.reconfigure(TrainerConfig(lora_rank=4, sampler_correction="sequence_truncate"))
+
+    def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
+        (sequence,) = build(
+            "t",
+            [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])],
+        )
+        engine.model.zero_grad()
+        metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
+        return metrics, [p.grad.clone() for p in engine._parameters]
+
+    one, first = gradient(0.0)
+    other, second = gradient(-20.0)
+    assert one["tokens"] == 2
+    assert one["ratio_max"] == other["ratio_max"]
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)

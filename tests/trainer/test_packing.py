@@ -1,0 +1,142 @@
+"""The seam to the model: whatever the layout, a trained token's logprob is that of its sequence alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import TrainerConfig
+from tests.trainer.kit import VOCAB
+from trainer.engine import Engine
+from trainer.packing import Layout, micro_batches, padded, prefix_shared, tree_sizes
+from trainer.sequences import TokenSequence
+
+
+def sequence(ids: list[int], trained: list[int], temperature: float = 1.0) -> TokenSequence:
+    n = len(ids)
+    mask = np.zeros(n, np.bool_)
+    mask[trained] = True
+    return TokenSequence(
+        "t", np.array(ids, np.int32), mask, np.full(n, -1.0, np.float32), np.zeros(n, np.int32),
+        np.full(n, temperature, np.float32),
+    )  # fmt: skip
+
+
+def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]]:
+    """Two groups whose members share prompts, replies, all of it, or nothing."""
+    rng = np.random.default_rng(seed)
+
+    def some(n: int) -> list[int]:
+        return list(map(int, rng.integers(2, VOCAB, n)))
+
+    out: list[TokenSequence] = []
+    groups: list[int] = []
+    for group in range(2):
+        prompt, reply, turn = some(9), some(3), some(4)
+        for ids in (
+            prompt + reply + turn + some(3),
+            prompt + reply + turn + some(5),
+            prompt + reply,
+            prompt + reply,
+            prompt + some(4),
+            some(7),
+            prompt[:5] + some(2),
+        ):
+            trained = sorted(rng.choice(np.arange(1, len(ids)), 3, replace=False).tolist())
+            out.append(sequence(ids, trained, temperature=float(rng.choice([0.7, 1.0]))))
+            groups.append(group)
+    return out, groups
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    made = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path_factory.mktemp("scratch"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made._parameters:
+            parameter.normal_(std=0.1)
+    return made
+
+
+def alone(engine: Engine, one: TokenSequence) -> list[float]:
+    """Logprobs from a plain forward pass over one whole sequence."""
+    with torch.no_grad():
+        logits = engine.model(input_ids=torch.from_numpy(one.ids.astype(np.int64))[None]).logits[0].float()
+    logprobs = torch.log_softmax(logits / float(one.temperatures[-1]), -1)
+    return [float(logprobs[i - 1, one.ids[i]]) for i in np.flatnonzero(one.trained)]
+
+
+def through(engine: Engine, layout: Layout, sequences: list[TokenSequence]) -> np.ndarray:
+    shape = (len(sequences), max(s.trained_tokens for s in sequences))
+    with torch.no_grad():
+        return engine.logprobs(layout, shape)[0].numpy()
+
+
+@pytest.mark.parametrize("layout", ["padded", "prefix"])
+def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, layout: str) -> None:
+    sequences, groups = tree_of_conversations()
+    made = padded(sequences) if layout == "padded" else prefix_shared(sequences, groups)
+    out = through(engine, made, sequences)
+    for row, one in enumerate(sequences):
+        np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=1e-5, atol=1e-5)
+
+
+def test_a_shared_prefix_is_laid_out_once() -> None:
+    prompt = [5] * 20
+    group = [sequence([*prompt, 7 + i, 8], [20, 21]) for i in range(8)]
+    one_by_one, tree = tree_sizes(group)
+    # The last token of a sequence predicts nothing, so it is not computed.
+    assert (one_by_one, tree) == (8 * 21, 20 + 8)
+
+
+def test_unequal_sequences_that_share_nothing_are_a_forest() -> None:
+    group = [sequence([5, 6, 7], [2]), sequence([8, 9], [1])]
+    assert tree_sizes(group) == (3, 3)
+
+
+@pytest.mark.parametrize("packing", ["padded", "prefix", "auto"])
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, budget: int) -> None:
+    sequences, groups = tree_of_conversations()
+    batches = micro_batches(sequences, groups, budget, packing)  # type: ignore[arg-type]
+    assert sorted(i for b in batches for i in b.indices) == list(range(len(sequences)))
+    if budget == 10_000:
+        assert len(batches) == 1
+    if budget == 40 and packing == "padded":
+        assert all(b.layout.ids_RL.numel() <= 40 for b in batches)
+
+
+def test_one_long_sequence_may_exceed_the_budget(engine: Engine) -> None:
+    long = sequence(list(range(2, 30)), [5, 27])
+    (batch,) = micro_batches([long], [0], 4, "padded")
+    assert batch.layout.tokens == 27
+
+
+def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -> None:
+    from trainer.groups import Example
+
+    sequences, groups = tree_of_conversations(3)
+    advantages = np.random.default_rng(1).normal(size=len(sequences))
+    batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
+    gradients = []
+    for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
+        engine = Engine(
+            tiny_base,
+            TrainerConfig(lora_rank=4, packing=packing, tokens_per_batch=budget),  # type: ignore[arg-type]
+            tmp_path,
+        )
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in engine._parameters:
+                parameter.normal_(std=0.1)
+        metrics = engine.backward(batch, groups, 0)
+        gradients.append((metrics["loss"], [p.grad.clone() for p in engine._parameters]))
+    first_loss, first = gradients[0]
+    assert max(g.abs().max() for g in first) > 1e-4
+    for loss, other in gradients[1:]:
+        assert loss == pytest.approx(first_loss, rel=1e-5)
+        for mine, theirs in zip(other, first, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
