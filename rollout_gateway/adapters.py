@@ -32,8 +32,11 @@ from rollout_gateway.upstream import UpstreamError
 
 log = get_logger("rollout_gateway.adapters")
 
-PROBE_IDS = tuple(range(3, 35))
-"""Token ids of the probe's prompt: small ones, which any vocabulary has."""
+PROBE_PROMPTS = tuple(tuple(range(first, first + 16)) for first in (3, 35, 67, 99))
+"""Token ids of the probe's prompts: small ones, which any vocabulary has."""
+PROBE_TOP = 20
+"""Logprobs compared after each prompt: as many as vLLM gives by default. Those of the next token, since asking for a
+prompt's own logprobs brings vLLM 0.32 down when calls to other adapters are in the batch."""
 
 
 class AdapterError(Exception):
@@ -54,15 +57,16 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-class _PromptLogprob(msgspec.Struct):
-    logprob: float
+class _ProbeLogprobs(msgspec.Struct):
+    top_logprobs: list[dict[str, float]]
 
 
 class _ProbeChoice(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _PromptLogprob] | None]
+    index: int
+    logprobs: _ProbeLogprobs
 
 
-class _Probe(msgspec.Struct):
+class _ProbeReply(msgspec.Struct):
     choices: list[_ProbeChoice]
 
 
@@ -120,7 +124,7 @@ class AdapterManager:
         self._gateway = gateway
         self._files = AdapterFiles(config.path("adapters"), broker)
         self._unloaded: list[str] = []
-        self._base_probes: dict[tuple[str, str], list[float]] = {}
+        self._base_probes: dict[tuple[str, str], list[dict[str, float]]] = {}
         self.on_loaded: list[Callable[[PolicyLoaded], None]] = []
 
     async def run(self) -> None:
@@ -330,26 +334,39 @@ class AdapterManager:
             callback(event)
 
     async def _probe(self, replica: Replica, model: str, version: str) -> float:
-        """Largest difference of a fixed prompt's logprobs between the version and its base."""
+        """Largest difference of the logprobs after fixed prompts between the version and its base."""
         key = (replica.name + replica.incarnation, model)
         if key not in self._base_probes:
-            self._base_probes[key] = await _prompt_logprobs(replica, version_name(model, 0))
-        base = self._base_probes[key]
-        here = await _prompt_logprobs(replica, version)
-        return max(abs(a - b) for a, b in zip(base, here, strict=True))
+            self._base_probes[key] = await _next_logprobs(replica, version_name(model, 0))
+        here = await _next_logprobs(replica, version)
+        return max(_difference(a, b) for a, b in zip(self._base_probes[key], here, strict=True))
 
 
-async def _prompt_logprobs(replica: Replica, served: str) -> list[float]:
+def _difference(a: dict[str, float], b: dict[str, float]) -> float:
+    """Over the tokens that both name; where they share none, of the likeliest ones, whichever these are."""
+    shared = a.keys() & b.keys()
+    if shared:
+        return max(abs(a[token] - b[token]) for token in shared)
+    return abs(max(a.values()) - max(b.values())) or 1.0
+
+
+async def _next_logprobs(replica: Replica, served: str) -> list[dict[str, float]]:
+    """For each probe prompt the likeliest next tokens and their logprobs."""
     request = {
-        "model": served, "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0
-    }  # fmt: skip
+        "model": served,
+        "prompt": PROBE_PROMPTS,
+        "max_tokens": 1,
+        "temperature": 1,
+        "logprobs": PROBE_TOP,
+        "return_tokens_as_token_ids": True,
+    }
     status, body = await replica.upstream.fetch(
         "POST", "/v1/completions", msgspec.json.encode(request), timeout_s=120
     )
     if status != 200:
         raise AdapterError(f"the probe answered {status}: {body[:300].decode()}", lasting=False)
-    positions = msgspec.json.decode(body, type=_Probe).choices[0].prompt_logprobs
-    return [next(iter(p.values())).logprob for p in positions if p]
+    choices = sorted(msgspec.json.decode(body, type=_ProbeReply).choices, key=lambda c: c.index)
+    return [c.logprobs.top_logprobs[0] for c in choices]
 
 
 async def _incarnation(replica: Replica) -> str:

@@ -85,7 +85,13 @@ class Fleet:
         self.demanded: dict[str, float] = {}
         """Exact versions that a request waits or waited for, with the time of the last such request."""
         self.waiting_for_room = False
+        self.closing = False
         self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Nothing waits from now on: what can't be answered at once is told to come back."""
+        self.closing = True
+        self.changed()
 
     def ready(self) -> list[Replica]:
         return [r for r in self.replicas if r.ready]
@@ -123,6 +129,8 @@ class Fleet:
                 if version in replica.loaded:
                     replica.loaded[version].last_used = time.monotonic()
                 return Lease(self, replica, version)
+            if self.closing:
+                raise unavailable("The gateway is stopping.", "stopping", retry_after_s=1)
             if self.ready():
                 self.demand(version)
             changed = self._changed

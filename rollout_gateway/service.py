@@ -133,7 +133,10 @@ async def serve(config: Config, ready: Ready) -> None:
                 async with _serving(app, listener):
                     host, port = listener.getsockname()[:2]
                     ready(url=f"http://{host}:{port}")
-                    await anyio.sleep_forever()
+                    try:
+                        await anyio.sleep_forever()
+                    finally:
+                        fleet.close()
         finally:
             with anyio.move_on_after(DRAIN_S, shield=True):
                 await chat.settle()
