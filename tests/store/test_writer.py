@@ -64,8 +64,9 @@ async def test_stopping_writes_what_was_taken(
                 while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
                     await anyio.sleep(0.02)
             assert stored(tmp_path / "store", "rollout.exchange") == []
-        assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
-        await until_acked(broker)
+        async with running_store():
+            await until_acked(broker)
+    assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
 
 
 async def test_what_comes_again_is_left_out(

@@ -1,0 +1,194 @@
+"""The documented views, over a store that a real log filled."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import schema
+from pipeline.events import Event, pack_seqs, wire_name
+from store import columns, sql
+from store.catalog import FileName
+from store.target import DamagedFileError, LocalTarget
+from store.views import VIEWS
+from tests.store.conftest import exchange, run_of_one_step
+
+
+def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
+    """A store that holds `events`, one file a tag, sequences counted per stream."""
+    target = LocalTarget(run_dir / "store")
+    by_tag: dict[str, list[tuple[int, Event]]] = {}
+    counts: dict[str, int] = {}
+    for event in events:
+        tag = wire_name(event)
+        stream = schema.stream_of(tag)
+        counts[stream] = counts.get(stream, 0) + 1
+        by_tag.setdefault(tag, []).append((counts[stream], event))
+    for tag, rows in by_tag.items():
+        seqs = [s for s, _ in rows]
+        trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
+        table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
+        target.write(tag, str(FileName(schema.stream_of(tag), seqs[0], seqs[-1], seqs[0])), table, {})
+    return target
+
+
+def rows(run_dir: Path, query: str) -> list[Any]:
+    with sql.connect(run_dir) as connection:
+        return connection.sql(query).fetchall()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    fill(tmp_path, run_of_one_step())
+    return tmp_path
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
+@pytest.mark.parametrize("filled", [False, True])
+def test_each_view_has_its_documented_columns(view: Any, filled: bool, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    if filled:
+        fill(tmp_path, run_of_one_step())
+    with sql.connect(tmp_path) as connection:
+        result = connection.sql(f"FROM {view.name}")
+        assert result.columns == list(view.columns)
+        assert bool(result.fetchall()) == filled
+        assert [str(t) for t in result.types].count('"NULL"') == 0
+
+
+def test_a_column_has_the_same_type_in_an_empty_store_and_a_full_one(
+    run_dir: Path, tmp_path_factory: Any
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    (empty / "store").mkdir()
+    with sql.connect(run_dir) as full, sql.connect(empty) as nothing:
+        for name in [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]:
+            assert full.sql(f"FROM {name}").types == nothing.sql(f"FROM {name}").types, name
+
+
+def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(run_dir: Path) -> None:
+    got = rows(
+        run_dir,
+        "SELECT trajectory, seq, reward, verdicts[1].score, staleness, exchange_seq FROM lineage ORDER BY 1, 2",
+    )
+    assert got == [
+        ("t0", 0, 1.0, 0.9, 0, 2),
+        ("t0", 1, 1.0, 0.9, 0, 3),
+        ("t1", 0, 0.0, 0.1, 0, 6),
+        ("t1", 1, 0.0, 0.1, 0, 7),
+    ]
+
+
+def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_path: Path) -> None:
+    events = run_of_one_step()
+    fill(tmp_path, [e for e in events[:5] if not isinstance(e, type(events[3]))] + [events[7]])
+    assert rows(tmp_path, "SELECT trajectory, outcome FROM trajectories ORDER BY 1") == [
+        ("t0", "open"),
+        ("t1", "scored"),
+    ]
+
+
+def test_messages_hold_what_was_sent_and_the_reply(run_dir: Path) -> None:
+    got = rows(
+        run_dir,
+        "SELECT role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position",
+    )
+    assert got == [("system", "play", False), ("user", "go 1", False), ("assistant", "x", True)]
+
+
+def test_views_say_what_happened(run_dir: Path) -> None:
+    assert (
+        rows(run_dir, "SELECT reason, duration_s, duration FROM starvation") == [("stale", 4.0, "<10s")] * 2
+    )
+    assert rows(run_dir, "SELECT judge_model, cost_usd, verdicts FROM judge_cost") == [("judge/1", 0.25, 1)]
+    assert rows(run_dir, "SELECT version, replica, delay_s < 5 FROM adapters") == [("m@1", "r0", True)]
+    assert rows(run_dir, "SELECT groups, trajectories, mean_reward FROM steps") == [(1, 2, 0.5)]
+    assert rows(run_dir, "SELECT trajectory, centered FROM rewards ORDER BY 1") == [("t0", 0.5), ("t1", -0.5)]
+    assert rows(run_dir, "SELECT trajectory, position FROM verdicts ORDER BY 1") == [("t0", 1), ("t1", 0)]
+    assert rows(run_dir, "SELECT DISTINCT trace_id FROM exchanges") == [("ab" * 16,)]
+    assert rows(run_dir, "SELECT stream, stream_seq, payload FROM dead") == [("ROLLOUTS", 7, b"\xc1")]
+
+
+def test_doubles_are_not_hidden(tmp_path: Path) -> None:
+    target = fill(tmp_path, [exchange("t")])
+    (name,) = target.names("rollout.exchange")
+    path = target.path("rollout.exchange", name)
+    path.with_name(str(FileName("ROLLOUTS", 1, 1, 99))).write_bytes(path.read_bytes())
+    assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
+
+
+def test_a_file_from_before_a_column_reads_as_null(tmp_path: Path) -> None:
+    target = fill(tmp_path, [exchange("t")])
+    (name,) = target.names("rollout.exchange")
+    path = target.path("rollout.exchange", name)
+    pq.write_table(pq.read_table(path).drop_columns(["replica"]), path)
+    assert rows(tmp_path, "SELECT trajectory, replica FROM exchanges") == [("t", None)]
+
+
+def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
+    events = run_of_one_step()
+    import msgspec
+
+    scored = next(e for e in events if wire_name(e) == "group.scored")
+    again = msgspec.structs.replace(scored, judge="other")  # type: ignore[call-arg]
+    events.insert(events.index(scored) + 1, again)
+    fill(tmp_path, events)
+    assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
+    assert pack_seqs([1])
+
+
+def test_a_damaged_file_is_named(run_dir: Path) -> None:
+    target = LocalTarget(run_dir / "store")
+    (name,) = target.names("group.scored")
+    path = target.path("group.scored", name)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedFileError, match=name):
+        sql.connect(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("table", "n  b\n─  ─────\n1  True\n∅  False\n(2 rows)\n"),
+        ("csv", "n,b\n1,True\n,False\n"),
+        ("json", '[{"n":1,"b":true},\n {"n":null,"b":false}]\n'),
+    ],
+)
+def test_formats(form: str, expected: str) -> None:
+    out = io.BytesIO()
+    with duckdb.connect() as connection:
+        sql.write_result(connection.sql("SELECT * FROM (VALUES (1, true), (NULL, false)) t(n, b)"), form, out)
+    assert out.getvalue().decode() == expected
+
+
+def test_parquet_output_reads_back() -> None:
+    out = io.BytesIO()
+    with duckdb.connect() as connection:
+        sql.write_result(connection.sql("SELECT 1 AS n, [1, 2] AS l"), "parquet", out)
+    assert pq.read_table(io.BytesIO(out.getvalue())).to_pylist() == [{"n": 1, "l": [1, 2]}]
+
+
+def test_the_command_answers_and_says_what_is_wrong(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sql.main(["--run-dir", str(run_dir), "--format", "csv", "SELECT count(*) AS n FROM groups"]) == 0
+    assert capfd.readouterr().out == "n\n2\n"
+    assert sql.main(["--run-dir", str(run_dir), "FROM nowhere"]) == 1
+    assert "nowhere" in capfd.readouterr().err
+    assert sql.main(["--run-dir", str(run_dir / "none"), "SELECT 1"]) == 1
+    assert "no store" in capfd.readouterr().err
+
+
+def test_the_newest_run_is_asked_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(sql.NoStoreError, match="--run-dir"):
+        sql.newest_run()
+    for name in ("old", "new"):
+        (tmp_path / "runs" / name / "store").mkdir(parents=True)
+    import os
+
+    os.utime(tmp_path / "runs" / "old" / "store", (1, 1))
+    assert sql.newest_run().name == "new"
