@@ -155,9 +155,9 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
             "status": "`scored` or `discarded`.",
             "judge": "Hash of the judge configuration that scored it.",
             "size": "How many trajectories.",
-            "mean_reward": "Mean of the members' rewards (scored ones).",
-            "min_reward": "Lowest.",
-            "max_reward": "Highest.",
+            "reward_mean": "Mean of the members' rewards (scored ones).",
+            "reward_min": "Lowest.",
+            "reward_max": "Highest.",
             "has_signal": "Whether rewards differ by more than 1e-6: others train nothing.",
             "closed_by": "`size`, `timeout`, `replay`.",
             "origin": "What it was replayed from.",
@@ -172,7 +172,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
         )
         SELECT project, model, "group" AS group_id, branch, task, 'scored' AS status, judge, len(members) AS size,
-          list_avg(rewards) AS mean_reward, list_min(rewards) AS min_reward, list_max(rewards) AS max_reward,
+          list_avg(rewards) AS reward_mean, list_min(rewards) AS reward_min, list_max(rewards) AS reward_max,
           list_max(rewards) - list_min(rewards) > 1e-6 AS has_signal, closed_by, origin, offline,
           NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at, log_seq AS stream_seq
         FROM scored
@@ -387,7 +387,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
             "branch": "Line of history.",
             "groups": "How many groups.",
             "trajectories": "How many scored trajectories.",
-            "mean_reward": "Their mean reward.",
+            "reward_mean": "Their mean reward.",
             "mean_staleness": "Mean of (step before this one − lowest step sampled) over them.",
             "duration_s": "Seconds from the step's begin to its publishing.",
             "metrics": "Numbers the trainer gave.",
@@ -395,7 +395,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
         },
         """
         SELECT c.project, c.model, c.version, any_value(c.step) AS step, c.branch,
-          count(DISTINCT m.group_id) AS groups, count(m.trajectory) AS trajectories, avg(m.reward) AS mean_reward,
+          count(DISTINCT m.group_id) AS groups, count(m.trajectory) AS trajectories, avg(m.reward) AS reward_mean,
           avg(m.staleness_max) AS mean_staleness,
           any_value(epoch_us(c.published_at - c.started_at) / 1e6) AS duration_s,
           any_value(c.metrics) AS metrics, any_value(c.published_at) AS published_at
