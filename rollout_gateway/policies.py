@@ -15,7 +15,7 @@ import nats.errors
 import nats.js.errors
 from nats.js import api
 
-from pipeline.broker import Broker, Recorded
+from pipeline.broker import Broker, BrokerUnavailableError, Recorded
 from pipeline.events import CheckpointPublished, PolicyPromoted
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
@@ -158,7 +158,7 @@ async def _tail(broker: Broker, subjects: list[str], next_seq: Callable[[], int]
                 for message in messages:
                     seq = int(message.metadata.sequence.stream)
                     yield await broker.get(_STREAM, seq)
-        except (nats.errors.Error, nats.js.errors.Error) as error:
+        except (nats.errors.Error, nats.js.errors.Error, BrokerUnavailableError) as error:
             log.warning("following the policy stream again", error=str(error) or type(error).__name__)
             await anyio.sleep(0.2)  # paces the retry of a server that is away
         finally:

@@ -14,14 +14,15 @@ import hashlib
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
 
 from pipeline import spans
-from pipeline.broker import Broker
+from pipeline.broker import Broker, BrokerUnavailableError, Recorded
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log import get_logger
 from pipeline.names import name_of_token, subject_token
@@ -33,6 +34,7 @@ _STREAM = "ROLLOUTS"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _REMEMBERED_CALLS = 8
 _SETTLE_S = 30.0
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -199,7 +201,8 @@ class Registry:
     async def _rebuild(self, trajectory: str) -> Trajectory | None:
         """From the log; none where it was never opened."""
         project, token = subject_token(self.project), subject_token(trajectory)
-        opened = await self._broker.last(_STREAM, f"rollout.opened.{project}.{token}")
+        subject = f"rollout.opened.{project}.{token}"
+        opened = await self._patiently(lambda: self._broker.last(_STREAM, subject))
         if opened is None or not isinstance(opened.event, TrajectoryOpened):
             return None
         found = Trajectory(opened.event, opened.headers.get("traceparent", ""))
@@ -207,9 +210,8 @@ class Registry:
         return found
 
     async def _read_exchanges(self, found: Trajectory) -> None:
-        for recorded in await self._broker.history(
-            _STREAM, self._exchange_subject(found), found.last_stream_seq + 1
-        ):
+        subject, start = self._exchange_subject(found), found.last_stream_seq + 1
+        for recorded in await self._patiently(lambda: self._broker.history(_STREAM, subject, start)):
             if isinstance(recorded.event, ExchangeRecorded):
                 found.note(recorded.event, recorded.seq)
 
@@ -218,9 +220,8 @@ class Registry:
 
     async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
         names = (self.project, opened.model, opened.trajectory)
-        last = await self._broker.last(
-            _STREAM, ".".join(("rollout.completed", *(subject_token(n) for n in names)))
-        )
+        subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
+        last = await self._patiently(lambda: self._broker.last(_STREAM, subject))
         return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
 
     async def describe(self, trajectory: str) -> tuple[Trajectory, TrajectoryCompleted | None]:
@@ -233,7 +234,7 @@ class Registry:
     async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
         """The exchange events (one a choice) of a recent call; empty where there is none."""
         seqs = found.recent.get(request_hash, [])
-        events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
+        events = [(await self._get(seq)).event for seq in seqs]
         return [e for e in events if isinstance(e, ExchangeRecorded)]
 
     async def heed_completions(self) -> None:
@@ -245,6 +246,19 @@ class Registry:
                 found.completing = True
 
         await self._broker.client.subscribe(f"rollout.completed.{subject_token(self.project)}.>", cb=forget)
+
+    async def _get(self, seq: int) -> Recorded:
+        return await self._patiently(lambda: self._broker.get(_STREAM, seq))
+
+    async def _patiently(self, read: Callable[[], Awaitable[_T]]) -> _T:
+        """`read`, again while the log is away, for as long as a publish would be repeated."""
+        deadline = time.monotonic() + self._broker.config.publish_deadline_s
+        while True:
+            try:
+                return await read()
+            except BrokerUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
 
     # -- changing ------------------------------------------------------------------------------------------------
 
@@ -287,7 +301,7 @@ class Registry:
         """False where another replica wrote to the trajectory first; what it wrote is taken in then."""
         headers = {"traceparent": traceparent or found.traceparent, _EXPECTED: str(found.last_stream_seq)}
         ack = await self._broker.publish(event, headers)
-        if ack.duplicate and (await self._broker.get(_STREAM, ack.seq)).event != event:
+        if ack.duplicate and (await self._get(ack.seq)).event != event:
             log.info("another replica wrote to the trajectory", trajectory=found.id)
             await self._read_exchanges(found)
             return False

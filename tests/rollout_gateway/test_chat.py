@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from pipeline.broker import Broker
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, unpack_ids, unpack_logprobs
-from tests.conftest import VllmServer
+from tests.conftest import NatsServer, VllmServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
@@ -174,6 +175,24 @@ async def test_a_killed_gateway_goes_on_where_it_was(
         assert len(await broker.history("ROLLOUTS", "rollout.completed.>")) == 1
 
 
+async def test_a_killed_log_is_a_delay_and_not_a_failure(
+    gateway: GatewayProcess, nats_server: NatsServer, nats_config: NatsConfig
+) -> None:
+    opened = gateway.open(id="wait")
+    async with openai.AsyncOpenAI(
+        base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0, timeout=60
+    ) as client:
+        await client.chat.completions.create(**ASK)
+        nats_server.kill()
+        call = asyncio.ensure_future(client.chat.completions.create(**ASK))
+        await anyio.to_thread.run_sync(nats_server.start)
+        await call
+        await client.chat.completions.create(**ASK)
+    assert (await anyio.to_thread.run_sync(lambda: gateway.complete("wait"))).json()["exchanges"] == 3
+    async with Broker.connect(nats_config) as broker:
+        assert [e.seq for e in await exchanges(broker, "wait")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_retried_call_is_answered_from_the_log(
     gateway: GatewayProcess, nats_config: NatsConfig, stream: bool
@@ -204,7 +223,8 @@ async def test_a_client_that_leaves_is_recorded_as_that(
     with client.chat.completions.create(
         **{**ASK, "max_tokens": 200, "extra_body": {"ignore_eos": True}}, stream=True
     ) as stream:
-        next(iter(stream))
+        for _ in zip(range(3), stream, strict=False):
+            pass
     done = await anyio.to_thread.run_sync(lambda: gateway.complete("left", outcome="no_result"))
     assert done.json() == {
         "id": "left", "object": "trajectory", "outcome": "no_result", "reward": None, "exchanges": 1
