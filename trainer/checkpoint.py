@@ -4,6 +4,7 @@
         adapter_config.json  adapter_model.safetensors     PEFT's format: what vLLM loads
         state.pt                                           optimizer, scheduler, random state
         manifest.json                                      what it was made from, SHA-256 of every file
+    <checkpoints>/<model>/best.json                        which step validated best
 
 A checkpoint is written into a folder with a temporary name, every file is fsynced, the manifest comes last, and a
 rename makes it appear. Whatever a crash leaves behind under a temporary name is no checkpoint and is deleted.
@@ -27,8 +28,10 @@ import safetensors.torch
 import torch
 from peft import LoraConfig
 
+from pipeline.config import Config
 from pipeline.events import CheckpointPublished, pack_seqs
 from pipeline.log import get_logger
+from pipeline.names import subject_token
 from trainer.engine import Line, Weights
 
 log = get_logger("trainer.checkpoint")
@@ -36,6 +39,7 @@ log = get_logger("trainer.checkpoint")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
+BEST_FILE = "best.json"
 
 
 class CheckpointError(RuntimeError):
@@ -133,13 +137,28 @@ def state_bytes(line: Line) -> bytes:
     return out.getvalue()
 
 
+class Best(msgspec.Struct, frozen=True):
+    """The checkpoint with the highest mean validation reward."""
+
+    step: int
+    reward: float
+    trajectories: int
+
+
 class Checkpoints:
     """One model's folder of checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".tmp-*"):
+
+    @classmethod
+    def of(cls, config: Config, model: str) -> Checkpoints:
+        return cls(config.path(config.trainer.checkpoints, subject_token(model).replace("/", "%2F")))
+
+    def open_to_write(self) -> None:
+        """Make the folder, and clear what a crash left half-written; only the one writer may call it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".tmp-*"):
             log.info("removed an incomplete checkpoint", folder=str(leftover))
             shutil.rmtree(leftover)
 
@@ -190,6 +209,18 @@ class Checkpoints:
             except CheckpointError as error:
                 log.error("checkpoint passed over", reason=str(error))
         return None
+
+    def best(self) -> Best | None:
+        """The best by validation; none while nothing was validated."""
+        try:
+            return msgspec.json.decode((self.folder / BEST_FILE).read_bytes(), type=Best)
+        except FileNotFoundError:
+            return None
+
+    def set_best(self, best: Best) -> None:
+        temporary = self.folder / f"{BEST_FILE}.tmp"
+        _write_durably(temporary, msgspec.json.encode(best))
+        temporary.replace(self.folder / BEST_FILE)
 
     def prune(self, keep: int, also: frozenset[int] = frozenset()) -> None:
         """Delete all but the newest `keep` and the steps in `also`."""

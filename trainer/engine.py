@@ -38,6 +38,19 @@ _VOCAB_CHUNK = 32_000_000
 """Most logits (tokens times vocabulary) that are held at once; beyond it they are computed again for the gradient."""
 
 
+_LEAST_BUDGET = 64
+"""Tokens below which a smaller budget would not help."""
+
+
+class NotFiniteError(ArithmeticError):
+    """A batch whose gradient is infinite or no number; nothing was changed."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch ran out of the device's memory, or of the host's, for which it has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 class _GenerationConfig(msgspec.Struct):
     temperature: float | None = None
     do_sample: bool | None = None
@@ -112,6 +125,7 @@ class Engine:
         if (config.lora_rank, config.lora_alpha) != (self.config.lora_rank, self.config.lora_alpha):
             raise ConfigError("trainer.lora_rank and lora_alpha are fixed once the model is loaded")
         self.config = config
+        self._budget = config.tokens_per_batch
         self.trainer = grpo.CapturedGRPOTrainer(
             self.model, grpo.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"), config.beta
         )
@@ -216,11 +230,11 @@ class Engine:
         optimizer, scheduler = self._optimizer(line)
         _set_rng(line.rng)
         optimizer.zero_grad(set_to_none=True)
-        metrics = self.backward(examples, groups, line.step)
+        metrics = self._backward_in_memory(examples, groups, line.step)
         metrics |= self._sampler_difference(line, examples)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
-            raise FloatingPointError(f"gradient norm {norm} at step {line.step}: the step is not taken")
+            raise NotFiniteError(f"gradient norm {norm} at step {line.step}: the step is not taken")
         optimizer.step()
         metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
         scheduler.step()
@@ -238,10 +252,31 @@ class Engine:
         }
         return StepResult(after, metrics)
 
+    def _backward_in_memory(
+        self, examples: Sequence[Example], groups: Sequence[int], step: int
+    ) -> dict[str, float]:
+        """`backward`, again with half the token budget each time memory runs out; the smaller budget stays."""
+        while True:
+            try:
+                return self.backward(examples, groups, step)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or self._budget <= _LEAST_BUDGET:
+                    raise
+                reason = str(error).splitlines()[0]
+            # Outside of the handler: the error's traceback holds on to the tensors that did not fit.
+            self._budget //= 2
+            log.warning(
+                "out of memory: going on with half the token budget", budget=self._budget, error=reason
+            )
+            self.model.zero_grad(set_to_none=True)
+            self.trainer.take_metrics()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
         """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
         sequences = [e.sequence for e in examples]
-        batches = micro_batches(sequences, groups, self.config.tokens_per_batch, self.config.packing)
+        batches = micro_batches(sequences, groups, self._budget, self.config.packing)
         total = self._tokens(sequences)
         measured = _Measured()
         for batch in batches:
@@ -255,6 +290,7 @@ class Engine:
                 "tokens_forward": float(laid_out),
                 "sequences": float(len(examples)),
                 "micro_batches": float(len(batches)),
+                "token_budget": float(self._budget),
                 "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
             }
         )

@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from pipeline.config import Config, ModelConfig, config_hash
-from pipeline.events import CheckpointPublished, now_us
+from pipeline.events import CheckpointPublished, GroupScored, now_us
 from pipeline.log import get_logger
-from pipeline.names import subject_token, version_name
+from pipeline.names import version_name
 from trainer.checkpoint import (
     STATE_FILE,
+    Best,
     Checkpoints,
     Manifest,
     adapter_files,
@@ -61,11 +62,12 @@ class Learner:
 
     def __init__(self, config: Config, model: ModelConfig, engine: Engine) -> None:
         self.config, self.model, self.engine = config, model, engine
-        self.checkpoints = Checkpoints(
-            config.path(config.trainer.checkpoints, subject_token(model.name).replace("/", "%2F"))
-        )
+        self.checkpoints = Checkpoints.of(config, model.name)
+        self.checkpoints.open_to_write()
         self.config_hash = config_hash(config.trainer)
         self.line = engine.new_line()
+        self._validation: dict[int, list[float]] = {}
+        """Rewards of validation trajectories by the step that played them."""
 
     @property
     def version(self) -> str:
@@ -107,6 +109,30 @@ class Learner:
         _, files = self.checkpoints.read(step)
         return pack({name: content for name, content in files.items() if name.startswith("adapter_")})
 
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def validate(self, group: GroupScored) -> None:
+        """Take note of the group's validation members; they are never trained."""
+        for member in group.members:
+            if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
+                self._validation.setdefault(member.last_step, []).append(member.reward)
+        for step, rewards in self._validation.items():
+            best, mean = self.checkpoints.best(), float(np.mean(rewards))
+            again = best is not None and best.step == step
+            if step and (best is None or again or mean > best.reward):
+                self.checkpoints.set_best(Best(step, mean, len(rewards)))
+
+    def _validation_metrics(self) -> dict[str, float]:
+        if not self._validation:
+            return {}
+        step = max(self._validation)
+        rewards = self._validation[step]
+        return {
+            "val_step": float(step),
+            "val_reward_mean": float(np.mean(rewards)),
+            "val_trajectories": float(len(rewards)),
+        }
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def take(self, batch: Sequence[BatchGroup], trace: dict[str, str] | None = None) -> Taken:
@@ -125,7 +151,8 @@ class Learner:
             )
         prompts = [i for i, g in enumerate(fresh) for _ in g.sequences]
         result = self.engine.step(line, examples(fresh, settings), prompts)
-        metrics = result.metrics | self._group_metrics(batch) | {"tokens_stale": float(stale)}
+        metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
+        metrics["tokens_stale"] = float(stale)
         metrics["step_s"] = time.perf_counter() - began
         return self._write(batch, result.line, metrics, started_at, trace or {})
 
@@ -181,7 +208,8 @@ class Learner:
         """The log holds the step: it is the present now, and old folders may go."""
         self.line = taken.line
         keep = max(self.config.trainer.keep_checkpoints, self.config.trainer.max_staleness + 2)
-        self.checkpoints.prune(keep)
+        best = self.checkpoints.best()
+        self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 
 
 def make_learners(config: Config, scratch: Path) -> dict[str, Learner]:

@@ -27,15 +27,18 @@ from pipeline.broker import Broker, BrokerUnavailableError, Consumption, Deliver
 from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
+    DeadLettered,
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
+    encode,
     unpack_seqs,
 )
 from pipeline.log import get_logger
 from pipeline.names import subject_token
 from pipeline.service import Ready
 from trainer.checkpoint import CheckpointError, Manifest
+from trainer.engine import NotFiniteError
 from trainer.groups import (
     Refusal,
     bound_staleness,
@@ -201,6 +204,7 @@ class Trainer:
                 held.delivery = delivery
                 return
         held = Held(event, seq, delivery)
+        queue.learner.validate(event)
         refusal = refuse_by_event(event, queue.step, staleness_bound(event, self.config.trainer))
         if refusal is not None:
             await self._discard(queue, held, refusal)
@@ -331,11 +335,11 @@ class Trainer:
     async def _step(self, queue: Queue) -> None:
         learner = queue.learner
         batch = [BatchGroup(prepare(h.event, h.sequences or []), h.seq) for h in queue.batch]
-        trace = _trace_of(queue.batch)
-        taken: Taken
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(self._prefetch, queue)
-            taken = await self._in_thread(learner.take, batch, trace)
+        try:
+            taken = await self._compute(queue, batch)
+        except NotFiniteError as error:
+            await self._bury(queue, error)
+            return
         # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
         with anyio.CancelScope(shield=True):
             await self._publish(taken.manifest, taken.adapter)
@@ -349,6 +353,33 @@ class Trainer:
             "step", version=taken.manifest.version, batch=taken.manifest.batch_id,
             **{k: round(v, 6) for k, v in taken.manifest.metrics.items()},
         )  # fmt: skip
+
+    async def _compute(self, queue: Queue, batch: list[BatchGroup]) -> Taken:
+        """The step, in its thread, while the next batch's exchanges are fetched."""
+        error: NotFiniteError | None = None
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(self._prefetch, queue)
+            try:
+                return await self._in_thread(queue.learner.take, batch, _trace_of(queue.batch))
+            except NotFiniteError as caught:
+                error = caught  # raised below: a task group would wrap it
+        assert error is not None
+        raise error
+
+    async def _bury(self, queue: Queue, error: NotFiniteError) -> None:
+        """A batch that can't be trained must not come back for ever."""
+        for held in queue.batch:
+            await self.broker.publish(
+                DeadLettered(
+                    project="", stream="GROUPS", stream_seq=held.seq, original_subject=held.event.subject(),
+                    consumer="trainer", reason="not_finite", detail=str(error), payload=encode(held.event),
+                )
+            )  # fmt: skip
+            self._consumed.add(held.seq)
+            if held.delivery is not None:
+                await held.delivery.ack()
+        log.error("batch buried", groups=[h.event.group for h in queue.batch], error=str(error))
+        queue.batch = []
 
     async def _publish(self, manifest: Manifest, tar: bytes) -> None:
         await self._persist(partial(self.broker.put_object, streams.ADAPTERS_BUCKET, manifest.adapter, tar))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from pipeline.config import ConfigError, TrainerConfig
 from tests.trainer.kit import VOCAB, exchange
-from trainer.engine import Engine, Line, default_temperature
+from trainer.engine import Engine, Line, NotFiniteError, default_temperature
 from trainer.groups import Example
-from trainer.packing import padded
+from trainer.packing import Layout, padded
 from trainer.sequences import TokenSequence, build
 
 
@@ -98,7 +100,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(engine: Engine) -> None:
     line = engine.new_line()
     examples = batch(engine, line)
     examples[0] = Example(examples[0].sequence, float("inf"))
-    with pytest.raises(FloatingPointError, match="not taken"):
+    with pytest.raises(NotFiniteError, match="not taken"):
         engine.step(line, examples, [0] * 6)
 
 
@@ -139,3 +141,30 @@ def test_the_servers_temperature_is_the_models(tmp_path: Path) -> None:
     assert default_temperature(str(tmp_path)) == 1.0
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
     assert default_temperature(str(tmp_path)) == 0.6
+
+
+def test_out_of_memory_halves_the_budget_and_goes_on(
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4, tokens_per_batch=1024, packing="padded"), tmp_path)
+    line = engine.new_line()
+    examples = batch(engine, line)
+    whole = engine.step(line, examples, [0] * 6)
+    original = engine.logprobs
+
+    def small(layout: Layout, *args: Any, **kwargs: Any) -> Any:
+        if layout.ids_RL.numel() > 60:
+            raise torch.OutOfMemoryError("too much")
+        return original(layout, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "logprobs", small)
+    engine.config = msgspec.structs.replace(engine.config, check_sequences=0)
+    halved = engine.step(line, examples, [0] * 6)
+    assert halved.metrics["token_budget"] <= 64
+    assert halved.metrics["micro_batches"] > 1
+    assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
+    for name, tensor in whole.line.weights.items():
+        torch.testing.assert_close(halved.line.weights[name], tensor, rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.step(line, examples, [0] * 6)

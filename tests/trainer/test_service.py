@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
+import msgspec
 import pytest
 
 from pipeline.broker import Broker
-from pipeline.config import Config, NatsConfig
-from pipeline.events import CheckpointPublished, GroupDiscarded
+from pipeline.config import Config, ModelConfig, NatsConfig
+from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded
+from tests.conftest import NatsServer
 from tests.trainer import kit
 from trainer import checkpoint, service
 from trainer.service import TrainerError
@@ -172,3 +175,109 @@ async def test_another_logs_checkpoints_are_refused(
     fresh = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
     with pytest.raises(TrainerError, match="another log's training"):
         await service.serve(fresh, lambda **_: None)
+
+
+async def test_validation_groups_are_scored_and_never_trained(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=9
+    )
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        for step, reward in ((0, 0.1), (1, 0.8)):
+            scored = kit.group(f"val{step}", [reward] * 2, step=step)
+            members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+            await broker.publish(msgspec.structs.replace(scored, members=members))
+        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+        events = await steps_reach(broker, 2)
+        assert [e.groups for e in events] == [("g0",), ("g1",)]
+        assert {(d.group, d.reason) for d in await discards(broker)} == {
+            ("val0", "validation"), ("val1", "validation"),
+        }  # fmt: skip
+        assert (events[1].metrics["val_step"], events[1].metrics["val_reward_mean"]) == (
+            1,
+            pytest.approx(0.8),
+        )
+        best = checkpoint.Checkpoints.of(config, kit.MODEL).best()
+        assert best == checkpoint.Best(1, pytest.approx(0.8), 2)
+
+
+async def test_two_models_share_a_process_and_take_turns(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    other = ModelConfig(name="other", base=tiny_base)
+    config = msgspec.structs.replace(config, models=(*config.models, other))
+    async with Broker.connect(nats_config) as broker:
+        for i in range(4):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        for i in range(2):
+            scored = kit.group(f"o{i}", [0.0, 1.0], model="other")
+            for m, member in enumerate(scored.members):
+                for event in kit.turns(member.trajectory, 70 + 10 * i + m):
+                    await broker.publish(event)
+            await broker.publish(scored)
+        async with running(config):
+            events = await steps_reach(broker, 5)
+        # A flood of one model's groups does not hold the other back.
+        assert [e.version for e in events[:4]] == ["tiny@1", "other@1", "tiny@2", "other@2"]
+        assert events[0].adapter_sha256 != events[1].adapter_sha256
+
+
+async def test_what_is_not_ours_is_left_alone(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await broker.publish(kit.group("g", [0.0, 1.0], model="stranger"))
+        await broker.publish(kit.group("g", [0.0, 1.0], branch="replay-1"))
+        await all_acked(broker)
+        assert await checkpoints(broker) == []
+
+
+async def test_a_second_trainer_is_found_out(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        learners = service.make_learners(config, tmp_path)
+        trainer = service.Trainer(config, broker, learners)
+        manifest = checkpoint.Manifest(
+            project="p", model="tiny", step=1, version="tiny@1", parent="tiny@0", batch_id="b", groups=(),
+            group_seqs=(), config_hash="", config={}, base_model="", adapter="a", adapter_sha256="1",
+            adapter_bytes=1, files={}, metrics={}, started_at=0, written_at=1,
+        )  # fmt: skip
+        await trainer._publish(manifest, b"x")
+        await trainer._publish(manifest, b"x")  # a retry of the same
+        with pytest.raises(TrainerError, match="second trainer"):
+            await trainer._publish(msgspec.structs.replace(manifest, adapter_sha256="2"), b"y")
+
+
+async def test_a_log_that_goes_away_and_comes_back_costs_nothing(
+    nats_server: NatsServer, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        nats_server.kill()
+        await anyio.to_thread.run_sync(nats_server.start)
+        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+        events = await steps_reach(broker, 2)
+        assert [e.groups for e in events] == [("g0",), ("g1",)]
+
+
+async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, advantage_scaling="none")
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "poison", [0.0, 1e100], seed=1)
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert event.groups == ("good",)
+        (dead,) = await broker.history("DEAD", "dead.>")
+        assert isinstance(dead.event, DeadLettered)
+        assert (dead.event.reason, dead.event.consumer) == ("not_finite", "trainer")

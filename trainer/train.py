@@ -1,0 +1,65 @@
+"""`journeyman train`: the trainer alone, on a log that runs elsewhere.
+
+    journeyman train --config settings.toml --set nats.url=nats://host:4222
+
+It resumes from the newest committed step, always: there is no other way to start. Several GPUs: the same under
+`accelerate launch -m trainer.train`. Ctrl-C stops it between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+import anyio
+import msgspec
+
+from pipeline import log
+from pipeline.config import ConfigError
+from trainer import cli
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="journeyman train", description="Run the trainer alone.")
+    cli.add_run_arguments(made)
+    made.add_argument("--nats-url", help="the log")
+    made.add_argument("--resume", action="store_true", help="accepted for clarity: every start resumes")
+    made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+
+    def command() -> None:
+        if args.nats_url:
+            args.overrides.append(f"nats.url={args.nats_url}")
+        config = cli.run_config(args)
+        if args.dry_run:
+            print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the answer
+            return
+        if not config.nats.url:
+            raise ConfigError("nats.url: say where the log is, with --nats-url")
+        from trainer.service import train
+
+        async def until_stopped() -> None:
+            async with anyio.create_task_group() as tg:
+
+                async def stop() -> None:
+                    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                        async for _ in signals:
+                            tg.cancel_scope.cancel()
+                            return
+
+                tg.start_soon(stop)
+                await train(config, lambda **_: None)
+                tg.cancel_scope.cancel()
+
+        anyio.run(until_stopped)
+
+    cli.run("train", command)
+
+
+if __name__ == "__main__":
+    log.configure("train")
+    main()
