@@ -152,6 +152,11 @@ class Consumption:
                 await delivery._msg.in_progress()
 
 
+def not_for(message: Msg, spec: streams.ConsumerSpec) -> bool:
+    """Whether a message is a dead letter that was given back to another consumer."""
+    return bool(message.headers) and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name
+
+
 class Broker:
     """One connection; make it with `Broker.connect`."""
 
@@ -261,6 +266,17 @@ class Broker:
             sent[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = "0"
         return await self._publish_until_acked(event.subject(), payload, sent)
 
+    async def publish_raw(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str
+    ) -> Ack:
+        """Put bytes on a subject that holds one message only, ever: for what is no event of this version."""
+        sent = {
+            **headers,
+            api.Header.MSG_ID: message_id,
+            api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE: "0",
+        }
+        return await self._publish_until_acked(subject, payload, sent)
+
     async def _publish_until_acked(self, subject: str, payload: bytes, headers: dict[str, str]) -> Ack:
         with anyio.move_on_after(self.config.publish_deadline_s):
             while True:
@@ -318,6 +334,9 @@ class Broker:
     async def _admit(self, message: Msg, spec: streams.ConsumerSpec) -> Delivery | None:
         meta = message.metadata
         seq, deliveries = int(meta.sequence.stream), int(meta.num_delivered or 1)
+        if not_for(message, spec):
+            await message.ack()
+            return None
         if deliveries > spec.max_deliver:
             await self.bury(message, spec, "max_deliver", f"delivered {deliveries} times without success")
             return None

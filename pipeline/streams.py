@@ -58,6 +58,9 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("telemetry-policy", "POLICY", ("policy.>",), "spans", start="new"),
 )  # fmt: skip
 
+RETRY_HEADER = "Journeyman-Retry"
+"""On a dead letter that was given back: the one consumer that may take it; the others acknowledge and pass it by."""
+
 ADAPTERS_BUCKET = "ADAPTERS"
 """Object store bucket of trained adapters."""
 CLAIMS_BUCKET = "CLAIMS"

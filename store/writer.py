@@ -18,7 +18,7 @@ from anyio.abc import TaskStatus
 from nats.aio.msg import Msg
 
 from pipeline import streams
-from pipeline.broker import Broker, Consumption, HistoryGoneError
+from pipeline.broker import Broker, Consumption, HistoryGoneError, not_for
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, wire_name
 from pipeline.log import get_logger
@@ -137,6 +137,9 @@ class Writer:
                 await self._admit(part, place, message)
 
     async def _admit(self, part: Part, place: tuple[int, int], message: Msg) -> None:
+        if not_for(message, self.spec):
+            await message.ack()
+            return
         try:
             event = decode(message.data)
             size = len(message.data)
