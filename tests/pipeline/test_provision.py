@@ -1,0 +1,63 @@
+"""The table of streams is the truth: changed limits reach a server that holds data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipeline import streams
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from tests.pipeline.test_broker import completed, exchange
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(50):
+            await broker.publish(exchange(seq=seq))
+        await broker.publish(completed())
+        async with broker.consume("judge") as messages:
+            (held,) = await messages.batch(1)
+            await held.ack(confirmed=True)
+
+    changed = tuple(
+        dataclasses.replace(s, max_age_s=5 * streams.DAY_S, max_bytes=50_000_000, duplicate_window_s=60.0)
+        if s.name == "ROLLOUTS"
+        else s
+        for s in streams.STREAMS
+    )
+    monkeypatch.setattr(streams, "STREAMS", changed)
+    consumers = tuple(dataclasses.replace(c, ack_wait_s=33.0, max_ack_pending=77) for c in streams.CONSUMERS)
+    monkeypatch.setattr(streams, "CONSUMERS", consumers)
+
+    async with Broker.connect(nats_config) as broker:
+        info = await broker.js.stream_info("ROLLOUTS")
+        assert (info.config.max_age, info.config.max_bytes) == (5 * streams.DAY_S, 50_000_000)
+        assert info.config.duplicate_window == 60.0
+        assert info.state.messages == 51
+        consumer = await broker.js.consumer_info("ROLLOUTS", "judge")
+        assert (consumer.config.ack_wait, consumer.config.max_ack_pending) == (33.0, 77)
+        # What was acknowledged before stays acknowledged.
+        assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
+        assert len(await broker.history("ROLLOUTS", "rollout.exchange.>")) == 50
+
+
+async def test_shorter_retention_lets_go_of_the_oldest_only(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(40):
+            await broker.publish(exchange(seq=seq, request=b'"' + b"x" * 10_000 + b'"'))
+    small = tuple(
+        dataclasses.replace(s, max_bytes=200_000) if s.name == "ROLLOUTS" else s for s in streams.STREAMS
+    )
+    monkeypatch.setattr(streams, "STREAMS", small)
+    async with Broker.connect(nats_config) as broker:
+        left = [r.seq for r in await broker.history("ROLLOUTS", "rollout.>")]
+        assert 0 < len(left) < 40
+        assert left == list(range(left[0], 41))

@@ -1,0 +1,55 @@
+"""The longest trajectory that has to pass: 200 turns, 128k tokens, most events beyond the payload limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
+from store.catalog import live
+from store.target import LocalTarget
+from tests.store.conftest import StoreProcess, exchange
+from tests.store.test_writer import until_acked
+
+pytestmark = pytest.mark.anyio
+
+TURNS, TOKENS = 200, 131_072
+
+
+async def test_200_turns_and_128k_tokens_come_back_token_for_token(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 150_000, TOKENS)
+    per_turn = TOKENS // TURNS
+    async with Broker.connect(nats_config) as broker:
+        for turn in range(TURNS):
+            end = (turn + 1) * per_turn
+            await broker.publish(
+                exchange(
+                    "long",
+                    turn,
+                    request=b'{"messages": "' + b"word " * end + b'"}',
+                    prompt_ids=pack_ids(ids[: end - 100]),
+                    sampled_ids=pack_ids(ids[end - 100 : end]),
+                    logprobs=pack_logprobs(np.linspace(-2, 0, 100)),
+                )
+            )
+        assert (await broker.js.stream_info("OBJ_CLAIMS")).state.messages > TURNS / 4
+        history = [r.event for r in await broker.history("ROLLOUTS", "rollout.exchange.p.long")]
+        assert [e.seq for e in history if isinstance(e, ExchangeRecorded)] == list(range(TURNS))
+        async with running_store():
+            await until_acked(broker)
+    target = LocalTarget(tmp_path / "store")
+    rows = [
+        row
+        for name in live(target, "rollout.exchange")
+        for row in target.read("rollout.exchange", name, ["seq", "prompt_ids", "sampled_ids"]).to_pylist()
+    ]
+    assert [r["seq"] for r in rows] == list(range(TURNS))
+    last = rows[-1]
+    assert last["prompt_ids"] + last["sampled_ids"] == ids[: TURNS * per_turn].tolist()
