@@ -72,6 +72,8 @@ class Held:
     delivery: Delivery | None
     sequences: list[TokenSequence] | None = None
     """Of all scored training members; None: not fetched yet."""
+    duration_s: float = 0.0
+    """From the first call of its longest trajectory to the last answer; known once fetched."""
 
 
 @dataclass(eq=False)
@@ -175,7 +177,7 @@ class Trainer:
     async def intake(self, consumption: Consumption) -> None:
         """Queue what comes, for as long as the service runs."""
         while True:
-            for delivery in await consumption.batch(256):
+            for delivery in await self._persist(partial(consumption.batch, 256)):
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, delivery.seq, delivery)
                 else:
@@ -218,11 +220,14 @@ class Trainer:
 
     async def _discard(self, queue: Queue, held: Held, refusal: Refusal) -> None:
         event = held.event
+        if refusal.reason == "stale" and held.sequences is None:
+            await self._fetch(held)  # for how long its trajectories took: do long tasks starve?
         await self.broker.publish(
             GroupDiscarded(
                 project=event.project, group=event.group, model=event.model,
                 trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
-                detail=refusal.detail, version=queue.learner.version, branch=event.branch,
+                detail=refusal.detail, version=queue.learner.version, duration_s=held.duration_s,
+                branch=event.branch,
             )
         )  # fmt: skip
         self._consumed.add(held.seq)
@@ -318,6 +323,7 @@ class Trainer:
                     "history_gone",
                     f"{member.trajectory} had {member.exchanges} exchanges, the log holds {distinct}",
                 )
+            held.duration_s = max(held.duration_s, _duration_s(exchanges))
             sequences += build(
                 member.trajectory,
                 exchanges,
@@ -347,7 +353,7 @@ class Trainer:
             self._consumed.update(taken.manifest.group_seqs)
             for held in queue.batch:
                 if held.delivery is not None:
-                    await held.delivery.ack(confirmed=True)
+                    await self._persist(partial(held.delivery.ack, confirmed=True))
             queue.batch = []
         log.info(
             "step", version=taken.manifest.version, batch=taken.manifest.batch_id,
@@ -399,7 +405,7 @@ class Trainer:
         while True:
             try:
                 return await call()
-            except (BrokerUnavailableError, nats.errors.Error) as error:
+            except (BrokerUnavailableError, nats.errors.Error, TimeoutError) as error:
                 if anyio.current_time() > deadline or isinstance(error, nats.js.errors.BadRequestError):
                     raise
                 log.warning("the log does not answer", error=str(error) or type(error).__name__)
@@ -407,6 +413,12 @@ class Trainer:
 
     async def _in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
         return await anyio.to_thread.run_sync(call, *args, limiter=self._computing)
+
+
+def _duration_s(exchanges: list[ExchangeRecorded]) -> float:
+    if not exchanges:
+        return 0.0
+    return (max(e.at for e in exchanges) - min(e.started_at or e.at for e in exchanges)) / 1e6
 
 
 def _trace_of(batch: list[Held]) -> dict[str, str]:
