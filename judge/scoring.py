@@ -11,9 +11,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
+
 from judge.groups import Arrival, Group, GroupKey, key_of
+from judge.rubrics import load_rubric
 from pipeline.config import JudgeConfig
 from pipeline.events import (
     GroupDiscarded,
@@ -30,24 +34,50 @@ AGENT = "agent"
 
 
 Reason = Literal["too_small", "late", "unscored"]
+PROMPT_VERSION = 1
+"""Goes into the judge configuration's hash: raise it when the way of asking changes."""
 
 
 class UnscoredError(Exception):
     """No judge could score the group; the message says why."""
 
 
-class Ruler(Protocol):
-    """Scores trajectories by comparing them."""
+@dataclass(frozen=True)
+class Scores:
+    """What a group's members are worth."""
 
-    async def __call__(
-        self, members: Sequence[TrajectoryCompleted]
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
-        """Score by trajectory id, and what was said. Raises `UnscoredError`."""
+    final: Mapping[str, float]
+    """Reward by trajectory; one that is not in it could not be scored."""
+    components: Mapping[str, Mapping[str, float]]
+    """What went into it, by trajectory and name."""
+    verdicts: tuple[Verdict, ...]
+    missing: str = ""
+    """Why some have no reward."""
+
+
+class Composer(Protocol):
+    """Scores members whose agents' own rewards are not the whole answer."""
+
+    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> Scores:
+        """Raises `UnscoredError` where the group can't be scored at all."""
 
 
 def judge_hash(config: JudgeConfig) -> str:
-    """Names a judge configuration: settings that change scores, and none of those that don't."""
-    return hashlib.sha256(config.model.encode()).hexdigest()[:16]
+    """Names a judge configuration: the settings and rubrics that change scores, and none of those that don't."""
+    what: dict[str, object] = {"rewards": config.rewards, "combine": config.combine if config.rewards else ""}
+    if config.model:
+        what |= {
+            "model": config.model,
+            "fallbacks": config.fallbacks,
+            "rubrics": [load_rubric(config.rubric).hash]
+            + [load_rubric(r.rubric).hash for r in config.rewards if r.kind == "ruler"],
+            "judgings": config.judgings,
+            "agreement": config.agreement,
+            "temperature": config.temperature,
+            "context_tokens": config.context_tokens,
+            "prompt": PROMPT_VERSION,
+        }
+    return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
 
 
 def agent_reward(event: TrajectoryCompleted) -> float | None:
@@ -65,32 +95,23 @@ def minimum(group: Group, config: JudgeConfig) -> int:
 
 
 async def score(
-    group: Group, config: JudgeConfig, judge: str, ruler: Ruler | None
+    group: Group, config: JudgeConfig, judge: str, composer: Composer | None
 ) -> GroupScored | GroupDiscarded:
     """The event that ends the group; `judge` is the judge configuration's hash."""
-    scorable = [a for a in group.members if a.event.outcome == "scored"]
-    rewards = {a.event.trajectory: r for a in scorable if (r := agent_reward(a.event)) is not None}
-    missing = len(scorable) - len(rewards)
-    verdicts: tuple[Verdict, ...]
-    if missing and ruler is not None and len(scorable) >= config.min_size:
+    scorable = [a.event for a in group.members if a.event.outcome == "scored"]
+    needed = minimum(group, config)
+    if len(scorable) < needed:
+        return discarded(group, "too_small", _too_few(len(scorable), len(group.arrivals), needed))
+    scores = agents_own(scorable)
+    if composer is not None and (config.rewards or len(scores.final) < len(scorable)):
         try:
-            final, verdicts = await ruler([a.event for a in scorable])
+            scores = await composer(scorable)
         except UnscoredError as error:
             return discarded(group, "unscored", str(error))
-    else:
-        if len(rewards) < minimum(group, config):
-            detail = f"{len(scorable)} of {len(group.arrivals)} trajectories can be scored, {minimum(group, config)} are needed"
-            if missing and ruler is None:
-                detail = (
-                    f"{missing} of {len(scorable)} trajectories carry no reward and judge.model is not set"
-                )
-            return discarded(group, "too_small", detail)
-        final = rewards
-        verdicts = (
-            Verdict(
-                judge_model=AGENT, scores=tuple(Score(trajectory=t, score=r) for t, r in rewards.items())
-            ),
-        )
+    if len(scores.final) < needed:
+        reason: Reason = "unscored" if config.rewards else "too_small"
+        why = scores.missing or _too_few(len(scores.final), len(group.arrivals), needed)
+        return discarded(group, reason, why)
     return GroupScored(
         project=group.key.project,
         model=group.key.model,
@@ -98,26 +119,41 @@ async def score(
         split=group.key.split,
         task=next((a.event.task for a in group.members if a.event.task), ""),
         judge=judge,
-        members=tuple(_member(a, final, rewards) for a in group.members),
-        verdicts=verdicts,
+        members=tuple(_member(a, scores) for a in group.members),
+        verdicts=scores.verdicts,
         closed_by=group.closed_by,
     )
 
 
-def _member(arrival: Arrival, final: Mapping[str, float], rewards: Mapping[str, float]) -> Member:
+def _too_few(usable: int, total: int, needed: int) -> str:
+    return f"{usable} of {total} trajectories can be scored, {needed} are needed"
+
+
+def agents_own(members: Sequence[TrajectoryCompleted]) -> Scores:
+    """The rewards that agents gave, as they are."""
+    final = {e.trajectory: r for e in members if (r := agent_reward(e)) is not None}
+    lacking = len(members) - len(final)
+    return Scores(
+        final,
+        {e.trajectory: {**e.rewards, AGENT: final[e.trajectory]} for e in members if e.trajectory in final},
+        (Verdict(judge_model=AGENT, scores=tuple(Score(trajectory=t, score=r) for t, r in final.items())),),
+        f"{lacking} of {len(members)} trajectories carry no reward and judge.model is not set"
+        if lacking
+        else "",
+    )
+
+
+def _member(arrival: Arrival, scores: Scores) -> Member:
     event = arrival.event
     outcome: Outcome = event.outcome
-    if outcome == "scored" and event.trajectory not in final:
+    if outcome == "scored" and event.trajectory not in scores.final:
         outcome = "masked"
-    components = dict(event.rewards)
-    if event.trajectory in rewards and outcome == "scored":
-        components[AGENT] = rewards[event.trajectory]
     return Member(
         trajectory=event.trajectory,
-        reward=final[event.trajectory] if outcome == "scored" else 0.0,
+        reward=scores.final[event.trajectory] if outcome == "scored" else 0.0,
         outcome=outcome,
         split=event.split,
-        components=components,
+        components=dict(scores.components.get(event.trajectory, event.rewards)),
         exchanges=event.exchanges,
         first_step=event.first_step,
         last_step=event.last_step,

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import anyio
 import anyio.abc
 
+from judge.compose import open_composer
 from judge.groups import Assembler, Closed, Group, GroupKey, key_of
-from judge.scoring import Ruler, judge_hash, late, score
+from judge.scoring import Composer, judge_hash, late, score
 from pipeline.broker import Broker, Consumption, Delivery
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
@@ -36,11 +37,14 @@ _WAITING_GROUPS = 1024
 
 async def serve(config: Config, ready: Ready) -> None:
     """Runs until cancelled."""
-    async with Broker.connect(config.nats, name="judge") as broker:
-        judge = Judge(broker, config, ruler=None, judge_hash=judge_hash(config.judge))
-        async with broker.consume("judge") as messages:
-            ready()
-            await judge.run(messages)
+    async with (
+        Broker.connect(config.nats, name="judge") as broker,
+        open_composer(config, broker) as composer,
+        broker.consume("judge") as messages,
+    ):
+        judge = Judge(broker, config, composer, judge_hash(config.judge))
+        ready()
+        await judge.run(messages)
 
 
 class Judge:
@@ -51,17 +55,12 @@ class Judge:
         self,
         broker: Broker,
         config: Config,
-        ruler: Ruler | None,
+        composer: Composer | None,
         judge_hash: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._broker, self._config, self._ruler, self._hash, self._clock = (
-            broker,
-            config.judge,
-            ruler,
-            judge_hash,
-            clock,
-        )
+        self._broker, self._config, self._composer = broker, config.judge, composer
+        self._hash, self._clock = judge_hash, clock
         self._assembler = Assembler(config.judge)
         self._backlog = 0
         self._newest = 0.0
@@ -139,7 +138,7 @@ class Judge:
     # -- finishing -------------------------------------------------------------------------------------------------
 
     async def _finish(self, group: Group) -> None:
-        event = await score(group, self._config, self._hash, self._ruler)
+        event = await score(group, self._config, self._hash, self._composer)
         ack = await self._broker.publish(event)
         trajectories = set(group.arrivals)
         held = trajectories

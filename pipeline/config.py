@@ -70,6 +70,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Serving name: what agents put into `model`."""
     base: str = ""
     """Folder or hub name of the base model."""
+    trainer: dict[str, Any] = {}
+    """Settings of `[trainer]` that differ for this model."""
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
@@ -96,6 +98,25 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     Empty: a secret of this run, kept in its folder."""
 
 
+class RewardConfig(Section, frozen=True, kw_only=True):
+    """One part of a composed reward."""
+
+    name: str
+    """Under which the part is kept in `components`."""
+    kind: Literal["agent", "metric", "python", "ruler"] = "agent"
+    """`agent`: what the agent reported (under `name` in its named rewards, else its reward); `metric`: its metric
+    `name`; `python`: a function; `ruler`: the judge model with `rubric`."""
+    weight: float = 1.0
+    entry: str = ""
+    """`package.module:function` of kind `python`; it gets the trajectory as a dict and returns a number."""
+    rubric: str = ""
+    """As `judge.rubric`, for kind `ruler`."""
+    timeout_s: float = 10.0
+    """Of one call of the function; its process is killed then."""
+    memory_mb: int = 1024
+    """Address space of the function's process."""
+
+
 class JudgeConfig(Section, frozen=True, kw_only=True):
     """Groups and scores."""
 
@@ -109,9 +130,38 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     api_base: str = ""
     api_key_env: str = ""
     """Name of the environment variable that holds the key; the key itself is never in a file."""
+    fallbacks: tuple[str, ...] = ()
+    """litellm names of models to ask, in this order, where the first can't be reached."""
     rubric: str = ""
-    """File with the rubric; empty: RULER's general one."""
+    """File with the rubric, or the name of one that comes with Journeyman; empty: the general one."""
     concurrency: int = 16
+    """Calls to the judge model at once."""
+    judgings: int = 2
+    """At most so many judgings of a group, each in another order; from the second on it ends once they agree."""
+    agreement: float = 0.1
+    """Mean absolute difference of scores up to which two judgings agree."""
+    structured: Literal["auto", "schema", "text"] = "auto"
+    """Whether the answer's JSON schema is sent along; `auto`: until the provider refuses it."""
+    temperature: float | None = None
+    """Sent only where set."""
+    request_timeout_s: float = 120.0
+    retries: int = 2
+    """Times that one call is repeated by the router when the provider fails."""
+    attempts: int = 4
+    """Calls for one judging until every score could be read."""
+    retry_for_s: float = 3600.0
+    """How long a group that could not be judged is tried again before it is discarded as unscored."""
+    context_tokens: int = 32_000
+    """Budget of one call's prompt; longer trajectories are cut, longer groups judged in overlapping subsets."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """What the final reward is made of; empty: agents' own rewards where all have one, else the judge model's."""
+    combine: Literal["mean", "sum", "product", "min"] = "mean"
+    """How `rewards` become one: weighted mean, weighted sum, product, or the smallest."""
+    anchors: str = ""
+    """JSONL file of groups with known rewards, judged again and again so that the judge's drift shows."""
+    anchor_every_s: float = 3600.0
+    anchor_min_tau: float = 0.5
+    """An anchor run with a Kendall tau below this raises the alarm: an error in the log and in `judge.json`."""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -208,6 +258,13 @@ class Config(Section, frozen=True, kw_only=True):
         """A path under the run directory; absolute parts stand for themselves."""
         return Path(self.run_dir).joinpath(*parts)
 
+    def trainer_of(self, model: ModelConfig) -> TrainerConfig:
+        """`[trainer]` with what the model's own table says otherwise."""
+        try:
+            return msgspec.convert(msgspec.to_builtins(self.trainer) | model.trainer, TrainerConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"models: trainer of {model.name}: {error}") from error
+
     def model(self, name: str) -> ModelConfig:
         for model in self.models:
             if model.name == name:
@@ -277,20 +334,24 @@ def _check(config: Config) -> None:
         raise ConfigError("models: a name can't hold '@', which separates the version")
     if config.judge.min_size < 2:
         raise ConfigError("judge.min_size: a group needs at least 2 members to compare")
+    if config.judge.judgings < 1 or config.judge.attempts < 1 or config.judge.concurrency < 1:
+        raise ConfigError("judge: judgings, attempts and concurrency are at least 1")
+    rewards = [r.name for r in config.judge.rewards]
+    if len(set(rewards)) != len(rewards):
+        raise ConfigError("judge.rewards: two have the same name")
+    for reward in config.judge.rewards:
+        if reward.kind == "python" and ":" not in reward.entry:
+            raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
+        if reward.kind == "ruler" and not config.judge.model:
+            raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")
-    if config.vllm.max_loras < config.trainer.max_staleness + 2 and not config.vllm.urls:
+    staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)
+    if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
         raise ConfigError(
             f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
-            f"{config.trainer.max_staleness + 2}, or running requests lose their adapter"
+            f"{staleness + 2}, or running requests lose their adapter"
         )
-
-
-def _without_none(tree: Any) -> Any:
-    """TOML has no null: a setting that is not set is left out."""
-    if isinstance(tree, dict):
-        return {key: _without_none(value) for key, value in tree.items() if value is not None}
-    return [_without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 def save(config: Config, path: Path) -> None:

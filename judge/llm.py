@@ -1,0 +1,138 @@
+"""The judge model, through litellm's router: any provider, any OpenAI-compatible URL.
+
+litellm takes seconds to import and would fetch a price list, so it is imported only when a judge model is configured,
+in a thread, and with its own copy of the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio.to_thread
+
+from pipeline.config import ConfigError, JudgeConfig
+from pipeline.log import get_logger
+
+log = get_logger("judge.llm")
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a judge model said, and what it took."""
+
+    text: str
+    model: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float = 0.0
+    """0 where the price is not known."""
+    latency_s: float = 0.0
+
+
+class ModelError(Exception):
+    """The judge model could not be reached or refused, after the router's own retries and fallbacks."""
+
+
+class Complete(Protocol):
+    """One call of a judge model."""
+
+    async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
+        """`schema` is a `response_format`. Raises `ModelError`."""
+
+
+def _import_litellm() -> Any:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    litellm.telemetry = False
+    litellm.suppress_debug_info = True
+    litellm.drop_params = True
+    for name in ("LiteLLM", "LiteLLM Router", "LiteLLM Proxy"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return litellm
+
+
+class Router:
+    """`litellm.Router` over the configured model and its fallbacks."""
+
+    def __init__(self, config: JudgeConfig, litellm: Any) -> None:
+        key = ""
+        if config.api_key_env:
+            key = os.environ.get(config.api_key_env, "")
+            if not key:
+                raise ConfigError(f"judge.api_key_env: the environment has no {config.api_key_env}")
+        self._config = config
+        self._litellm = litellm
+        self._structured = config.structured != "text"
+        names = [config.model, *config.fallbacks]
+        self._router = litellm.Router(
+            model_list=[self._deployment(name, key) for name in names],
+            num_retries=config.retries,
+            timeout=config.request_timeout_s,
+            fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
+            disable_cooldowns=len(names) == 1,
+        )
+
+    @classmethod
+    async def make(cls, config: JudgeConfig) -> Router:
+        """Raises `ConfigError` where the key is missing."""
+        return cls(config, await anyio.to_thread.run_sync(_import_litellm))
+
+    def _deployment(self, name: str, key: str) -> dict[str, Any]:
+        parameters: dict[str, Any] = {"model": name}
+        if self._config.api_base:
+            parameters["api_base"] = self._config.api_base
+            parameters["api_key"] = key or "none"
+        elif key:
+            parameters["api_key"] = key
+        return {"model_name": name, "litellm_params": parameters}
+
+    async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
+        parameters: dict[str, Any] = {}
+        if self._config.temperature is not None:
+            parameters["temperature"] = self._config.temperature
+        structured = schema is not None and self._structured
+        if structured:
+            parameters["response_format"] = schema
+        began = time.monotonic()
+        try:
+            response = await self._router.acompletion(
+                model=self._config.model, messages=messages, **parameters
+            )
+        except self._litellm.exceptions.BadRequestError as error:
+            if structured and self._config.structured == "auto" and _about_the_schema(str(error)):
+                log.warning("no structured output", model=self._config.model, detail=str(error)[:300])
+                self._structured = False
+                return await self(messages, None)
+            raise ModelError(f"{self._config.model} refused: {str(error)[:500]}") from error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # providers raise what they like; the edge of what is ours
+            raise ModelError(
+                f"{self._config.model} failed: {type(error).__name__}: {str(error)[:500]}"
+            ) from error
+        return self._reply(response, time.monotonic() - began)
+
+    def _reply(self, response: Any, took_s: float) -> Reply:
+        usage = getattr(response, "usage", None)
+        cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
+        message = response.choices[0].message if response.choices else None
+        return Reply(
+            text=(getattr(message, "content", None) or "") if message is not None else "",
+            model=str(getattr(response, "model", "") or self._config.model),
+            prompt_tokens=int(getattr(usage, "prompt_tokens", 0) or 0),
+            completion_tokens=int(getattr(usage, "completion_tokens", 0) or 0),
+            cost_usd=float(cost or 0.0),
+            latency_s=took_s,
+        )
+
+
+def _about_the_schema(message: str) -> bool:
+    return any(word in message.lower() for word in ("response_format", "json_schema", "schema", "structured"))

@@ -1,0 +1,69 @@
+"""What the judge's tests share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from judge.llm import Messages, ModelError, Reply
+from judge.rubrics import load_rubric
+from judge.ruler import LlmRuler
+from judge.scoring_server import Answer
+from judge.transcripts import Transcript
+from pipeline.config import JudgeConfig
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
+
+
+def transcript(name: str, *said: str, task: str = "Win the game.") -> Transcript:
+    """A task, then the agent's turns."""
+    messages = [{"role": "user", "content": task}, *({"role": "assistant", "content": s} for s in said)]
+    return Transcript(name, tuple(messages))
+
+
+def completed(
+    trajectory: str, group: str = "g", reward: float | None = None, **fields: Any
+) -> TrajectoryCompleted:
+    return TrajectoryCompleted(
+        project="p", trajectory=trajectory, model="m", group=group, reward=reward, **fields
+    )
+
+
+def exchange(
+    trajectory: str, reply: str, *, seq: int = 0, task: str = "Win the game.", **fields: Any
+) -> ExchangeRecorded:
+    """A call of the agent's whose reply is `reply`."""
+    return ExchangeRecorded(
+        project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0,
+        request=msgspec.json.encode({"messages": [{"role": "user", "content": task}]}),
+        response=msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]}),
+        prompt_ids=pack_ids([1]), sampled_ids=pack_ids([2]), logprobs=pack_logprobs([-0.5]), **fields,
+    )  # fmt: skip
+
+
+class Model:
+    """A judge model in the test's own process: `answer` is given the request and says what to reply."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer]) -> None:
+        self.answer, self.requests = answer, list[dict[str, Any]]()
+
+    async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
+        request: dict[str, Any] = {"messages": [dict(m) for m in messages], "response_format": schema}
+        self.requests.append(request)
+        text = self.answer(request)
+        if isinstance(text, int):
+            raise ModelError(f"answered {text}")
+        return Reply(text, "test-judge", 100, 10, 0.001, 0.05)
+
+
+def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any) -> LlmRuler:
+    """A ruler over `model`; given transcripts are what its members said."""
+    known = {t.trajectory: t for t in transcripts}
+
+    async def load(member: TrajectoryCompleted) -> Transcript:
+        return known[member.trajectory]
+
+    config = JudgeConfig(model="test/judge", **settings)
+    return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7))

@@ -1,0 +1,104 @@
+"""The judge through litellm's router, against the scoring server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+
+from judge.llm import ModelError, Router
+from judge.scoring_server import Answer, Scorer, ScoringServer
+from pipeline.config import ConfigError, JudgeConfig
+
+pytestmark = [
+    pytest.mark.anyio,
+    # litellm's and its dependencies' own.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def settings(server: ScoringServer, **fields: Any) -> JudgeConfig:
+    return JudgeConfig(model="openai/scorer", api_base=server.url, **{"retries": 0, **fields})
+
+
+async def test_a_reply_comes_with_what_it_took() -> None:
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        reply = await (await Router.make(settings(server, temperature=0.0)))(HELLO, SCHEMA)
+        assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == (
+            "fine",
+            "scorer",
+            1,
+            1,
+        )
+        assert reply.latency_s > 0
+        (request,) = server.requests
+        assert (request["messages"], request["response_format"], request["temperature"]) == (
+            HELLO,
+            SCHEMA,
+            0.0,
+        )
+
+
+async def test_a_provider_that_refuses_the_schema_is_asked_without() -> None:
+    def refuse(request: dict[str, Any]) -> Answer:
+        return 400 if "response_format" in request else "fine"
+
+    async with ScoringServer(refuse, refusal="response_format is not supported", keep=True).run() as server:
+        router = await Router.make(settings(server))
+        assert (await router(HELLO, SCHEMA)).text == "fine"
+        assert (await router(HELLO, SCHEMA)).text == "fine"
+        assert ["response_format" in r for r in server.requests] == [True, False, False]
+
+
+async def test_a_failing_provider_is_tried_again_then_an_error() -> None:
+    answers = iter([500, 503, "fine", 500, 500, 500])
+    async with ScoringServer(lambda _: next(answers)).run() as server:
+        router = await Router.make(settings(server, retries=2))
+        assert (await router(HELLO, None)).text == "fine"
+        with pytest.raises(ModelError, match="InternalServerError"):
+            await router(HELLO, None)
+        assert server.calls == 6
+
+
+async def test_a_fallback_answers_for_a_model_that_fails() -> None:
+    def answer(request: dict[str, Any]) -> Answer:
+        return 500 if request["model"] == "scorer" else "fine"
+
+    async with ScoringServer(answer).run() as server:
+        router = await Router.make(settings(server, fallbacks=("openai/other",)))
+        assert (await router(HELLO, None)).model == "other"
+
+
+async def test_a_slow_provider_is_given_up() -> None:
+    async with ScoringServer(delay_s=30).run() as server:
+        with pytest.raises(ModelError, match="Timeout"):
+            await (await Router.make(settings(server, request_timeout_s=0.3)))(HELLO, None)
+
+
+async def test_a_key_that_is_not_there_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="the environment has no NO_SUCH_KEY"):
+        await Router.make(JudgeConfig(model="openai/x", api_key_env="NO_SUCH_KEY"))
+
+
+def test_without_a_judge_model_litellm_is_not_imported() -> None:
+    code = "import judge.service, judge.compose, judge.llm, sys; print('litellm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+async def test_the_scoring_server_speaks_http_and_names_what_it_is_told_to() -> None:
+    async with ScoringServer(Scorer()).run() as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/models")).json()["data"][0]["id"] == "scorer"
+        assert (await client.post("/embeddings", json={})).status_code == 404
+        reply = await client.post("/chat/completions", json={"model": "m", "messages": HELLO})
+        assert json.loads(reply.json()["choices"][0]["message"]["content"]) == {"scores": []}

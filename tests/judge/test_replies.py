@@ -1,0 +1,229 @@
+# ruff: noqa: PERF401 - a table of cases reads better as loops
+"""A pool of judge replies, well-formed to hostile: the right scores, or ids to ask for again; nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from judge.replies import read
+
+IDS = ["abc101", "def202", "ghj303", "kmn404"]
+TRUTH = dict(zip(IDS, [0.9, 0.1, 0.55, 0.3], strict=True))
+
+Case = tuple[str, dict[str, float]]
+"""A reply, and the right scores of those that it names beyond doubt."""
+
+
+def _entries(scale: float, form: str) -> list[dict[str, object]]:
+    out: list[dict[str, object]] = []
+    for name, truth in TRUTH.items():
+        score: object = round(truth * scale, 6)
+        if form == "string":
+            score = str(score)
+        elif form == "fraction":
+            score = f"{score}/{scale:g}"
+        elif form == "percent":
+            score = f"{truth * 100:g}%"
+        out.append({"id": name, "explanation": 'did "well" {so} [far], 3 of 10', "score": score})
+    return out
+
+
+def _shapes(entries: list[dict[str, object]]) -> dict[str, str]:
+    by_id = {str(e["id"]): e["score"] for e in entries}
+    return {
+        "object": json.dumps({"scores": entries}),
+        "indented": json.dumps({"scores": entries}, indent=2),
+        "list": json.dumps(entries),
+        "by id": json.dumps(by_id),
+        "nested by id": json.dumps({"scores": by_id}),
+        "objects by id": json.dumps({i: {"score": s, "reason": "x"} for i, s in by_id.items()}),
+        "other keys": json.dumps(
+            {"results": [{"trajectory_id": i, "rating": s, "rationale": "y"} for i, s in by_id.items()]}
+        ),
+        "upper case": json.dumps({"scores": [{"ID": i.upper(), "Score": s} for i, s in by_id.items()]}),
+        "deep": json.dumps({"a": {"b": entries}}),
+        "trailing commas": json.dumps({"scores": entries})[:-2] + ",]}",
+    }
+
+
+_WRAPS = {
+    "bare": "{}",
+    "fence": "```json\n{}\n```",
+    "plain fence": "```\n{}\n```",
+    "prose": "Here is my verdict [as asked]:\n\n{}\n\nI hope that helps {{really}}!",
+    "thinking": '<think>abc101 maybe 0.2? {{"abc101": 0.2}} hmm</think>\n{}',
+    "draft": '{{"note": "thinking about it"}}\n{}',
+}
+
+
+def well_formed() -> list[Case]:
+    cases: list[Case] = []
+    for scale, form in [
+        (1.0, "number"),
+        (10.0, "number"),
+        (100.0, "number"),
+        (1.0, "string"),
+        (10.0, "string"),
+        (10.0, "fraction"),
+        (5.0, "fraction"),
+        (100.0, "percent"),
+    ]:
+        entries = _entries(scale, form)
+        random.Random(scale).shuffle(entries)
+        for (_, shape), (_, wrap) in itertools.product(_shapes(entries).items(), _WRAPS.items()):
+            cases.append(
+                (wrap.replace("{}", "\0").replace("{{", "{").replace("}}", "}").replace("\0", shape), TRUTH)
+            )
+    return cases
+
+
+def in_lines() -> list[Case]:
+    cases: list[Case] = []
+    for pattern in [
+        "{}: {}",
+        "- {}: {}",
+        "**{}**: {}",
+        "{} = {}",
+        "{} - {} - because it won",
+        "Trajectory {}: {}",
+        "id {} -> {}",
+        "| {} | {} | fine |",
+        "* `{}`: **{}**",
+        "{}: score {}",
+        "1. {}: {}",
+    ]:
+        body = "\n".join(pattern.format(i, s) for i, s in TRUTH.items())
+        found = {} if pattern.startswith("1.") else TRUTH
+        cases += [
+            (body, found),
+            ("My scores are:\n\n" + body, found),
+            (body + "\n\nDone.", found),
+            (f"```\n{body}\n```", found),
+        ]
+    return cases
+
+
+def defective() -> list[Case]:
+    entries = _entries(1.0, "number")
+    cases: list[Case] = []
+    for missing in range(4):
+        rest = [e for i, e in enumerate(entries) if i != missing]
+        right = {i: s for i, s in TRUTH.items() if i != IDS[missing]}
+        cases.append((json.dumps({"scores": rest}), right))
+        for bad in [None, "high", True, [], {}, "0.5.1", "NaN", "", "1e999", "7/0", "--1"]:
+            cases.append((json.dumps({"scores": [*rest, {"id": IDS[missing], "score": bad}]}), right))
+        for bad in ["NaN", "Infinity", "-Infinity", "1e9999"]:
+            cases.append(
+                (
+                    '{"scores": '
+                    + json.dumps(rest)[:-1]
+                    + f', {{"id": "{IDS[missing]}", "score": {bad}}}]}}',
+                    right,
+                )
+            )
+        for other in [
+            "zzz999",
+            "abc1011",
+            "",
+            "1",
+            "trajectory",
+            IDS[missing] + "x",
+            7,
+            None,
+        ]:  # someone else's id
+            cases.append((json.dumps({"scores": [*rest, {"id": other, "score": 1.0}]}), right))
+        twice = [*entries, {"id": IDS[missing], "score": 0.77}]
+        cases.append((json.dumps({"scores": twice}), right))
+        cases.append((json.dumps({"scores": [*entries, entries[missing]]}), TRUTH))
+        cases.append((json.dumps({"scores": [*rest, {"score": 0.5}]}), right))
+        cases.append(
+            (
+                '{"scores": '
+                + json.dumps(rest)[:-1]
+                + f', {{"id": "{IDS[missing]}", "score": 0.2, "score": 0.9}}]}}',
+                right,
+            )
+        )
+    for cut in range(0, 240, 8):  # cut off in the middle: nothing that was not said
+        cases.append((json.dumps({"scores": entries})[:cut], {}))
+    for reply in [
+        "",
+        " ",
+        "null",
+        "[]",
+        "{}",
+        "I can't judge this.",
+        "0.9, 0.1, 0.55, 0.3",
+        "[0.9, 0.1, 0.55, 0.3]",
+        '{"scores": [0.9, 0.1, 0.55, 0.3]}',
+        "[" * 5000,
+        "{" * 5000,
+        '{"a":' * 3000,
+        "]}" * 100,
+        "\x00\x01",
+        "```json",
+        '"abc101"',
+        "abc101",
+        "abc101:",
+        "abc101: good",
+        '{"scores": "abc101"}',
+        '{"id": "abc101"}',
+        '{"score": 1}',
+        "all: 1.0",
+        "everyone gets 1",
+        "abc101: 2024-01-01 was fine",
+        "�" * 50,
+        "9" * 5000,
+        "-" * 5000,
+    ]:
+        cases.append((reply, {}))
+    mixed = [{"id": i, "score": s} for i, s in zip(IDS, [0.9, 8, 5, 3], strict=True)]
+    cases.append((json.dumps({"scores": mixed}), {}))
+    return cases
+
+
+POOL = well_formed() + in_lines() + defective()
+
+
+def test_the_pool_is_large() -> None:
+    assert len(POOL) >= 300
+
+
+@pytest.mark.parametrize("number", range(0, len(POOL), 20))
+def test_a_reply_gives_the_right_scores_or_asks_again(number: int) -> None:
+    for reply, right in POOL[number : number + 20]:
+        got = read(reply, IDS)
+        assert set(got.scores) | set(got.missing) == set(IDS), reply
+        assert not set(got.scores) & set(got.missing), reply
+        for name, score in got.scores.items():
+            assert score == pytest.approx(TRUTH[name]), reply
+        if right:
+            assert set(got.scores) >= set(right), reply
+
+
+def test_scores_out_of_range_are_clamped() -> None:
+    got = read('{"abc101": 1.2, "def202": -0.5, "ghj303": 1, "kmn404": 0}', IDS)
+    assert got.scores == {"abc101": 1.0, "def202": 0.0, "ghj303": 1.0, "kmn404": 0.0}
+
+
+def test_explanations_are_kept() -> None:
+    got = read('{"scores": [{"id": "abc101", "explanation": "won in four moves", "score": 1}]}', ["abc101"])
+    assert got.explanations == {"abc101": "won in four moves"}
+
+
+def test_a_correction_after_a_draft_is_the_last_word() -> None:
+    got = read('{"abc101": 0.2}\nOn second thought:\n{"abc101": 0.8}', ["abc101"])
+    assert got.scores == {"abc101": 0.8}
+
+
+@given(st.text(alphabet=st.sampled_from('{}[]":,.0123456789abcdefghjkmn \n-/%sco'), max_size=200))
+def test_nothing_crashes_it(reply: str) -> None:
+    got = read(reply, IDS)
+    assert set(got.scores) <= set(IDS)
+    assert all(0.0 <= s <= 1.0 for s in got.scores.values())
