@@ -18,7 +18,6 @@ from typing import Any
 
 import anyio
 import msgspec
-import nats
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
@@ -177,19 +176,23 @@ class Broker:
         async def on_error(error: Exception) -> None:
             log.warning("nats", error=str(error) or type(error).__name__)
 
+        client = Client()
         try:
-            client = await nats.connect(
-                config.url,
-                name=name,
-                error_cb=on_error,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.2,
-                connect_timeout=5,
-                allow_reconnect=True,
-                pending_size=64 * 1024 * 1024,
-            )
-        except (TimeoutError, nats.errors.Error, OSError) as error:
-            raise BrokerUnavailableError(f"no NATS server answers at {config.url}: {error}") from error
+            # With endless reconnection nats-py tries for ever the first time too; that one is bounded here.
+            with anyio.fail_after(config.connect_timeout_s):
+                await client.connect(
+                    config.url,
+                    name=name,
+                    error_cb=on_error,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.2,
+                    connect_timeout=5,
+                    allow_reconnect=True,
+                    pending_size=64 * 1024 * 1024,
+                )
+        except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
+            await client.close()
+            raise BrokerUnavailableError(f"no NATS server answers at {config.url}: start it, or mend nats.url") from error
         broker = cls(client, config)
         try:
             if provision:

@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.set_defaults(run=_status)
 
-    become = commands.add_parser("exec", help="become the NATS or vLLM server that `up` would start, for containers")
+    become = commands.add_parser(
+        "exec", help="become the NATS or vLLM server that `up` would start, for containers"
+    )
     become.add_argument("server", choices=("nats", "vllm"))
     become.add_argument("--config", required=True)
     become.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
@@ -124,7 +126,14 @@ def _up(args: argparse.Namespace) -> None:
     try:
         anyio.run(_supervise, config, Supervisor(config, specs, on_change=_report))
     except* SupervisorError as group:
-        raise SupervisorError("\n".join(str(e) for e in group.exceptions)) from None
+        raise SupervisorError("\n".join(_messages(group))) from None
+
+
+def _messages(error: BaseException) -> list[str]:
+    """What a group of errors says, however deep its task groups were."""
+    if isinstance(error, BaseExceptionGroup):
+        return [message for inner in error.exceptions for message in _messages(inner)]
+    return [str(error)]
 
 
 def _exec(args: argparse.Namespace) -> None:

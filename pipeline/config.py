@@ -37,6 +37,8 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Bytes; larger events travel through the object store."""
     replicas: int = 1
     """Copies of each stream in a NATS cluster."""
+    connect_timeout_s: float = 15.0
+    """How long a service looks for the server at its start."""
     ack_timeout_s: float = 5.0
     """How long one publish waits for its acknowledgement before it is repeated."""
     publish_deadline_s: float = 60.0
@@ -352,6 +354,13 @@ def _check(config: Config) -> None:
             f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
             f"{staleness + 2}, or running requests lose their adapter"
         )
+
+
+def _without_none(tree: Any) -> Any:
+    """TOML has no null: a setting that is not set is left out."""
+    if isinstance(tree, dict):
+        return {key: _without_none(value) for key, value in tree.items() if value is not None}
+    return [_without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 def save(config: Config, path: Path) -> None:
