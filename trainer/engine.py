@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.log import get_logger
 from trainer import grpo
 from trainer.groups import Example
@@ -112,7 +113,10 @@ class Engine:
         torch.manual_seed(config.seed)
         self.model = get_peft_model(model, self.lora).to(self.device)
         self._scratch = scratch
-        self.reconfigure(config)
+        self._trainers: dict[str, grpo.CapturedGRPOTrainer] = {}
+        self._memory_limit = sys.maxsize
+        """Token budget that memory was found to hold."""
+        self.use(config)
         inner = self.model.get_base_model()
         self._trunk, self._head = inner.get_decoder(), inner.get_output_embeddings()
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
@@ -120,15 +124,24 @@ class Engine:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.default_temperature = default_temperature(base)
 
-    def reconfigure(self, config: TrainerConfig) -> None:
-        """Other settings over the same model; what the model was built with (LoRA shape, seed) must be the same."""
+    def use(self, config: TrainerConfig) -> None:
+        """Go on under other settings over the same model; what the model was built with must be the same."""
         if (config.lora_rank, config.lora_alpha) != (self.config.lora_rank, self.config.lora_alpha):
             raise ConfigError("trainer.lora_rank and lora_alpha are fixed once the model is loaded")
+        if config.loss_type not in grpo.LOSS_TYPES:
+            raise ConfigError(
+                f"trainer.loss_type: {config.loss_type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
+            )
         self.config = config
-        self._budget = config.tokens_per_batch
-        self.trainer = grpo.CapturedGRPOTrainer(
-            self.model, grpo.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"), config.beta
-        )
+        self._budget = min(config.tokens_per_batch, self._memory_limit)
+        key = config_hash(config)
+        if key not in self._trainers:
+            self._trainers[key] = grpo.CapturedGRPOTrainer(
+                self.model,
+                grpo.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"),
+                config.beta,
+            )
+        self.trainer = self._trainers[key]
         self.model.train()
 
     def _dtype(self) -> torch.dtype:
@@ -265,6 +278,7 @@ class Engine:
                 reason = str(error).splitlines()[0]
             # Outside of the handler: the error's traceback holds on to the tensors that did not fit.
             self._budget //= 2
+            self._memory_limit = self._budget
             log.warning(
                 "out of memory: going on with half the token budget", budget=self._budget, error=reason
             )

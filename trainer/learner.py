@@ -62,9 +62,10 @@ class Learner:
 
     def __init__(self, config: Config, model: ModelConfig, engine: Engine) -> None:
         self.config, self.model, self.engine = config, model, engine
+        self.settings = config.trainer_of(model)
         self.checkpoints = Checkpoints.of(config, model.name)
         self.checkpoints.open_to_write()
-        self.config_hash = config_hash(config.trainer)
+        self.config_hash = config_hash(self.settings)
         self.line = engine.new_line()
         self._validation: dict[int, list[float]] = {}
         """Rewards of validation trajectories by the step that played them."""
@@ -85,9 +86,9 @@ class Learner:
         are still there."""
         line = line_of(*self.checkpoints.read(step))
         for earlier in self.checkpoints.steps():
-            if step - self.config.trainer.max_staleness - 1 <= earlier < step:
+            if step - self.settings.max_staleness - 1 <= earlier < step:
                 line.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
-        if step <= self.config.trainer.max_staleness + 1:
+        if step <= self.settings.max_staleness + 1:
             line.history[0] = self.engine.new_line().weights
         self.engine.put(line.weights)  # fails here, not in the first step, where the adapter does not fit
         self.line = line
@@ -138,7 +139,7 @@ class Learner:
     def take(self, batch: Sequence[BatchGroup], trace: dict[str, str] | None = None) -> Taken:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks; `advance` makes it count."""
         began, started_at = time.perf_counter(), now_us()
-        settings, line = self.config.trainer, self.line
+        settings, line = self.settings, self.line
         fresh, stale = [], 0
         for group in batch:
             bound = staleness_bound(group.prepared.event, settings)
@@ -149,6 +150,7 @@ class Learner:
                     group.prepared.event, tuple(kept), group.prepared.advantages, group.prepared.std
                 )
             )
+        self.engine.use(settings)
         prompts = [i for i, g in enumerate(fresh) for _ in g.sequences]
         result = self.engine.step(line, examples(fresh, settings), prompts)
         metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
@@ -190,7 +192,7 @@ class Learner:
             groups=groups,
             group_seqs=tuple(g.seq for g in batch),
             config_hash=self.config_hash,
-            config=msgspec.to_builtins(self.config.trainer),
+            config=msgspec.to_builtins(self.settings),
             base_model=self.model.base,
             adapter=f"{self.config.project}/{version}/{digest[:16]}",
             adapter_sha256=digest,
@@ -207,17 +209,27 @@ class Learner:
     def advance(self, taken: Taken) -> None:
         """The log holds the step: it is the present now, and old folders may go."""
         self.line = taken.line
-        keep = max(self.config.trainer.keep_checkpoints, self.config.trainer.max_staleness + 2)
+        keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
         best = self.checkpoints.best()
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 
 
 def make_learners(config: Config, scratch: Path) -> dict[str, Learner]:
-    """A learner per configured model; models of the same base share one engine."""
-    engines: dict[str, Engine] = {}
+    """A learner per configured model; models of the same base and adapter shape share one engine."""
+    engines: dict[tuple[object, ...], Engine] = {}
     learners = {}
     for model in config.models:
-        if model.base not in engines:
-            engines[model.base] = Engine(model.base, config.trainer, scratch)
-        learners[model.name] = Learner(config, model, engines[model.base])
+        settings = config.trainer_of(model)
+        shape = (
+            model.base,
+            settings.engine,
+            settings.lora_rank,
+            settings.lora_alpha,
+            settings.seed,
+            settings.threads,
+        )
+        if shape not in engines:
+            engines[shape] = Engine(model.base, settings, scratch)
+        engines[shape].use(settings)
+        learners[model.name] = Learner(config, model, engines[shape])
     return learners

@@ -24,7 +24,7 @@ import nats.js.errors
 
 from pipeline import streams
 from pipeline.broker import Broker, BrokerUnavailableError, Consumption, Delivery, HistoryGoneError
-from pipeline.config import Config
+from pipeline.config import Config, TrainerConfig
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -88,6 +88,19 @@ class Queue:
     @property
     def step(self) -> int:
         return self.learner.line.step
+
+    @property
+    def settings(self) -> TrainerConfig:
+        return self.learner.settings
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.settings.max_steps <= self.step
+
+    @property
+    def full(self) -> bool:
+        """Whether there may be enough groups for a step."""
+        return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
 
 
 class Trainer:
@@ -207,7 +220,7 @@ class Trainer:
                 return
         held = Held(event, seq, delivery)
         queue.learner.validate(event)
-        refusal = refuse_by_event(event, queue.step, staleness_bound(event, self.config.trainer))
+        refusal = refuse_by_event(event, queue.step, staleness_bound(event, queue.settings))
         if refusal is not None:
             await self._discard(queue, held, refusal)
             return
@@ -249,21 +262,15 @@ class Trainer:
                 await self._step(queue)
 
     def _finished(self) -> bool:
-        limit = self.config.trainer.max_steps
-        return limit > 0 and all(q.step >= limit for q in self.queues.values())
+        return all(q.finished for q in self.queues.values())
 
     def _next_queue(self) -> Queue | None:
-        size, limit = self.config.trainer.groups_per_step, self.config.trainer.max_steps
-        ready = [
-            q
-            for q in self.queues.values()
-            if len(q.batch) + len(q.waiting) >= size and not 0 < limit <= q.step
-        ]
+        ready = [q for q in self.queues.values() if q.full and not q.finished]
         return min(ready, key=lambda q: (q.step, (q.waiting or q.batch)[0].seq), default=None)
 
     async def _fill(self, queue: Queue) -> bool:
         """Move groups that train at the present step into the batch; False where too few were left."""
-        settings = self.config.trainer
+        settings = queue.settings
         while len(queue.batch) < settings.groups_per_step and queue.waiting:
             missing = settings.groups_per_step - len(queue.batch)
             candidates = [queue.waiting.popleft() for _ in range(min(missing, len(queue.waiting)))]
@@ -277,7 +284,7 @@ class Trainer:
         return len(queue.batch) == settings.groups_per_step
 
     def _refuse(self, queue: Queue, held: Held) -> Refusal | None:
-        bound = staleness_bound(held.event, self.config.trainer)
+        bound = staleness_bound(held.event, queue.settings)
         refusal = refuse_by_event(held.event, queue.step, bound)
         if refusal is not None:
             return refusal
@@ -305,8 +312,8 @@ class Trainer:
         return gone
 
     async def _fetch(self, held: Held) -> Refusal | None:
-        settings = self.config.trainer
-        temperature = self.queues[held.event.model].learner.engine.default_temperature
+        learner = self.queues[held.event.model].learner
+        temperature = learner.engine.default_temperature
         sequences: list[TokenSequence] = []
         project = subject_token(held.event.project)
         for member in trainable_members(held.event):
@@ -328,13 +335,13 @@ class Trainer:
                 member.trajectory,
                 exchanges,
                 default_temperature=temperature,
-                mask_truncated=settings.mask_truncated,
+                mask_truncated=learner.settings.mask_truncated,
             )
         held.sequences = sequences
         return None
 
     async def _prefetch(self, queue: Queue) -> None:
-        ahead = list(queue.waiting)[: self.config.trainer.groups_per_step]
+        ahead = list(queue.waiting)[: queue.settings.groups_per_step]
         # What is gone is found again, and discarded, when its turn comes.
         await self._fetch_all(ahead)
 
@@ -447,5 +454,5 @@ async def train(config: Config, ready: Ready) -> None:
 async def serve(config: Config, ready: Ready) -> None:
     """Train until stopped; at `trainer.max_steps` further groups stay in the log for a later run."""
     await train(config, ready)
-    log.info("max_steps reached", max_steps=config.trainer.max_steps)
+    log.info("max_steps reached")
     await anyio.sleep_forever()

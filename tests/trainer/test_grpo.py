@@ -147,7 +147,7 @@ def test_parity_with_trl(
         importance_level="sequence" if loss_type == "luspo" else "token", correction_max=2.0, packing="padded",
     )  # fmt: skip
     engine = engines["tiny"]
-    engine.reconfigure(config)
+    engine.use(config)
     examples = batch()
     engine.model.zero_grad()
     theirs = reference(engine, config, examples, tmp_path)
@@ -181,7 +181,7 @@ def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
     engine = engines["tiny"]
-    engine.reconfigure(TrainerConfig(lora_rank=4, sampler_correction=correction))  # type: ignore[arg-type]
+    engine.use(TrainerConfig(lora_rank=4, sampler_correction=correction))  # type: ignore[arg-type]
     engine.model.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
@@ -210,7 +210,7 @@ def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
 
 def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
     engine = engines["tiny"]
-    engine.reconfigure(TrainerConfig(lora_rank=4, learning_rate=1e-4, sampler_correction="token_truncate"))
+    engine.use(TrainerConfig(lora_rank=4, learning_rate=1e-4, sampler_correction="token_truncate"))
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
     assert _direction(engine, sequence, 1.0).sum() > 0
     assert _direction(engine, sequence, -1.0).sum() < 0
@@ -219,7 +219,7 @@ def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engin
 def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
     """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
     engine = engines["tiny"]
-    engine.reconfigure(TrainerConfig(lora_rank=4, sampler_correction="sequence_truncate"))
+    engine.use(TrainerConfig(lora_rank=4, sampler_correction="sequence_truncate"))
 
     def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
         (sequence,) = build(

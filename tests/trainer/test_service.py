@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pipeline.broker import Broker
-from pipeline.config import Config, ModelConfig, NatsConfig
+from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
 from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -281,3 +281,24 @@ async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
         (dead,) = await broker.history("DEAD", "dead.>")
         assert isinstance(dead.event, DeadLettered)
         assert (dead.event.reason, dead.event.consumer) == ("not_finite", "trainer")
+
+
+async def test_a_model_may_have_settings_of_its_own(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
+    own = {"groups_per_step": 1, "loss_type": "grpo", "max_steps": 1}
+    config = msgspec.structs.replace(config, models=(ModelConfig(name="tiny", base=tiny_base, trainer=own),))
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 1)
+        manifest, _ = checkpoint.Checkpoints.of(config, "tiny").read(1)
+        assert manifest.groups == ("g0",)
+        assert manifest.config["loss_type"] == "grpo"
+
+
+async def test_a_models_settings_are_checked(tmp_path: Path) -> None:
+    config = Config(models=(ModelConfig(name="m", trainer={"lora_rang": 4}),))
+    with pytest.raises(ConfigError, match="lora_rang"):
+        config.trainer_of(config.models[0])
