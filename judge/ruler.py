@@ -131,8 +131,10 @@ class LlmRuler:
             raise HistoryGoneError(_first(group).what) from None
         return [found[m.trajectory] for m in members]
 
-    async def judge(self, transcripts: Sequence[Transcript]) -> tuple[dict[str, float], tuple[Verdict, ...]]:
-        """Judge once. Raises `JudgingError` where no judging gave scores."""
+    async def judge(
+        self, transcripts: Sequence[Transcript], *, measure: bool = True
+    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+        """Judge once. Raises `JudgingError` where no judging gave scores. `measure`: let it count in `measured`."""
         by_id = {t.trajectory: t for t in transcripts}
         # The order is drawn from the group, so that judging the same history again shows the same lists.
         drawn = orders(sorted(by_id), self._config.judgings, random.Random("/".join(sorted(by_id))))
@@ -161,7 +163,8 @@ class LlmRuler:
             await one(order)
         if not done:
             raise JudgingError(failures[-1] if failures else "no judging was made")
-        self._measure(done)
+        if measure:
+            self._measure(done)
         return merge([j for judgings in done for j in judgings], self.measured.bias), tuple(verdicts)
 
     def _measure(self, done: Sequence[tuple[Judging, ...]]) -> None:

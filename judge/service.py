@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import anyio
 import anyio.abc
 
 from judge.compose import open_composer
 from judge.groups import Assembler, Closed, Group, GroupKey, key_of
+from judge.labelled import read_labelled
 from judge.scoring import Composer, judge_hash, late, score
+from judge.watch import Watch
 from pipeline.broker import Broker, Consumption, Delivery
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
@@ -43,8 +46,12 @@ async def serve(config: Config, ready: Ready) -> None:
         broker.consume("judge") as messages,
     ):
         judge = Judge(broker, config, composer, judge_hash(config.judge))
-        ready()
-        await judge.run(messages)
+        anchors = read_labelled(Path(config.judge.anchors)) if config.judge.anchors else []
+        async with anyio.create_task_group() as tg:
+            if composer is not None:
+                tg.start_soon(Watch(config.judge, config.path("judge.json"), composer.rulers, anchors).run)
+            ready()
+            await judge.run(messages)
 
 
 class Judge:

@@ -1,0 +1,107 @@
+"""Whether the judge can still be trusted: what it measured of itself, and its agreement with groups of known rewards.
+
+A judge that drifts trains the policy towards its own error, and its scores rise while it does. So a set of anchor
+groups with known rewards is judged again and again; a Kendall tau below the bound is an alarm. Everything stands in
+`judge.json` in the run directory, for people and for whoever watches the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from judge.labelled import LabelledGroup, agreement
+from judge.ruler import JudgingError, LlmRuler
+from pipeline.config import JudgeConfig
+from pipeline.events import now_us
+from pipeline.log import get_logger
+
+log = get_logger("judge.watch")
+
+_EVERY_S = 5.0
+_KEPT = 200
+
+
+class Watch:
+    """Writes `judge.json` and judges the anchors."""
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        path: Path,
+        rulers: Mapping[str, LlmRuler],
+        anchors: Sequence[LabelledGroup],
+    ) -> None:
+        self._config, self._path, self._rulers, self._anchors = config, path, rulers, anchors
+        self.anchor_runs: list[dict[str, Any]] = []
+
+    async def run(self) -> None:
+        """For as long as the service lives."""
+        async with anyio.create_task_group() as tg:
+            if self._anchors and self._rulers:
+                tg.start_soon(self._judge_anchors)
+            while True:
+                self.write()
+                await anyio.sleep(_EVERY_S)
+
+    def write(self) -> None:
+        """Replace the file by the present state, whole or not at all."""
+        state = {
+            "at": now_us(),
+            "model": self._config.model,
+            "alarm": bool(self.anchor_runs and self.anchor_runs[-1]["alarm"]),
+            "rulers": {
+                name or "default": {
+                    "rubric": ruler.rubric.name,
+                    "rubric_hash": ruler.rubric.hash,
+                    **ruler.measured.as_dict(),
+                }
+                for name, ruler in self._rulers.items()
+            },
+            "anchors": self.anchor_runs,
+        }
+        temporary = self._path.with_suffix(".json.tmp")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(state))
+        temporary.replace(self._path)
+
+    async def _judge_anchors(self) -> None:
+        while True:
+            for name, ruler in self._rulers.items():
+                await self.check(name, ruler)
+            self.write()
+            await anyio.sleep(self._config.anchor_every_s)
+
+    async def check(self, name: str, ruler: LlmRuler) -> None:
+        """Judge the anchors once and raise the alarm where agreement is lost."""
+        pairs = []
+        failed = 0
+        for group in self._anchors:
+            try:
+                scores, _ = await ruler.judge(group.transcripts, measure=False)
+            except JudgingError as error:
+                failed += 1
+                log.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
+            else:
+                pairs.append((group.rewards, scores))
+        found = agreement(pairs)
+        alarm = not pairs or found.kendall_tau < self._config.anchor_min_tau
+        self.anchor_runs.append(
+            {
+                "at": now_us(),
+                "ruler": name or "default",
+                "kendall_tau": found.kendall_tau,
+                "pairwise_accuracy": found.pairwise_accuracy,
+                "sign_flips": found.sign_flips,
+                "groups": len(pairs),
+                "failed": failed,
+                "alarm": alarm,
+            }
+        )
+        del self.anchor_runs[:-_KEPT]
+        say = log.error if alarm else log.info
+        say("judge drifts" if alarm else "anchors judged", ruler=name or "default", kendall_tau=found.kendall_tau, failed=failed)  # fmt: skip

@@ -1,0 +1,132 @@
+"""Labelled groups, agreement, `journeyman judge eval`, anchors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from judge import eval as command
+from judge.eval import evaluate
+from judge.labelled import LabelledError, agreement, read_labelled
+from judge.scoring_server import Scorer
+from judge.watch import Watch
+from pipeline.config import JudgeConfig
+from tests.judge.helpers import Model, ruler
+
+pytestmark = pytest.mark.anyio
+
+
+def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
+    lines = []
+    for number in range(groups):
+        truth = [0.1 + 0.2 * i for i in range(4)]
+        said = list(reversed(truth)) if wrong else truth
+        entries = [
+            {"messages": [{"role": "assistant", "content": f"quality={s:.1f}"}], "reward": t}
+            for s, t in zip(said, truth, strict=True)
+        ]
+        shared = [{"role": "user", "content": f"task {number}"}]
+        lines.append(json.dumps({"id": f"g{number}", "messages": shared, "trajectories": entries}))
+    path.write_text("\n".join(lines) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("truth", "scores", "tau", "pairwise", "flips"),
+    [
+        ([0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4], 1.0, 1.0, 0.0),
+        ([0, 1, 2, 3], [0.4, 0.3, 0.2, 0.1], -1.0, 0.0, 1.0),
+        ([0, 1, 2, 3], [0.5, 0.5, 0.5, 0.5], 0.0, 0.5, 0.0),
+        ([0, 0, 1, 1], [0.1, 0.2, 0.9, 0.8], 4 / (4 * 6) ** 0.5, 1.0, 0.0),
+        ([1, 1, 1, 1], [0.1, 0.2, 0.9, 0.8], 0.0, 0.0, 0.0),
+        ([0, 1], [1.0, 0.0], -1.0, 0.0, 1.0),
+    ],
+)
+def test_agreement(
+    truth: list[float], scores: list[float], tau: float, pairwise: float, flips: float
+) -> None:
+    found = agreement([(dict(zip("abcd", truth, strict=False)), dict(zip("abcd", scores, strict=False)))])
+    assert (found.kendall_tau, found.pairwise_accuracy, found.sign_flips) == pytest.approx(
+        (tau, pairwise, flips)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "there is no group in it"),
+        ("{", "x.jsonl:1"),
+        ('{"trajectories": []}', "at least 2"),
+        ('{"trajectories": [{"messages": [], "reward": 1}, {"messages": []}]}', "reward"),
+    ],
+)
+def test_a_labelled_file_that_can_t_be_used_says_where(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(LabelledError, match=why):
+        read_labelled(tmp_path / "x.jsonl")
+
+
+async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:
+    config = JudgeConfig(model="test/judge")
+    good = await evaluate(config, read_labelled(labelled(tmp_path / "a")), Model(Scorer()))
+    assert (good["groups"], good["kendall_tau"], good["pairwise_accuracy"], good["sign_flips"]) == (
+        4,
+        1.0,
+        1.0,
+        0.0,
+    )
+    assert good["cost_usd"] == pytest.approx(0.008)
+    assert (good["calls"], good["self_agreement"], good["latency_p50_s"]) == (8, 1.0, 0.05)
+    bad = await evaluate(config, read_labelled(labelled(tmp_path / "b", wrong=True)), Model(Scorer()))
+    assert bad["kendall_tau"] == -1.0
+    failing = await evaluate(config, read_labelled(tmp_path / "a"), Model(lambda _: 500))
+    assert (failing["groups"], failing["failed"]) == (0, 4)
+
+
+def test_the_command_reports_and_exits_by_the_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def make(config: JudgeConfig) -> Model:
+        return Model(Scorer())
+
+    monkeypatch.setattr("judge.eval.Router.make", make)
+    data = str(labelled(tmp_path / "x.jsonl"))
+    command.main(["eval", data, "--set", "judge.model=test/judge", "--json", "--limit", "2"])
+    assert json.loads(capsys.readouterr().out)["groups"] == 2
+    with pytest.raises(SystemExit) as stop:
+        command.main(["eval", data, "--set", "judge.model=test/judge", "--min-tau", "1.5"])
+    assert stop.value.code == 1
+    with pytest.raises(SystemExit) as stop:
+        command.main(["eval", data])
+    assert stop.value.code == 2
+    assert "judge.model is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("wrong", "alarm"), [(False, False), (True, True)])
+async def test_anchors_raise_the_alarm_when_the_judge_leaves_the_truth(
+    tmp_path: Path, wrong: bool, alarm: bool
+) -> None:
+    anchors = read_labelled(labelled(tmp_path / "anchors.jsonl", wrong=wrong))
+    judge = ruler(Model(Scorer()))
+    watch = Watch(JudgeConfig(model="test/judge"), tmp_path / "run" / "judge.json", {"": judge}, anchors)
+    await watch.check("", judge)
+    watch.write()
+    state: dict[str, Any] = msgspec.json.decode((tmp_path / "run" / "judge.json").read_bytes())
+    assert (state["alarm"], state["anchors"][0]["kendall_tau"]) == (
+        alarm,
+        pytest.approx(-1.0 if wrong else 1.0),
+    )
+    assert state["rulers"]["default"]["rubric"] == "general"
+    assert state["rulers"]["default"]["groups"] == 0  # anchors don't count as judged groups
+
+
+async def test_anchors_that_can_t_be_judged_are_an_alarm_too(tmp_path: Path) -> None:
+    anchors = read_labelled(labelled(tmp_path / "anchors.jsonl"))
+    judge = ruler(Model(lambda _: 500))
+    watch = Watch(JudgeConfig(model="test/judge"), tmp_path / "judge.json", {"": judge}, anchors)
+    await watch.check("", judge)
+    assert watch.anchor_runs[0]["alarm"]
