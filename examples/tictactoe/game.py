@@ -34,6 +34,11 @@ def free_cells(board: str) -> list[int]:
     return [i for i, mark in enumerate(board) if mark == "."]
 
 
+def completing(board: str, mark: str) -> list[int]:
+    """Free cells that would complete a line of `mark`."""
+    return [i for i in free_cells(board) if has_won(put(board, i, mark), mark)]
+
+
 def put(board: str, cell: int, mark: str) -> str:
     """`board` with `mark` on `cell`; `ValueError` if the cell is taken."""
     if board[cell] != ".":

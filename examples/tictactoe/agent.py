@@ -1,0 +1,152 @@
+"""One agent that plays one game, and a fleet of them: an OpenAI client and nothing of Journeyman's.
+
+What makes these agents trainable is in three calls: opening a trajectory (which says what group the run belongs to and
+answers with a base URL of its own), the game's chat completions at that URL, and completing the trajectory with its
+reward. A request that fails for good is counted in `Fleet.failed`; its run is completed as `no_result`, so that no
+infrastructure failure is ever taken for a lost game.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
+from examples.tictactoe.game import Game, Result, describe
+
+MAX_TOKENS = 2
+"""A cell's name and the end of the turn."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A game that ended. `step`: the policy step that made its last move; `result` None: no result for want of an
+    answer."""
+
+    id: str
+    group: str
+    result: Result | None
+    reward: float
+    step: int
+
+
+@dataclass
+class Fleet:
+    """Agents on one connection pool, `concurrency` games at once at most."""
+
+    client: openai.AsyncOpenAI
+    model: str
+    concurrency: int = 64
+    calls: int = 0
+    failed: int = 0
+    """Requests that failed in spite of the client's own retries."""
+    last_error: str = ""
+    latency_s: float = 0.0
+    """Summed over all calls."""
+    completed: list[str] = field(default_factory=list)
+    """Ids of the trajectories that were completed."""
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.concurrency)
+
+    @classmethod
+    def at(cls, gateway: str, model: str, concurrency: int = 64) -> Fleet:
+        """A fleet for the gateway at this URL; close it with `await fleet.client.close()`."""
+        client = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=12, timeout=120)
+        return cls(client, model, concurrency)
+
+    async def play_all(
+        self, seeds: Iterable[str], *, group: str, split: str = "train", pinned: str = ""
+    ) -> list[Finished]:
+        """Play a game per seed at once, as the attempts of one group; in the order of `seeds`."""
+        listed = list(seeds)
+        async with asyncio.TaskGroup() as tasks:
+            games = [
+                tasks.create_task(
+                    self.play(seed, group=group, attempt=i, size=len(listed), split=split, pinned=pinned)
+                )
+                for i, seed in enumerate(listed)
+            ]
+        return [game.result() for game in games]
+
+    async def play(
+        self,
+        seed: str,
+        *,
+        group: str,
+        attempt: int = 0,
+        size: int = 0,
+        split: str = "train",
+        pinned: str = "",
+    ) -> Finished:
+        """Play the game of `seed` from opening to completing its trajectory."""
+        async with self._slots:
+            game, step = Game(seed), 0
+            run = await self._post(
+                "/trajectories",
+                {
+                    "model": self.model,
+                    "id": f"{group}-{attempt}",
+                    "group": group,
+                    "group_size": size,
+                    "attempt": attempt,
+                    "task": seed,
+                    "split": split,
+                    "pinned": pinned,
+                },
+            )
+            if run is None:
+                return Finished(f"{group}-{attempt}", group, None, 0.0, 0)
+            agent = self.client.with_options(base_url=run["base_url"], api_key=run["api_key"])
+            messages: list[ChatCompletionMessageParam] = []
+            while game.result is None:
+                messages.append({"role": "user", "content": describe(game.board)})
+                began = time.monotonic()
+                try:
+                    reply = await agent.chat.completions.create(
+                        model=self.model, messages=messages, max_tokens=MAX_TOKENS, temperature=1.0
+                    )
+                except openai.APIError as error:
+                    self._note(error)
+                    break
+                self.calls += 1
+                self.latency_s += time.monotonic() - began
+                step = int(reply.model.rpartition("@")[2])
+                choice = reply.choices[0]
+                text = choice.message.content or ""
+                messages.append({"role": "assistant", "content": text})
+                # What was cut off at the limit never ended its turn, so it is no move.
+                game.play(text if choice.finish_reason == "stop" else None)
+            return await self._complete(run["id"], group, game, step)
+
+    async def _complete(self, trajectory: str, group: str, game: Game, step: int) -> Finished:
+        if game.result is None:
+            body: dict[str, Any] = {"outcome": "no_result"}
+        else:
+            won = float(game.result == "win")
+            body = {
+                "reward": game.reward,
+                "metrics": {"win": won, "moves": float(game.moves)},
+                "metadata": {"result": game.result, "board": game.board},
+            }
+        if await self._post(f"/trajectories/{trajectory}/complete", body) is not None:
+            self.completed.append(trajectory)
+        reward = 0.0 if game.result is None else game.reward
+        return Finished(trajectory, group, game.result, reward, step)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """The gateway's control API through the same client; None, counted, where it fails for good."""
+        try:
+            return await self.client.post(path, cast_to=object, body=body)
+        except openai.APIError as error:
+            self._note(error)
+            return None
+
+    def _note(self, error: openai.APIError) -> None:
+        self.failed += 1
+        self.last_error = f"{type(error).__name__}: {error}"

@@ -1,0 +1,396 @@
+"""`make demo`: the whole loop on this machine, from a base model to one that wins measurably more.
+
+    python -m examples.tictactoe.demo --seed 0 --run-dir runs/demo
+
+Starts `journeyman up` with `journeyman.toml`, plays the held-out games with the base model, lets the fleet play while
+the trainer trains, plays the same held-out games with the last version, stops everything in order, asks the history
+what happened and writes `<run-dir>/report.json`. Exits 1 where the run broke off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from examples.tictactoe.agent import Finished, Fleet
+from examples.tictactoe.game import opening_seed
+from examples.tictactoe.report import COUNTS, JOURNEYMAN, LINEAGE, ask, rows, win_rate
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = Path(__file__).with_name("journeyman.toml")
+MODEL = "tictactoe"
+LOOK_EVERY_S = 0.25
+"""Between two looks at the policy version that the gateway serves."""
+GOAL = 0.70
+
+console = Console(highlight=False)
+
+
+class DemoError(Exception):
+    """The run broke off; the message says where to look."""
+
+
+@dataclass
+class Progress:
+    """What the view shows."""
+
+    phase: str = "starting"
+    steps: int = 0
+    """Step budget."""
+    step: int = 0
+    """Newest step that is served."""
+    games: int = 0
+    recent: deque[Finished] = field(default_factory=lambda: deque(maxlen=256))
+    staleness: deque[int] = field(default_factory=lambda: deque(maxlen=256))
+    """Steps that the policy went on while a game was played, of recent games."""
+    curve: list[dict[str, float]] = field(default_factory=list)
+    """Win rate of recent training games by step and time."""
+    goal_s: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    _calls: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=40))
+
+    @property
+    def rate(self) -> float:
+        """Moving average of the win rate, over at most 256 games."""
+        return sum(game.result == "win" for game in self.recent) / max(len(self.recent), 1)
+
+    def calls_per_s(self, calls: int) -> float:
+        now = time.monotonic()
+        self._calls.append((now, calls))
+        then, before = self._calls[0]
+        return (calls - before) / (now - then) if now > then else 0.0
+
+    def note(self, games: list[Finished]) -> None:
+        self.games += len(games)
+        self.recent.extend(games)
+        self.staleness.extend(self.step - game.step for game in games)
+
+    def advance(self, step: int, training_s: float) -> None:
+        self.step = step
+        self.curve.append({"step": step, "s": round(training_s, 1), "win_rate": round(self.rate, 3)})
+        if self.goal_s is None and len(self.recent) == self.recent.maxlen and self.rate >= GOAL:
+            self.goal_s = round(training_s, 1)
+
+    def line(self, fleet: Fleet | None) -> dict[str, str]:
+        calls = fleet.calls if fleet else 0
+        lag = sum(self.staleness) / max(len(self.staleness), 1)
+        return {
+            "phase": self.phase,
+            "step": f"{self.step}/{self.steps}",
+            "policy": f"{MODEL}@{self.step}",
+            "games": f"{self.games:,}",
+            "win rate": f"{self.rate:.2f} (last {len(self.recent)})",
+            "calls": f"{calls:,} ({self.calls_per_s(calls):.0f}/s)",
+            "failed": str(fleet.failed if fleet else 0),
+            "staleness": f"{lag:.2f}",
+            "time": f"{time.monotonic() - self.began:.0f} s",
+        }
+
+
+class View:
+    """The live view: a panel on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.fleet = progress, None
+        self.fleet: Fleet | None
+
+    def __rich__(self) -> Table:
+        table = Table(show_header=False, box=None, title="Journeyman: tic-tac-toe, learning on the job")
+        for name, value in self.progress.line(self.fleet).items():
+            table.add_row(f"[dim]{name}[/]", f"[bold]{value}[/]")
+        return table
+
+    async def run(self) -> None:
+        if console.is_terminal:
+            with Live(self, console=console, refresh_per_second=4):
+                await asyncio.Event().wait()
+        while True:
+            line = self.progress.line(self.fleet)
+            print("  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
+            await asyncio.sleep(10)
+
+
+class Installation:
+    """`journeyman up` in a process of its own."""
+
+    def __init__(self, run_dir: Path, overrides: dict[str, Any]) -> None:
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True)
+        flags = [flag for key, value in overrides.items() for flag in ("--set", f"{key}={json.dumps(value)}")]
+        with (run_dir / "up.log").open("wb") as sink:
+            self.process = subprocess.Popen(
+                [JOURNEYMAN, "up", "--config", str(SETTINGS), "--run-dir", str(run_dir), *flags],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises `DemoError` if it is gone."""
+        if self.process.poll() is not None:
+            tail = (self.run_dir / "up.log").read_text("utf-8", "replace")[-3000:]
+            raise DemoError(f"journeyman up ended with code {self.process.returncode}:\n{tail}")
+
+    async def ready(self) -> str:
+        """The gateway's URL, once everything works."""
+        path = self.run_dir / "state.json"
+        while True:
+            self.check()
+            if path.exists() and (state := json.loads(path.read_text()))["ready"]:
+                return str(state["urls"]["gateway"])
+            await asyncio.sleep(0.2)
+
+    def restarts(self) -> int:
+        state = json.loads((self.run_dir / "state.json").read_text())
+        return sum(service["restarts"] for service in state["services"].values())
+
+    def stop(self) -> None:
+        """An orderly stop, which ends once the store holds what the log holds."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(120)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise DemoError(f"journeyman up did not stop; see {self.run_dir}/logs") from None
+
+
+class Training:
+    """Games and steps at the same time. Groups are played just fast enough that the trainer never waits: at most `lead`
+    batches of them are under way or waiting to be trained, which is what keeps them fresh."""
+
+    def __init__(
+        self, fleet: Fleet, progress: Progress, args: argparse.Namespace, installation: Installation
+    ) -> None:
+        self.fleet, self.progress, self.args = fleet, progress, args
+        self._installation = installation
+        self._useful = 0
+        """Finished groups whose rewards differ; others train nothing and are no part of a batch."""
+        self._playing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._began = time.monotonic()
+        self._moved = self._began
+        """When something last went forward."""
+        self._skipped = 0
+        """Groups given up waiting for: a trainer that discards one would else be waited for in vain."""
+
+    @property
+    def lead(self) -> int:
+        """Groups ahead of the trainer."""
+        trained = self.progress.step * self.args.groups
+        return len(self._playing) + self._useful - self._skipped - trained
+
+    async def run(self) -> None:
+        """Until the step budget is used up and every game that was begun has ended."""
+        watch = asyncio.create_task(self._watch())
+        group = 0
+        try:
+            while self.progress.step < self.args.steps:
+                if self.lead < round(self.args.lead * self.args.groups):
+                    task = asyncio.create_task(self._play(group))
+                    self._playing.add(task)
+                    task.add_done_callback(self._playing.discard)
+                    group += 1
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+                if watch.done():
+                    watch.result()
+            await asyncio.gather(*self._playing)
+        finally:
+            watch.cancel()
+
+    async def _play(self, group: int) -> None:
+        seed = opening_seed("train", group, self.args.seed)
+        games = await self.fleet.play_all([seed] * self.args.group_size, group=f"train-{group}")
+        self.progress.note(games)
+        rewards = [game.reward for game in games if game.result is not None]
+        self._useful += bool(rewards) and max(rewards) - min(rewards) > 1e-6
+        self._moved = time.monotonic()
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        while True:
+            self._installation.check()
+            step = await served_step(self.fleet)
+            now = time.monotonic()
+            if step > self.progress.step:
+                self.progress.advance(step, now - self._began)
+                self._moved = now
+                self._changed.set()
+            elif now - self._moved > 15 and not self._playing:
+                self._skipped += self.args.groups
+                self._moved = now
+                self._changed.set()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def served_step(fleet: Fleet) -> int:
+    """The policy step that the gateway routes to now."""
+    answer: Any = await fleet.client.get("/policies", cast_to=object)
+    return next(int(entry["step"]) for entry in answer["data"] if entry["model"] == MODEL)
+
+
+async def evaluate(fleet: Fleet, progress: Progress, version: str, games: int) -> list[Finished]:
+    """The held-out games, played by exactly this version and never trained on. One group of its own each: there is
+    nothing to compare."""
+    progress.phase = f"held-out games at {version}"
+    progress.recent.clear()
+
+    async def one(number: int) -> Finished:
+        group = f"val-{version}-{number}"
+        game = await fleet.play(opening_seed("val", number), group=group, size=1, split="val", pinned=version)
+        progress.note([game])
+        return game
+
+    return list(await asyncio.gather(*(one(n) for n in range(games))))
+
+
+async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
+    """Everything between a started and a stopped installation; what of the report the agents know."""
+    view = View(progress)
+    showing = asyncio.create_task(view.run())
+    try:
+        gateway = await installation.ready()
+        started_s = time.monotonic() - progress.began
+        fleet = view.fleet = Fleet.at(gateway, MODEL, args.concurrency)
+        before = await evaluate(fleet, progress, f"{MODEL}@0", args.eval_games)
+        evaluated_s = time.monotonic() - progress.began
+        progress.phase, progress.games = "training", 0
+        progress.recent.clear()
+        progress.staleness.clear()
+        training = Training(fleet, progress, args, installation)
+        await training.run()
+        trained_s = time.monotonic() - progress.began
+        trained_games, calls = progress.games, fleet.calls
+        final = f"{MODEL}@{progress.step}"
+        after = await evaluate(fleet, progress, final, args.eval_games)
+        restarts = installation.restarts()
+        await fleet.client.close()
+    finally:
+        showing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await showing
+    return {
+        "win_rate_before": win_rate(before),
+        "win_rate_after": win_rate(after),
+        "steps": progress.step,
+        "calls": fleet.calls,
+        "calls_per_s_training": round(calls / max(trained_s - started_s, 1e-9), 1),
+        "latency_mean_s": round(fleet.latency_s / max(fleet.calls, 1), 4),
+        "completed_by_agents": len(fleet.completed),
+        "completed_ids_distinct": len(set(fleet.completed)),
+        "training_games": trained_games,
+        "failed_requests": fleet.failed,
+        "last_error": fleet.last_error,
+        "restarts": restarts,
+        "final_checkpoint": final,
+        "time_to_0_70": progress.goal_s,
+        "seconds": {
+            "start": round(started_s, 1),
+            "evaluate_before": round(evaluated_s - started_s, 1),
+            "train": round(trained_s - evaluated_s, 1),
+            "evaluate_after": round(time.monotonic() - progress.began - trained_s, 1),
+        },
+        "curve": progress.curve,
+    }
+
+
+def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[str, Any]:
+    """The report with what the history says, printed and written."""
+    (counts,) = rows(run_dir, COUNTS)
+    query = LINEAGE.format(model=MODEL, step=report["steps"])
+    report |= {
+        "trajectories": counts["completed"],
+        "completed_by_sql": counts["completed"],
+        "completed_by_sql_distinct": counts["distinct_completed"],
+        "exchanges_by_sql": counts["exchanges"],
+        "sampler_logprob_diff": counts["sampler_logprob_diff"],
+        "staleness": {"mean": counts["staleness_mean"], "max": counts["staleness_max"]},
+        "lineage": rows(run_dir, query),
+        "wall_s": round(time.monotonic() - progress.began, 1),
+    }
+    (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    console.print(f"\nlineage of [bold]{report['final_checkpoint']}[/]:")
+    print(ask(run_dir, query, "table"))
+    before, after = report["win_rate_before"], report["win_rate_after"]
+    table = Table("", "win rate", "95 % interval", "games", "win / draw / loss / illegal", box=None)
+    for name, rate in (("before", before), ("after", after)):
+        low, high = rate["ci95"]
+        ends = " / ".join(str(n) for n in rate["outcomes"].values())
+        table.add_row(name, f"{rate['value']:.3f}", f"{low:.3f} to {high:.3f}", str(rate["games"]), ends)
+    console.print(table)
+    reached = report["time_to_0_70"]
+    goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"
+    diff = report["sampler_logprob_diff"]
+    console.print(
+        f"{report['steps']} steps, {report['calls']:,} calls, {report['failed_requests']} failed, "
+        f"{report['wall_s']:.0f} s in all; a win rate of {GOAL:.2f} while training: {goal}\n"
+        f"trajectories completed: {report['completed_by_agents']:,} by the agents, {counts['completed']:,} in the "
+        f"history; largest mean difference of sampler's and trainer's logprobs: "
+        f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
+        f"report: {run_dir / 'report.json'}"
+    )
+    return report
+
+
+def make_room(run_dir: Path) -> None:
+    """An earlier run in the folder is kept beside it, under the time of its last change."""
+    if run_dir.exists():
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run_dir.stat().st_mtime))
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}-{stamp}"))
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
+    parser.add_argument("--groups", type=int, default=8, help="groups a step")
+    parser.add_argument("--group-size", type=int, default=8, help="games a group")
+    parser.add_argument("--eval-games", type=int, default=500)
+    parser.add_argument("--concurrency", type=int, default=96, help="games at once")
+    parser.add_argument("--lead", type=float, default=2.0, help="batches under way or waiting, at most")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    run_dir: Path = args.run_dir.absolute()
+    make_room(run_dir)
+    progress = Progress(steps=args.steps)
+    installation = Installation(
+        run_dir,
+        {
+            "judge.group_size": args.group_size,
+            "trainer.groups_per_step": args.groups,
+            "trainer.max_steps": args.steps,
+            "trainer.seed": args.seed,
+        },
+    )
+    try:
+        try:
+            report = asyncio.run(play(args, installation, progress))
+        finally:
+            installation.stop()
+        settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
+        conclude({"seed": args.seed, "settings": settings, **report}, run_dir, progress)
+    except DemoError as error:
+        console.print(f"[red]{error}[/]")
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()
