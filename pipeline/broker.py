@@ -24,7 +24,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
-from pipeline import streams
+from pipeline import crash, streams
 from pipeline.config import NatsConfig
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.log import get_logger
@@ -87,11 +87,13 @@ class Delivery(Recorded):
     async def ack(self, *, confirmed: bool = False) -> None:
         """Done with it. `confirmed` waits until the server knows; without, a lost ack leads to redelivery."""
         assert self._msg is not None
+        crash.point("broker.before_ack")
         if confirmed:
             await self._msg.ack_sync()
         else:
             await self._msg.ack()
         self._let_go()
+        crash.point("broker.after_ack")
 
     async def nak(self, delay_s: float | None = None) -> None:
         """Give it back for another try."""
@@ -113,22 +115,16 @@ class Consumption:
         self._broker, self.spec, self._sub = broker, spec, sub
         self.held: set[Delivery] = set()
 
-    async def raw(self, limit: int, wait_s: float = 1.0) -> list[Msg]:
-        """Up to `limit` messages as they came, neither decoded nor kept alive: for a consumer that takes many, tells
-        redeliveries apart itself and acknowledges each message in its own time. An empty list where none came."""
+    async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
+        """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
         try:
-            messages: list[Msg] = await self._sub.fetch(limit, timeout=wait_s)
+            messages = await self._sub.fetch(limit, timeout=wait_s)
         except (TimeoutError, nats.js.errors.FetchTimeoutError):  # nats-py raises its own and asyncio's bare one
             return []
         except nats.js.errors.ServiceUnavailableError as error:
             raise BrokerUnavailableError(
                 f"consumer {self.spec.name} is gone: was its stream {self.spec.stream} deleted?"
             ) from error
-        return messages
-
-    async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
-        """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
-        messages = await self.raw(limit, wait_s)
         out = []
         for message in messages:
             delivery = await self._broker._admit(message, self.spec)
@@ -284,7 +280,9 @@ class Broker:
         with anyio.move_on_after(self.config.publish_deadline_s):
             while True:
                 try:
+                    crash.point("broker.before_publish")
                     ack = await self.js.publish(subject, payload, headers=dict(headers))
+                    crash.point("broker.after_publish")
                     return Ack(ack.stream, ack.seq, bool(ack.duplicate))
                 except nats.js.errors.APIError as error:
                     if error.err_code == _WRONG_LAST_SEQUENCE:
@@ -311,6 +309,7 @@ class Broker:
     async def _check_in(self, event: Event, payload: bytes) -> bytes:
         digest = hashlib.sha256(payload).hexdigest()
         await self.put_object(streams.CLAIMS_BUCKET, digest, payload)
+        crash.point("broker.after_claim")
         return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=wire_name(event)))
 
     # -- reading -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline import crash
 from store import columns
 
 SUFFIX = ".parquet"
@@ -77,10 +78,12 @@ class LocalTarget:
         try:
             write_parquet(str(temporary), tag, table, metadata)
             _fsync(temporary)
+            crash.point("store.before_rename")
             temporary.replace(folder / name)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        crash.point("store.after_rename")
         _fsync(folder)
 
     def check(self, tag: str, name: str) -> None:

@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.to_thread
 import msgspec
+import nats.errors
+import nats.js.errors
 from anyio.abc import TaskStatus
 from nats.aio.msg import Msg
 
-from pipeline import streams
-from pipeline.broker import Broker, Consumption, HistoryGoneError, not_for
+from pipeline import crash, streams
+from pipeline.broker import Broker, HistoryGoneError, not_for
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, wire_name
 from pipeline.log import get_logger
+from pipeline.pull import ConsumerGoneError, Puller, acknowledge, pulling
 from store import columns
 from store.catalog import Catalog, FileName
 
@@ -29,6 +32,7 @@ log = get_logger("store.writer")
 
 _FETCH = 2_000
 _RETRY_S = 1.0
+_GOODBYE_S = 8.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -77,12 +81,12 @@ class Writer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; what was taken by then is written first."""
-        async with self._broker.consume(self.spec.name) as messages:
+        async with pulling(self._broker.client, self.spec, _FETCH) as puller:
             task_status.started()
             try:
                 async with anyio.create_task_group() as tg:
                     while True:
-                        await self._take(messages)
+                        await self._take(puller)
                         if self._due():
                             await (
                                 self._slot.acquire()
@@ -91,10 +95,12 @@ class Writer:
                             self._writing = part
                             tg.start_soon(self._write, part)
             finally:
-                with anyio.move_on_after(8, shield=True):
+                with anyio.move_on_after(_GOODBYE_S, shield=True):
                     if self._writing is not None:
                         # Cancelled before or while it was acknowledged: its files may be there, or not yet.
                         await self._finish(self._writing)
+                        self._writing = None
+                    await self._accept(puller.take_nowait())
                     await self._finish(self._part)
 
     def _due(self) -> bool:
@@ -107,15 +113,43 @@ class Writer:
             or time.monotonic() - part.began >= config.flush_s
         )
 
-    async def _take(self, messages: Consumption) -> None:
+    async def _take(self, puller: Puller) -> None:
         part = self._part
         room = max(1, self._config.flush_rows - len(part.taken))
         wait_s = self._config.flush_s
         if part.taken:
             wait_s = max(0.01, part.began + wait_s - time.monotonic())
-        batch = await messages.raw(min(_FETCH, room), wait_s)
+        try:
+            batch = await puller.take(room, wait_s)
+        except ConsumerGoneError as error:
+            await self._await_consumer(error)
+            return
+        await self._accept(batch)
+
+    async def _await_consumer(self, gone: ConsumerGoneError) -> None:
+        """The stream or its consumer was deleted: what is in memory is kept and written; the rest is made anew."""
+        while True:
+            try:
+                await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
+            except nats.js.errors.NotFoundError:
+                log.error(
+                    "consumer gone",
+                    consumer=self.spec.name,
+                    stream=self.spec.stream,
+                    why=str(gone),
+                    detail="made anew; what the stream held and no file holds yet is lost to the store",
+                )
+                await self._broker.provision()
+                return
+            except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError):
+                await anyio.sleep(_RETRY_S)  # paces the question to a server that is away
+            else:
+                return  # it was the server that was away for a moment
+
+    async def _accept(self, batch: Sequence[Msg]) -> None:
         if not batch:
             return
+        part = self._part
         if not part.taken:
             part.began = time.monotonic()
         places = [position(m) for m in batch]
@@ -164,11 +198,18 @@ class Writer:
 
     async def _finish(self, part: Part) -> None:
         """Files, then acknowledgements. Safe to repeat from the start."""
+        crash.point("store.before_write")
         for tag in list(part.tags):
             if await self._write_tag(part, tag):
                 del part.tags[tag]
-        for message in part.taken.values():
-            await message.ack()
+                crash.point("store.between_tags")
+        messages = list(part.taken.values())
+        crash.point("store.before_ack")
+        half = len(messages) // 2
+        await acknowledge(self._broker.client, messages[:half])
+        crash.point("store.half_acked")
+        await acknowledge(self._broker.client, messages[half:])
+        crash.point("store.after_ack")
         part.taken = {}
 
     async def _write_tag(self, part: Part, tag: str) -> bool:
