@@ -45,9 +45,15 @@ def without_vllm() -> Iterator[None]:
             sys.modules["vllm"] = loaded
 
 
-with warnings.catch_warnings(), without_vllm():
-    # What the libraries warn of while they are imported is not ours to fix.
-    warnings.simplefilter("ignore")
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """For importing from TRL: what the libraries warn of while they are imported is not ours to fix."""
+    with warnings.catch_warnings(), without_vllm():
+        warnings.simplefilter("ignore")
+        yield
+
+
+with quiet_imports():
     from trl import GRPOConfig, GRPOTrainer
 
 transformers_logging.disable_progress_bar()
