@@ -5,7 +5,7 @@
 | `service` | wires the parts and serves |
 | `app` | the ASGI application: routes, bodies, identity, errors |
 | `chat` | one model call: routed, sampled, recorded, answered |
-| `wire` | what is added to a request and taken off a reply |
+| `wire`, `dialects` | calls and answers; what is added to a request and taken off a reply |
 | `streaming` | a streamed reply, cleaned as it passes and put together again |
 | `control` | the control API |
 | `trajectories` | open runs, rebuilt from the log; keys; sequence numbers |

@@ -17,6 +17,7 @@ from pipeline.log import get_logger
 from rollout_gateway import wire
 from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
 from rollout_gateway.control import Control
+from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.errors import ApiError, unavailable
 from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Keys, Registry, Trajectory
@@ -34,6 +35,8 @@ _SSE = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control
 _WATCH_AFTER_S = 0.25
 """A plain call that takes longer has its client watched; for shorter ones the watch would cost more than the call."""
 _encode = msgspec.json.Encoder().encode
+
+_DIALECTS: dict[str, Dialect] = {d.path: d for d in (CHAT, COMPLETIONS)}
 
 TRAJECTORY_HEADER = b"x-journeyman-trajectory"
 SIDE_CALL_HEADER = b"x-journeyman-side-call"
@@ -68,9 +71,10 @@ class App:
         if path.startswith("/t/"):
             named, slash, rest = scope["raw_path"].decode("latin-1").partition("?")[0][3:].partition("/")
             named, path = unquote(named), slash + rest
-        if path == "/v1/chat/completions":
+        dialect = _DIALECTS.get(path)
+        if dialect is not None:
             _allow(method, "POST")
-            await self._completions(scope, receive, send, named)
+            await self._model_call(dialect, scope, receive, send, named)
             return
         status, answer = await self._control_route(method, path, scope, receive)
         await _answer(send, status, _encode(answer))
@@ -108,11 +112,13 @@ class App:
 
     # -- model calls ---------------------------------------------------------------------------------------------
 
-    async def _completions(self, scope: Scope, receive: Receive, send: Send, named: str | None) -> None:
+    async def _model_call(
+        self, dialect: Dialect, scope: Scope, receive: Receive, send: Send, named: str | None
+    ) -> None:
         headers: Headers = dict(scope["headers"])
-        call = wire.read_call(await self._body(receive, headers))
+        call = dialect.read(await self._body(receive, headers))
         trajectory = await self._trajectory(named, headers)
-        self._router.check(call.parsed.model, trajectory)
+        self._router.check(call.asked.model, trajectory)
         caller = Caller(
             trajectory,
             _traceparent(headers),
@@ -120,27 +126,31 @@ class App:
             headers.get(SIDE_CALL_HEADER, b"") in (b"1", b"true"),
         )
         if call.stream:
-            await self._streamed(call, caller, receive, send)
+            await self._streamed(dialect, call, caller, receive, send)
         else:
-            await self._plain(call, caller, receive, send)
+            await self._plain(dialect, call, caller, receive, send)
 
-    async def _plain(self, call: wire.Call, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _plain(
+        self, dialect: Dialect, call: wire.Call, caller: Caller, receive: Receive, send: Send
+    ) -> None:
         watch: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(
             _WATCH_AFTER_S, lambda: watch.append(asyncio.ensure_future(_watch(receive, caller)))
         )
         try:
-            status, body = await self._chat.plain(call, caller)
+            status, body = await self._chat.plain(dialect, call, caller)
         finally:
             timer.cancel()
             for task in watch:
                 task.cancel()
         await _answer(send, status, body)
 
-    async def _streamed(self, call: wire.Call, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _streamed(
+        self, dialect: Dialect, call: wire.Call, caller: Caller, receive: Receive, send: Send
+    ) -> None:
         watch = asyncio.ensure_future(_watch(receive, caller))
         try:
-            status, events = await self._chat.stream(call, caller)
+            status, events = await self._chat.stream(dialect, call, caller)
             if isinstance(events, bytes):
                 await _answer(send, status, events)
                 return

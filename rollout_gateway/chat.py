@@ -18,7 +18,8 @@ from pipeline.config import GatewayConfig
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.log import get_logger
 from pipeline.names import parse_version
-from rollout_gateway import streaming, wire
+from rollout_gateway import wire
+from rollout_gateway.dialects import Dialect
 from rollout_gateway.errors import ApiError, error_body, unavailable
 from rollout_gateway.replicas import Fleet, Lease, Replica, least_loaded
 from rollout_gateway.routing import Router
@@ -29,7 +30,6 @@ from rollout_gateway.wire import Answer, Call, Sampled
 
 log = get_logger("rollout_gateway.chat")
 
-CHAT = "/v1/chat/completions"
 Status = Literal["complete", "cancelled", "failed"]
 
 
@@ -81,6 +81,7 @@ class _Attempt:
 class _Exchange:
     """What the log gets of one call."""
 
+    dialect: Dialect
     call: Call
     caller: Caller
     trajectory: Trajectory
@@ -111,13 +112,14 @@ class _Exchange:
             group=opened.group,
             request=self.call.body,
             response=answer.client_body(choice) if answer.fields else b"{}",
-            prompt_ids=answer.prompt_ids,
+            prompt_ids=choice.prompt_ids or answer.prompt_ids,
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
+            forced=b"\x01" * (len(choice.ids) // 4) if self.call.constrained else b"",
             finish_reason=choice.finish_reason,
             status=status,
             side_call=self.caller.side_call,
-            endpoint=CHAT,
+            endpoint=self.call.endpoint,
             streamed=self.call.stream,
             request_hash=self.request_hash,
             replica=self.replica,
@@ -127,7 +129,7 @@ class _Exchange:
 
 
 class ChatHandler:
-    """Plain and streamed chat completions."""
+    """Plain and streamed calls of either dialect."""
 
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, registry: Registry, router: Router) -> None:
         self._gateway, self._fleet, self._registry, self._router = gateway, fleet, registry, router
@@ -135,27 +137,27 @@ class ChatHandler:
 
     # -- plain ---------------------------------------------------------------------------------------------------
 
-    async def plain(self, call: Call, caller: Caller) -> tuple[int, bytes]:
+    async def plain(self, dialect: Dialect, call: Call, caller: Caller) -> tuple[int, bytes]:
         """Status and body of the answer. Raises `ApiError`; `ClientGoneError` where the client left before the end."""
         trajectory = self._captured(caller)
         if trajectory is None:
-            attempt = await self._reach(call, caller, None)
+            attempt = await self._reach(dialect, call, caller, None)
             return attempt.status, attempt.body
         trajectory.begin()
         try:
-            exchange = _Exchange(call, caller, trajectory, call.hash(CHAT))
+            exchange = _Exchange(dialect, call, caller, trajectory, call.hash())
             before = await self._answered_before(exchange)
             if before is not None:
                 return 200, msgspec.json.encode(before)
             try:
-                attempt = await self._reach(call, caller, exchange)
+                attempt = await self._reach(dialect, call, caller, exchange)
             except ClientGoneError:
                 if exchange.version:
                     await self._record(exchange, Answer({}, b"", []), "cancelled")
                 raise
             if attempt.status != 200:
                 return attempt.status, attempt.body
-            answer = _read_answer(attempt.body, call)
+            answer = _read_answer(dialect, attempt.body, call)
             await self._record(exchange, answer, "complete")
             return 200, answer.client_body()
         finally:
@@ -163,24 +165,26 @@ class ChatHandler:
 
     # -- streamed ------------------------------------------------------------------------------------------------
 
-    async def stream(self, call: Call, caller: Caller) -> tuple[int, AsyncIterator[bytes] | bytes]:
+    async def stream(
+        self, dialect: Dialect, call: Call, caller: Caller
+    ) -> tuple[int, AsyncIterator[bytes] | bytes]:
         """Status and the events of the answer, or the body where it is an error. Raises as `plain` does.
 
         The iterator must be run to its end, also when the client has gone (`caller.leave` ends it)."""
         trajectory = self._captured(caller)
         if trajectory is None:
-            attempt = await self._reach(call, caller, None)
+            attempt = await self._reach(dialect, call, caller, None)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             return 200, self._pass_through(attempt, caller)
         trajectory.begin()
         try:
-            exchange = _Exchange(call, caller, trajectory, call.hash(CHAT))
+            exchange = _Exchange(dialect, call, caller, trajectory, call.hash())
             before = await self._answered_before(exchange)
             if before is not None:
-                events = streaming.as_stream(before)
+                events = dialect.as_stream(before)
             else:
-                attempt = await self._reach(call, caller, exchange)
+                attempt = await self._reach(dialect, call, caller, exchange)
                 if attempt.status == 200:
                     return 200, self._capture_stream(exchange, attempt)
         except BaseException:
@@ -201,7 +205,7 @@ class ChatHandler:
             attempt.lease.release()
 
     async def _capture_stream(self, exchange: _Exchange, attempt: _Attempt) -> AsyncIterator[bytes]:
-        capture = StreamCapture(exchange.call.parsed)
+        capture = StreamCapture(exchange.dialect, exchange.call)
         held: list[bytes] = []
         last = b""
         status: Status = "failed"
@@ -275,7 +279,7 @@ class ChatHandler:
         if not events:
             return None
         log.info("answered from the log", trajectory=exchange.trajectory.id, seq=events[0].seq)
-        return wire.merged_replies([e.response for e in events])
+        return exchange.dialect.merged([e.response for e in events])
 
     async def _record(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
         """Put the call on the log; raises a 503 `ApiError` where the log does not take it."""
@@ -302,7 +306,9 @@ class ChatHandler:
 
     # -- the inference servers -----------------------------------------------------------------------------------
 
-    async def _reach(self, call: Call, caller: Caller, exchange: _Exchange | None) -> _Attempt:
+    async def _reach(
+        self, dialect: Dialect, call: Call, caller: Caller, exchange: _Exchange | None
+    ) -> _Attempt:
         """Have the call answered by a replica that serves the version it is routed to.
 
         Waits for one, and asks again where a server went away before its answer was whole: nothing of it had reached
@@ -320,9 +326,9 @@ class ChatHandler:
 
         while True:
             lease = await self._fleet.acquire(
-                lambda: self._router.version(call.parsed.model, trajectory), prefer, deadline
+                lambda: self._router.version(call.asked.model, trajectory), prefer, deadline
             )
-            attempt = await self._ask(call, caller, lease, exchange)
+            attempt = await self._ask(dialect, call, caller, lease, exchange)
             if attempt is None:
                 continue
             # A dying server says 500, and a restarted one knows no adapter: have it looked at once, then ask again.
@@ -337,7 +343,7 @@ class ChatHandler:
             return attempt
 
     async def _ask(
-        self, call: Call, caller: Caller, lease: Lease, exchange: _Exchange | None
+        self, dialect: Dialect, call: Call, caller: Caller, lease: Lease, exchange: _Exchange | None
     ) -> _Attempt | None:
         """One try; none where the server went away. Raises `ClientGoneError`, and `ApiError` when time is up."""
         if caller.gone:
@@ -346,9 +352,13 @@ class ChatHandler:
         started_at = now_us()
         streaming_on = False
         try:
-            body = call.upstream_body(lease.version, capture=exchange is not None)
+            body = dialect.upstream_body(call, lease.version, capture=exchange is not None)
             reply = await lease.replica.upstream.request(
-                "POST", CHAT, body, timeout_s=self._gateway.request_timeout_s, on_sent=caller.when_gone
+                "POST",
+                dialect.path,
+                body,
+                timeout_s=self._gateway.request_timeout_s,
+                on_sent=caller.when_gone,
             )
             attempt = _Attempt(lease, reply, b"", started_at)
             if exchange is not None:
@@ -379,9 +389,9 @@ class ChatHandler:
                 lease.release()
 
 
-def _read_answer(body: bytes, call: Call) -> Answer:
+def _read_answer(dialect: Dialect, body: bytes, call: Call) -> Answer:
     try:
-        return wire.read_answer(body, call.parsed)
+        return dialect.read_answer(body, call.asked)
     except (msgspec.DecodeError, KeyError) as error:
         raise ApiError(
             502,

@@ -1,4 +1,4 @@
-"""Between a client's call and vLLM's: what is added on the way there and taken off on the way back.
+"""Calls and answers as the gateway holds them, whichever endpoint they came by (`dialects` knows the differences).
 
 Bodies are taken apart one level deep only (`msgspec.Raw` keeps the rest as it came), so what the gateway does not know
 passes through unchanged and costs nothing.
@@ -7,10 +7,11 @@ passes through unchanged and costs nothing.
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,94 +21,93 @@ Raw = msgspec.Raw
 Fields = dict[str, msgspec.Raw]
 
 _fields_decoder = msgspec.json.Decoder(Fields)
-_choices_decoder = msgspec.json.Decoder(list[Fields])
 _ids_decoder = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
-_TRUE = Raw(b"true")
 
-ADDED = ("prompt_token_ids", "prompt_text")
-"""Top-level fields that vLLM adds to a reply because the gateway asked for token ids."""
-ADDED_TO_CHOICE = ("token_ids", "routed_experts")
+_GRAMMARS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+)
+_STRICT = re.compile(rb'"strict"\s*:\s*true')
 
 
-class ChatCall(msgspec.Struct):
-    """What the gateway reads of a chat completion request; everything else is the inference server's business."""
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+def _type_of(raw: msgspec.Raw | None) -> str:
+    try:
+        return msgspec.json.decode(raw or b"{}", type=_Typed).type
+    except msgspec.ValidationError:
+        return ""  # the inference server will say what is wrong with it
+
+
+class Asked(msgspec.Struct):
+    """What the gateway reads of a request; everything else is the inference server's business."""
 
     model: str
-    messages: msgspec.Raw
     stream: bool | None = None
     n: int | None = None
-    logprobs: bool | None = None
+    logprobs: bool | int | None = None
     return_token_ids: bool | None = None
     metadata: dict[str, Any] | None = None
 
-
-_call_decoder = msgspec.json.Decoder(ChatCall)
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
+    @property
+    def wants_logprobs(self) -> bool:
+        """Chat asks with true, completions with a number, which may be 0."""
+        return self.logprobs is not None and self.logprobs is not False
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
-
-
-_logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
+_A = TypeVar("_A", bound=Asked)
 
 
 @dataclass(eq=False)
 class Call:
-    """A chat completion request, read."""
+    """A request, read."""
 
     body: bytes
-    """As the client sent it."""
+    """As the log gets it: what the client sent, or, for a translated endpoint, the chat completion that it became."""
     fields: Fields
-    parsed: ChatCall
+    asked: Asked
+    endpoint: str
+    """Where the client posted it."""
+    choices: int = 1
+    """How many choices the answer will have."""
 
     @property
     def stream(self) -> bool:
-        return bool(self.parsed.stream)
+        return bool(self.asked.stream)
 
-    def hash(self, endpoint: str) -> str:
+    def hash(self) -> str:
         """SHA-256 of endpoint and canonical body."""
-        digest = hashlib.sha256(endpoint.encode())
+        digest = hashlib.sha256(self.endpoint.encode())
         for name in sorted(self.fields):
             digest.update(b"\0%b\0%b" % (name.encode(), self.fields[name]))
         return digest.hexdigest()
 
-    def upstream_body(self, version: str, capture: bool) -> bytes:
-        """The request for the inference server: the exact version, and ids and logprobs asked for."""
-        fields = dict(self.fields)
-        fields["model"] = Raw(_encode(version))
-        if capture:
-            fields["return_token_ids"] = _TRUE
-            fields["logprobs"] = _TRUE
-        return _encode(fields)
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar has a say in what is sampled: an output format, or a tool that must be called.
 
-
-def read_call(body: bytes) -> Call:
-    """Raises a 400 `ApiError` on what is no chat completion request."""
-    try:
-        body.decode()
-        parsed = _call_decoder.decode(body)
-        fields = _fields_decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise ApiError(400, f"The body is not a valid request: {error}.", param=_param(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid_json(str(error)) from error
-    except RecursionError as error:
-        raise invalid_json("it is nested too deeply") from error
-    return Call(body, fields, parsed)
-
-
-def _param(message: str) -> str | None:
-    """`model` from ``Expected `str`, got `int` - at `$.model` ``."""
-    _, at, rest = message.partition("`$.")
-    if at:
-        return rest.partition("`")[0]
-    _, missing, rest = message.partition("missing required field `")
-    return rest.partition("`")[0] if missing else None
+        Then every token of the reply counts as constrained: which of them the grammar left as they were can't be told
+        from the reply, and their logprobs are those of the grammar's distribution, not of the policy's."""
+        fields = self.fields
+        if any(not is_null(fields.get(name)) for name in _GRAMMARS):
+            return True
+        form = fields.get("response_format")
+        if not is_null(form) and _type_of(form) != "text":
+            return True
+        tools, choice = fields.get("tools"), fields.get("tool_choice")
+        if tools is None or is_null(tools):
+            return False
+        chosen = msgspec.json.decode(choice) if choice is not None else None
+        if isinstance(chosen, dict) or chosen == "required":
+            return True
+        return chosen != "none" and _STRICT.search(bytes(tools)) is not None
 
 
 def is_null(raw: msgspec.Raw | None) -> bool:
@@ -122,14 +122,11 @@ def pack_ids(raw: msgspec.Raw | None) -> bytes:
     return array("i", _ids_decoder.decode(raw)).tobytes()
 
 
-def pack_logprobs(raw: msgspec.Raw | None) -> bytes:
-    """A choice's `logprobs`, packed (little-endian float32, one per sampled token)."""
-    if raw is None:
-        return b""
-    logprobs = _logprobs_decoder.decode(raw)
-    if logprobs is None or not logprobs.content:
-        return b""
-    return array("f", [entry.logprob for entry in logprobs.content]).tobytes()
+def text(raw: msgspec.Raw | None) -> str:
+    """A JSON string, or nothing for null."""
+    if raw is None or is_null(raw):
+        return ""
+    return str(msgspec.json.decode(raw))
 
 
 @dataclass(eq=False)
@@ -142,6 +139,8 @@ class Sampled:
     finish_reason: str = ""
     fields: Fields = field(default_factory=dict)
     """The choice as the client gets it."""
+    prompt_ids: bytes = b""
+    """Where each choice has a prompt of its own; else the answer's holds."""
 
 
 @dataclass(eq=False)
@@ -158,42 +157,28 @@ class Answer:
         return _encode({**self.fields, "choices": [c.fields for c in chosen]})
 
 
-def read_answer(body: bytes, parsed: ChatCall) -> Answer:
-    """Take apart vLLM's reply and remove from it what the client did not ask for.
-
-    Raises `msgspec.DecodeError` where it is no chat completion."""
-    fields = _fields_decoder.decode(body)
-    prompt_ids = pack_ids(fields.get("prompt_token_ids"))
-    if not parsed.return_token_ids:
-        for name in ADDED:
-            fields.pop(name, None)
-    choices = []
-    for position, choice in enumerate(_choices_decoder.decode(fields["choices"])):
-        sampled = Sampled(
-            index=int(bytes(choice["index"])) if "index" in choice else position,
-            ids=pack_ids(choice.get("token_ids")),
-            logprobs=pack_logprobs(choice.get("logprobs")),
-            finish_reason=text(choice.get("finish_reason")),
-        )
-        clean_choice(choice, parsed)
-        sampled.fields = choice
-        choices.append(sampled)
-    return Answer(fields, prompt_ids, choices)
+def read_fields(body: bytes, kind: type[_A]) -> tuple[Fields, _A]:
+    """A request's fields, and those the gateway reads. Raises a 400 `ApiError` on what is no such request."""
+    try:
+        body.decode()
+        return _fields_decoder.decode(body), msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(
+            400, f"The body is not a valid request: {error}.", code="invalid_body", param=_param(str(error))
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid_json(str(error)) from error
+    except RecursionError as error:
+        raise invalid_json("it is nested too deeply") from error
 
 
-def clean_choice(choice: Fields, parsed: ChatCall) -> None:
-    """Remove from a choice what the client did not ask for."""
-    if not parsed.return_token_ids:
-        for name in ADDED_TO_CHOICE:
-            choice.pop(name, None)
-    if not parsed.logprobs and "logprobs" in choice:
-        choice["logprobs"] = Raw(b"null")
-
-
-def text(raw: msgspec.Raw | None) -> str:
-    if raw is None or is_null(raw):
-        return ""
-    return str(msgspec.json.decode(raw))
+def _param(message: str) -> str | None:
+    """`model` from ``Expected `str`, got `int` - at `$.model` ``."""
+    _, at, rest = message.partition("`$.")
+    if at:
+        return rest.partition("`")[0]
+    _, missing, rest = message.partition("missing required field `")
+    return rest.partition("`")[0] if missing else None
 
 
 def sse_events(buffer: bytearray, data: bytes) -> Iterator[bytes]:
@@ -209,10 +194,3 @@ def sse_events(buffer: bytearray, data: bytes) -> Iterator[bytes]:
             yield event[6:]
         elif event.startswith(b"data:"):
             yield event[5:].lstrip()
-
-
-def merged_replies(bodies: list[bytes]) -> Fields:
-    """The reply that a call's recorded responses, one a choice, were."""
-    replies = [_fields_decoder.decode(body) for body in bodies]
-    choices = [choice for reply in replies for choice in _choices_decoder.decode(reply["choices"])]
-    return {**replies[0], "choices": Raw(_encode(choices))}
