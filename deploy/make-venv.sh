@@ -22,10 +22,10 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # torch's CPU build lies on disk or in a configured index on some machines, elsewhere on PyTorch's own index only.
 # That index is asked only when the first try failed: a dead index makes every install slow.
 torch=$(grep '^torch==' "requirements/$kind.txt")
-pip install --quiet --no-deps "$torch" 2>/dev/null ||
-  pip install --quiet --no-deps --index-url "$torch_cpu_index" "$torch"
+pip install -qq --no-deps "$torch" 2>/dev/null ||
+  pip install -qq --no-deps --index-url "$torch_cpu_index" "$torch"
 
 # --no-deps keeps out what the lock leaves out on purpose (requirements/overrides-cpu.txt).
-pip install --quiet --no-deps -r "requirements/$kind.txt"
-pip install --quiet --no-deps --no-build-isolation -e .
+pip install -qq --no-deps -r "requirements/$kind.txt"
+pip install -qq --no-deps --no-build-isolation -e .
 touch "$venv/.ready-$kind"
