@@ -170,6 +170,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Groups to checkpoints."""
 
     engine: Literal["transformers", "unsloth"] = "transformers"
+    """`unsloth` needs a CUDA GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the base model's weights; `auto`: float32 on CPU, bfloat16 on CUDA."""
+    load_in_4bit: bool = False
+    """With engine `unsloth`: hold the base model in four bits."""
+    max_seq_length: int = 8192
+    """With engine `unsloth`: the longest sequence it prepares for."""
     groups_per_step: int = 8
     learning_rate: float = 3e-3
     max_steps: int = 0
@@ -230,6 +237,16 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     flush_s: float = 2.0
     """A file is written after so many events, bytes of events or seconds, whichever comes first; what is in memory at once
     is at most twice that."""
+    compact_s: float = 30.0
+    """Between two looks for small files to merge."""
+    compact_files: int = 16
+    """So many small neighbours are worth merging."""
+    compact_bytes: int = 128 * 1024 * 1024
+    """Files are merged up to about this size."""
+    compact_grace_s: float = 300.0
+    """How long replaced files stay for readers that listed them before; longer than any query takes."""
+    keep_days: float = 0.0
+    """Files whose newest event is older are let go; 0: everything is kept."""
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):

@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import get_scheduler
 
 from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.log import get_logger
 from trainer import grpo
 from trainer.groups import Example
+from trainer.loading import device_for, load
 from trainer.packing import Layout, MicroBatch, micro_batches, padded
 from trainer.sequences import TokenSequence
 
@@ -97,21 +97,11 @@ class Engine:
                 f"trainer.loss_type: {config.loss_type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
             )
         self.base, self.config = base, config
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device_for(config)
         self._use_threads()
-        torch.manual_seed(config.seed)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=self._dtype())
-        self.lora = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=0.0,
-            bias="none",
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        # The adapter's first weights depend on the seed alone, not on what the library drew before.
-        torch.manual_seed(config.seed)
-        self.model = get_peft_model(model, self.lora).to(self.device)
+        loaded = load(base, config, self.device)
+        self.model, self.lora = loaded.model, loaded.lora
+        self._prefix_sharing = loaded.prefix_sharing
         self._scratch = scratch
         self._trainers: dict[str, grpo.CapturedGRPOTrainer] = {}
         self._memory_limit = sys.maxsize
@@ -143,9 +133,6 @@ class Engine:
             )
         self.trainer = self._trainers[key]
         self.model.train()
-
-    def _dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def _use_threads(self) -> None:
         # PyTorch keeps this per thread, and the service's worker threads come and go.
@@ -290,7 +277,9 @@ class Engine:
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
         """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
         sequences = [e.sequence for e in examples]
-        batches = micro_batches(sequences, groups, self._budget, self.config.packing)
+        batches = micro_batches(
+            sequences, groups, self._budget, self.config.packing if self._prefix_sharing else "padded"
+        )
         total = self._tokens(sequences)
         measured = _Measured()
         for batch in batches:
