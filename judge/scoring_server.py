@@ -189,12 +189,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--first-bonus", type=float, default=0.0)
+    parser.add_argument("--obedient", action="store_true", help="obey instructions outside the fences")
     args = parser.parse_args()
 
     async def serve() -> None:
-        server = ScoringServer(
-            Scorer(first_bonus=args.first_bonus), args.delay_ms / 1000, args.host, args.port
-        )
+        scorer = Scorer(first_bonus=args.first_bonus, obedient=args.obedient)
+        server = ScoringServer(scorer, args.delay_ms / 1000, host=args.host, port=args.port)
         async with server.run():
             print(json.dumps({"url": server.url}), flush=True)  # noqa: T201 - the answer of the command
             await anyio.sleep_forever()
