@@ -218,6 +218,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Token budget of one forward and backward pass; a step takes as many passes as it needs."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group share the computation of what they have in common; `auto`: where it pays."""
+    peak_tflops: float = 0.0
+    """The device's peak at the weights' type, to report model FLOPs utilisation; 0: unknown."""
     check_sequences: int = 8
     """Sequences per step whose recorded logprobs are compared with recomputed ones at the version that sampled."""
     keep_checkpoints: int = 3

@@ -27,6 +27,7 @@ from pipeline.log import get_logger
 from trainer import grpo
 from trainer.groups import Example
 from trainer.loading import device_for, load
+from trainer.measure import Measured
 from trainer.packing import Layout, MicroBatch, micro_batches, padded
 from trainer.sequences import TokenSequence
 
@@ -112,6 +113,7 @@ class Engine:
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._size = sum(p.numel() for p in self.model.parameters())
         self.default_temperature = default_temperature(base)
 
     def use(self, config: TrainerConfig) -> None:
@@ -250,6 +252,10 @@ class Engine:
             "trained_tokens_per_s": metrics["tokens"] / compute,
             "forward_tokens_per_s": metrics["tokens_forward"] / compute,
         }
+        if self.config.peak_tflops:
+            # Forward, and backward through activations only: the base model's weights take no gradient.
+            flops = 4 * self._size * metrics["tokens_forward"]
+            metrics["mfu"] = flops / compute / (self.config.peak_tflops * 1e12)
         return StepResult(after, metrics)
 
     def _backward_in_memory(
@@ -281,7 +287,7 @@ class Engine:
             sequences, groups, self._budget, self.config.packing if self._prefix_sharing else "padded"
         )
         total = self._tokens(sequences)
-        measured = _Measured()
+        measured = Measured()
         for batch in batches:
             self._backward(batch, examples, total, measured)
         laid_out = sum(b.layout.tokens for b in batches)
@@ -303,7 +309,7 @@ class Engine:
         return sum(s.trained_tokens for s in sequences)
 
     def _backward(
-        self, batch: MicroBatch, examples: Sequence[Example], total: int, measured: _Measured
+        self, batch: MicroBatch, examples: Sequence[Example], total: int, measured: Measured
     ) -> None:
         inside = [examples[i].sequence for i in batch.indices]
         counts = [s.trained_tokens for s in inside]
@@ -377,43 +383,6 @@ class Engine:
             "sampler_logprob_diff": float(known.mean()),
             "sampler_logprob_diff_max": float(known.max()),
             "sampler_logprob_checked": float(len(known)),
-        }
-
-
-class _Measured:
-    """What is gathered over the micro-batches of a step."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.ratios: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-        self.steps: list[np.ndarray[Any, np.dtype[np.int32]]] = []
-        self.cut = 0
-
-    def add(
-        self, loss: torch.Tensor, logprobs_SK: torch.Tensor, inside: Sequence[TokenSequence], maximum: float
-    ) -> None:
-        self.loss += float(loss.detach())
-        computed = logprobs_SK.detach().cpu().numpy()
-        for row, s in enumerate(inside):
-            ratio = np.exp(np.nan_to_num(computed[row, : s.trained_tokens] - s.logprobs[s.trained]))
-            self.ratios.append(ratio.astype(np.float32))
-            self.steps.append(s.steps[s.trained])
-            self.cut += int((ratio > maximum).sum())
-
-    def summary(self, step: int) -> dict[str, float]:
-        ratios = np.concatenate(self.ratios)
-        lags = step - np.concatenate(self.steps)
-        p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
-        return {
-            "loss": self.loss,
-            "ratio_mean": float(ratios.mean()),
-            "ratio_p5": float(p5),
-            "ratio_p50": float(p50),
-            "ratio_p95": float(p95),
-            "ratio_max": float(ratios.max()),
-            "clip_share": self.cut / len(ratios),
-            "staleness_mean": float(lags.mean()),
-            "staleness_max": float(lags.max()),
         }
 
 

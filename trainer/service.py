@@ -12,18 +12,14 @@ acknowledged. A crash between any two of them is repaired at the next start by `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
-import nats.errors
-import nats.js.errors
 
-from pipeline import streams
-from pipeline.broker import Broker, BrokerUnavailableError, Consumption, Delivery, HistoryGoneError
+from pipeline.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.config import Config, TrainerConfig
 from pipeline.events import (
     CheckpointPublished,
@@ -37,7 +33,7 @@ from pipeline.events import (
 from pipeline.log import get_logger
 from pipeline.names import subject_token
 from pipeline.service import Ready
-from trainer.checkpoint import CheckpointError, Manifest
+from trainer.commits import Commits
 from trainer.engine import NotFiniteError
 from trainer.groups import (
     Refusal,
@@ -54,13 +50,6 @@ log = get_logger("trainer")
 
 _FETCHES = 16
 """Trajectories whose exchanges are read at once."""
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-
-class TrainerError(Exception):
-    """Something an operator has to look at; the message says what."""
 
 
 @dataclass(eq=False)
@@ -112,7 +101,7 @@ class Trainer:
         self._consumed: set[int] = set()
         """Stream sequences of groups that are in a published checkpoint."""
         self._news = anyio.Event()
-        self._computing = anyio.CapacityLimiter(1)
+        self.log = Commits(broker, config)
         self._fetching = anyio.CapacityLimiter(_FETCHES)
 
     # -- recovery ------------------------------------------------------------------------------------------------
@@ -129,39 +118,9 @@ class Trainer:
             for event in published:
                 self._consumed.update(unpack_seqs(event.group_seqs).tolist())
             last = max(published, key=lambda e: e.step, default=None)
-            await self._recover_line(queue.learner, last)
+            self._consumed.update(await self.log.recover(queue.learner, last))
             log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
         await self._take_over()
-
-    async def _recover_line(self, learner: Learner, last: CheckpointPublished | None) -> None:
-        stored = await self._in_thread(learner.stored)
-        known = last.step if last else 0
-        if stored is not None and stored.step == known + 1:
-            if stored.parent != (last.version if last else f"{learner.model.name}@0"):
-                raise TrainerError(
-                    f"{stored.version} on disk continues {stored.parent}, which the log does not know"
-                )
-            await self._publish(stored, await self._in_thread(learner.tar_of, stored.step))
-            self._consumed.update(stored.group_seqs)
-            await self._in_thread(learner.resume, stored.step)
-            log.info("published a checkpoint that a crash kept back", version=stored.version)
-        elif stored is not None and stored.step > known + 1:
-            raise TrainerError(
-                f"{learner.checkpoints.folder} holds step {stored.step}, but the log's newest is {known}: this is "
-                "another log's training. Point nats.url at the log it belongs to, or use a fresh run_dir."
-            )
-        elif last is not None:
-            try:
-                manifest, _ = await self._in_thread(learner.checkpoints.read, last.step)
-                on_disk = manifest.adapter_sha256 == last.adapter_sha256
-            except CheckpointError as error:
-                log.warning("no usable checkpoint on disk", version=last.version, reason=str(error))
-                on_disk = False
-            if on_disk:
-                await self._in_thread(learner.resume, last.step)
-            else:
-                tar = await self.broker.get_object(streams.ADAPTERS_BUCKET, last.adapter)
-                await self._in_thread(learner.rebuild, last, tar)
 
     async def _take_over(self) -> None:
         """Queue, from the log itself and in its order, what a dead predecessor held: its deliveries come back only
@@ -190,7 +149,7 @@ class Trainer:
     async def intake(self, consumption: Consumption) -> None:
         """Queue what comes, for as long as the service runs."""
         while True:
-            for delivery in await self._persist(partial(consumption.batch, 256)):
+            for delivery in await self.log.persist(partial(consumption.batch, 256)):
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, delivery.seq, delivery)
                 else:
@@ -320,7 +279,7 @@ class Trainer:
             async with self._fetching:
                 try:
                     subject = f"rollout.exchange.{project}.{subject_token(member.trajectory)}"
-                    history = await self._persist(partial(self.broker.history, "ROLLOUTS", subject))
+                    history = await self.log.persist(partial(self.broker.history, "ROLLOUTS", subject))
                 except HistoryGoneError as error:
                     return Refusal("history_gone", str(error))
             exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
@@ -355,12 +314,12 @@ class Trainer:
             return
         # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
         with anyio.CancelScope(shield=True):
-            await self._publish(taken.manifest, taken.adapter)
-            await self._in_thread(learner.advance, taken)
+            await self.log.publish(taken.manifest, taken.adapter)
+            await self.log.in_thread(learner.advance, taken)
             self._consumed.update(taken.manifest.group_seqs)
             for held in queue.batch:
                 if held.delivery is not None:
-                    await self._persist(partial(held.delivery.ack, confirmed=True))
+                    await self.log.persist(partial(held.delivery.ack, confirmed=True))
             queue.batch = []
         log.info(
             "step", version=taken.manifest.version, batch=taken.manifest.batch_id,
@@ -373,7 +332,7 @@ class Trainer:
         async with anyio.create_task_group() as tg:
             tg.start_soon(self._prefetch, queue)
             try:
-                return await self._in_thread(queue.learner.take, batch, _trace_of(queue.batch))
+                return await self.log.in_thread(queue.learner.take, batch, _trace_of(queue.batch))
             except NotFiniteError as caught:
                 error = caught  # raised below: a task group would wrap it
         assert error is not None
@@ -393,33 +352,6 @@ class Trainer:
                 await held.delivery.ack()
         log.error("batch buried", groups=[h.event.group for h in queue.batch], error=str(error))
         queue.batch = []
-
-    async def _publish(self, manifest: Manifest, tar: bytes) -> None:
-        await self._persist(partial(self.broker.put_object, streams.ADAPTERS_BUCKET, manifest.adapter, tar))
-        event = manifest.event()
-        ack = await self.broker.publish(event, headers=manifest.trace)
-        if ack.duplicate:
-            there = (await self.broker.get("POLICY", ack.seq)).event
-            if not isinstance(there, CheckpointPublished) or there.adapter_sha256 != event.adapter_sha256:
-                raise TrainerError(
-                    f"the log already holds another {manifest.version}: does a second trainer run on project "
-                    f"{manifest.project!r}? Stop it; this one resumes from the log when it starts again."
-                )
-
-    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """`call` again and again while the server is away, as long as a publish would be."""
-        deadline = anyio.current_time() + self.config.nats.publish_deadline_s
-        while True:
-            try:
-                return await call()
-            except (BrokerUnavailableError, nats.errors.Error, TimeoutError) as error:
-                if anyio.current_time() > deadline or isinstance(error, nats.js.errors.BadRequestError):
-                    raise
-                log.warning("the log does not answer", error=str(error) or type(error).__name__)
-                await anyio.sleep(0.2)  # paces the retry of a server that is away
-
-    async def _in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
-        return await anyio.to_thread.run_sync(call, *args, limiter=self._computing)
 
 
 def _duration_s(exchanges: list[ExchangeRecorded]) -> float:

@@ -18,7 +18,7 @@ from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded
 from tests.conftest import NatsServer
 from tests.trainer import kit
 from trainer import checkpoint, service
-from trainer.service import TrainerError
+from trainer.commits import TrainerError
 
 pytestmark = pytest.mark.anyio
 
@@ -248,10 +248,10 @@ async def test_a_second_trainer_is_found_out(nats_config: NatsConfig, tiny_base:
             group_seqs=(), config_hash="", config={}, base_model="", adapter="a", adapter_sha256="1",
             adapter_bytes=1, files={}, metrics={}, started_at=0, written_at=1,
         )  # fmt: skip
-        await trainer._publish(manifest, b"x")
-        await trainer._publish(manifest, b"x")  # a retry of the same
+        await trainer.log.publish(manifest, b"x")
+        await trainer.log.publish(manifest, b"x")  # a retry of the same
         with pytest.raises(TrainerError, match="second trainer"):
-            await trainer._publish(msgspec.structs.replace(manifest, adapter_sha256="2"), b"y")
+            await trainer.log.publish(msgspec.structs.replace(manifest, adapter_sha256="2"), b"y")
 
 
 async def test_a_log_that_goes_away_and_comes_back_costs_nothing(

@@ -1,0 +1,61 @@
+"""What a step measures of itself, over all its micro-batches.
+
+| metric | meaning |
+| --- | --- |
+| `loss` | TRL's loss of the whole batch |
+| `ratio_*` | importance ratio, trainer over sampler probability per token: mean, percentiles, largest |
+| `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
+| `clip_share` | share of tokens whose ratio exceeds `trainer.correction_max` |
+| `staleness_mean`, `staleness_max` | steps between a token's sampling and its training |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.sequences import TokenSequence
+
+
+class Measured:
+    """What is gathered over the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.ratios: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        self.steps: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+        self.cut = 0
+        self.kl = 0.0
+
+    def add(
+        self, loss: torch.Tensor, logprobs_SK: torch.Tensor, inside: Sequence[TokenSequence], maximum: float
+    ) -> None:
+        self.loss += float(loss.detach())
+        computed = logprobs_SK.detach().cpu().numpy()
+        for row, s in enumerate(inside):
+            difference = np.nan_to_num(computed[row, : s.trained_tokens] - s.logprobs[s.trained])
+            ratio = np.exp(difference)
+            self.kl += float((ratio - 1 - difference).sum())
+            self.ratios.append(ratio.astype(np.float32))
+            self.steps.append(s.steps[s.trained])
+            self.cut += int((ratio > maximum).sum())
+
+    def summary(self, step: int) -> dict[str, float]:
+        ratios = np.concatenate(self.ratios)
+        lags = step - np.concatenate(self.steps)
+        p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
+        return {
+            "loss": self.loss,
+            "ratio_mean": float(ratios.mean()),
+            "ratio_p5": float(p5),
+            "ratio_p50": float(p50),
+            "ratio_p95": float(p95),
+            "ratio_max": float(ratios.max()),
+            "kl_sampler": self.kl / len(ratios),
+            "clip_share": self.cut / len(ratios),
+            "staleness_mean": float(lags.mean()),
+            "staleness_max": float(lags.max()),
+        }
