@@ -40,14 +40,7 @@ POINTS: dict[str, str] = {
 """Every stop point: what is done by then and what is not."""
 
 
-def _armed() -> tuple[str, int]:
-    name, _, count = os.environ.get(VARIABLE, "").partition(":")
-    if name and name not in POINTS:
-        raise ValueError(f"{VARIABLE} names no stop point: {name!r}; there are: {', '.join(POINTS)}")
-    return name, int(count or 1)
-
-
-_name, _left = _armed()
+_name, _left = "", 0
 
 
 def _die_at(name: str) -> None:
@@ -63,5 +56,18 @@ def _pass(name: str) -> None:
     """Nothing is armed."""
 
 
-point = _die_at if _name else _pass
-"""`point(name)`: die here if this is where it was asked for."""
+point = _pass
+"""`point(name)`: die here if this is where it was asked for. Call it as `crash.point`."""
+
+
+def arm(where: str) -> None:
+    """`"name:count"`: die at the count-th passage of that point; empty: never. Raises `ValueError` for no known point."""
+    global _name, _left, point
+    _name, _, count = where.partition(":")
+    if _name and _name not in POINTS:
+        raise ValueError(f"{_name!r} is no stop point; there are: {', '.join(POINTS)}")
+    _left = int(count or 1)
+    point = _die_at if _name else _pass
+
+
+arm(os.environ.get(VARIABLE, ""))

@@ -97,7 +97,15 @@ class Intervals:
 
 
 def live(target: LocalTarget, tag: str) -> list[str]:
-    """Files to read: all but those whose rows a compacted file beside them holds."""
+    """Files to read: all but those whose rows a compacted file beside them holds. Raises `DamagedFileError`."""
+    while True:
+        try:
+            return _live(target, tag)
+        except FileNotFoundError:
+            continue  # compaction took a file between the listing and the look; list again
+
+
+def _live(target: LocalTarget, tag: str) -> list[str]:
     names = target.names(tag)
     replaced: set[str] = set()
     for name in names:
@@ -168,10 +176,18 @@ class Catalog:
         """Which of these (sequence, stream time in microseconds) are in files."""
         held = self.held(stream)
         suspects = {e for e in events if e[0] in held}
-        found: set[tuple[int, int]] = set()
         if not suspects:
-            return found
+            return set()
         wanted = np.unique(np.fromiter((s for s, _ in suspects), dtype=np.int64))
+        while True:
+            try:
+                return suspects & self._find(stream, wanted)
+            except FileNotFoundError:
+                continue  # compaction took a file meanwhile: look at what replaced it
+
+    def _find(self, stream: str, wanted: npt.NDArray[np.int64]) -> set[tuple[int, int]]:
+        """(sequence, stream time) of the rows with these sequences."""
+        found: set[tuple[int, int]] = set()
         for tag in schema.tables():
             if schema.stream_of(tag) != stream:
                 continue
@@ -182,7 +198,7 @@ class Catalog:
                 seqs, ats = self._rows(tag, name)
                 hits = np.flatnonzero(np.isin(seqs, wanted))
                 found.update(zip(seqs[hits].tolist(), ats[hits].tolist(), strict=True))
-        return found & suspects
+        return found
 
     def _read_rows(self, tag: str, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         table: Any = self.target.read(tag, name, ["log_seq", "log_at"])

@@ -135,6 +135,15 @@ def empty(tag: str) -> pa.Table:
     return arrow_schema(tag).empty_table()
 
 
+def conform(tag: str, table: pa.Table) -> pa.Table:
+    """An older file's rows with today's columns: those it lacks are null."""
+    arrays = [
+        table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(table.num_rows, f.type)
+        for f in arrow_schema(tag)
+    ]
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(tag))
+
+
 def split_columns(tag: str) -> tuple[list[str], list[str]]:
     """Parquet leaf paths to write byte-stream-split (packed numbers), and those to dictionary-encode (short text)."""
     split, dictionary = [], []

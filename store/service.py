@@ -9,6 +9,7 @@ from pipeline.broker import Broker
 from pipeline.config import Config
 from pipeline.service import Ready
 from store.catalog import Catalog
+from store.compaction import Compactor
 from store.target import LocalTarget
 from store.writer import Writer, store_consumers
 
@@ -23,4 +24,5 @@ async def serve(config: Config, ready: Ready) -> None:
             async with anyio.create_task_group() as tg:
                 for spec in store_consumers():
                     await tg.start(Writer(broker, catalog, config.store, spec).run)
+                tg.start_soon(Compactor(catalog, config.store).run)
                 ready(folder=str(target))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import UTC
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,13 +71,14 @@ class LocalTarget:
             return []
         return sorted(n for n in entries if n.endswith(SUFFIX) and not n.startswith("."))
 
-    def write(self, tag: str, name: str, table: pa.Table, metadata: dict[str, str]) -> None:
-        """Temporary name, fsync, rename, fsync of the folder. Raises `OSError`, and leaves nothing behind then."""
+    def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
+        """Temporary name, fsync, rename, fsync of the folder; one row group a table. Raises `OSError`, and leaves nothing
+        behind then."""
         folder = self.root / tag
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / (_TEMPORARY + name)
         try:
-            write_parquet(str(temporary), tag, table, metadata)
+            write_parquet(str(temporary), tag, tables, metadata)
             _fsync(temporary)
             crash.point("store.before_rename")
             temporary.replace(folder / name)
@@ -121,6 +123,24 @@ class LocalTarget:
         except (pa.ArrowException, OSError) as error:
             raise DamagedFileError(str(path), str(error)) from error
 
+    def size(self, tag: str, name: str) -> int:
+        """Bytes on disk."""
+        return self.path(tag, name).stat().st_size
+
+    def modified(self, tag: str, name: str) -> float:
+        """When the file was written, seconds since the epoch."""
+        return self.path(tag, name).stat().st_mtime
+
+    def column_names(self, tag: str, name: str) -> list[str]:
+        return list(self._open(tag, name).schema_arrow.names)
+
+    def newest(self, tag: str, name: str) -> int:
+        """The highest stream time in the file, microseconds, from its statistics."""
+        footer = self._open(tag, name).metadata
+        at = [footer.row_group(0).column(i).path_in_schema for i in range(footer.num_columns)].index("log_at")
+        groups = (footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups))
+        return max(int(g.max.replace(tzinfo=UTC).timestamp() * 1e6) for g in groups)
+
     def remove(self, tag: str, name: str) -> None:
         self.path(tag, name).unlink(missing_ok=True)
 
@@ -131,19 +151,21 @@ class LocalTarget:
         return str(aside)
 
 
-def write_parquet(where: str, tag: str, table: pa.Table, metadata: dict[str, str]) -> None:
+def write_parquet(where: str, tag: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
     """zstd at level 1; packed numbers are byte-stream-split, short text is dictionary-encoded."""
     split, dictionary = columns.split_columns(tag)
-    table = table.replace_schema_metadata(metadata)
-    pq.write_table(
-        table,
+    with pq.ParquetWriter(
         where,
+        columns.arrow_schema(tag),
         compression="zstd",
         compression_level=1,
         use_dictionary=dictionary,
         column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
         store_schema=False,
-    )
+    ) as writer:
+        for table in tables:
+            writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
 
 
 def _fsync(path: Path) -> None:

@@ -241,7 +241,7 @@ class Writer:
         table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
         first = min(range(len(rows.seqs)), key=rows.seqs.__getitem__)
         name = FileName(self.spec.stream, rows.seqs[first], max(rows.seqs), rows.ats[first])
-        self._catalog.target.write(tag, str(name), table, {"journeyman.event": tag})
+        self._catalog.target.write(tag, str(name), [table], {"journeyman.event": tag})
         return name
 
     async def _bury_unstorable(self, part: Part, rows: Rows) -> None:

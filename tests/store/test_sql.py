@@ -33,7 +33,7 @@ def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
         seqs = [s for s, _ in rows]
         trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
         table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
-        target.write(tag, str(FileName(schema.stream_of(tag), seqs[0], seqs[-1], seqs[0])), table, {})
+        target.write(tag, str(FileName(schema.stream_of(tag), seqs[0], seqs[-1], seqs[0])), [table], {})
     return target
 
 

@@ -1,0 +1,205 @@
+"""The crash matrix of the store and of the NATS server: whatever dies when, every event is in Parquet once.
+
+One history is written through more than 200 lives of the store. Each life is told at which stop point to die (seeded); in some,
+the server is killed under it; publishers repeat what they can't know to have arrived. In the end every event of the log is in
+the files exactly once, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline import crash, schema, streams
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from pipeline.events import (
+    Event,
+    GroupDiscarded,
+    PolicyPromoted,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+    decode,
+)
+from store.catalog import live
+from store.target import LocalTarget
+from tests.conftest import NatsServer
+from tests.store.conftest import exchange
+from tests.store.crash_child import quick_consumers
+
+pytestmark = pytest.mark.anyio
+
+SCHEDULES = 210
+POINTS = [p for p in crash.POINTS if p.startswith("store.")] + [
+    "broker.before_publish",
+    "broker.after_publish",
+]
+
+
+class Lives:
+    """Store processes, one after the other."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.store.crash_child"]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = 0
+
+    def begin(self, **life: Any) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(life) + "\n")
+        self._server.stdin.flush()
+        self.pid = self._line()["pid"]
+
+    def end(self) -> int:
+        """Waits for the end of this life; its exit code."""
+        return int(self._line()["status"])
+
+    def _line(self) -> dict[str, int]:
+        assert self._server.stdout is not None
+        answer: dict[str, int] = json.loads(self._server.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(20)
+        self._server.stdout.close()
+
+
+@pytest.fixture
+def lives() -> Iterator[Lives]:
+    lives = Lives()
+    yield lives
+    lives.close()
+
+
+def experience(rng: random.Random, life: int) -> list[Event]:
+    """What agents and services say in one life of the store: several tags, several streams."""
+    name = f"t{life}"
+    made: list[Event] = [TrajectoryOpened(project="p", trajectory=name, model="m", group=f"g{life}")]
+    made += [exchange(name, seq) for seq in range(rng.randint(1, 12))]
+    made.append(TrajectoryCompleted(project="p", trajectory=name, model="m", group=f"g{life}"))
+    if rng.random() < 0.5:
+        made.append(
+            GroupDiscarded(
+                project="p", model="m", group=f"g{life}", trajectories=(name,), reason="late", by="judge"
+            )
+        )
+    if rng.random() < 0.3:
+        made.append(PolicyPromoted(project="p", model="m", version="m@0", request=f"r{life}"))
+    return made
+
+
+async def one_life(
+    rng: random.Random, life: int, broker: Broker, server: NatsServer, lives: Lives, run_dir: Path
+) -> str:
+    """Publish, let a store begin that will die somewhere, perhaps kill the server. Returns how it ended."""
+    where = f"{rng.choice(POINTS)}:{rng.randint(1, 3)}"
+    events = experience(rng, life)
+    half = rng.randint(0, len(events))
+    for event in events[:half]:
+        await broker.publish(event)
+    if rng.random() < 0.3:
+        await broker.js.publish(
+            f"rollout.exchange.p.garbage{life}", b"\xc1", headers={"Nats-Msg-Id": f"x{life}"}
+        )
+    lives.begin(
+        url=server.url,
+        run_dir=str(run_dir),
+        crash=where,
+        flush_rows=rng.randint(2, 9),
+        store={"compact_s": 0.03, "compact_files": 3, "compact_grace_s": 0.0},
+    )
+    ended = anyio.Event()
+    codes: list[int] = []
+
+    async def watch() -> None:
+        codes.append(await anyio.to_thread.run_sync(lives.end))
+        ended.set()
+
+    async def publish_rest() -> None:
+        for event in events[half:]:
+            await broker.publish(event)
+            if rng.random() < 0.1:
+                await broker.publish(event)  # an agent that did not see the answer
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(watch)
+        tg.start_soon(publish_rest)
+        if rng.random() < 0.12:
+            with anyio.move_on_after(rng.random() * 0.15):
+                await ended.wait()
+            server.kill()
+            await anyio.to_thread.run_sync(server.start)
+        with anyio.move_on_after(rng.choice([0.25, 0.5])):
+            await ended.wait()
+        if not ended.is_set():
+            os.kill(lives.pid, rng.choice([signal.SIGTERM, signal.SIGKILL]))
+    return f"{where.partition(':')[0]} {codes[0]}"
+
+
+def stored(folder: Path) -> Counter[tuple[str, int]]:
+    """(stream, sequence) of every row of every file that readers see."""
+    target = LocalTarget(folder)
+    found: Counter[tuple[str, int]] = Counter()
+    for tag in schema.tables():
+        for name in live(target, tag):
+            seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
+            found.update((schema.stream_of(tag), s) for s in seqs)
+    return found
+
+
+async def in_log(broker: Broker) -> set[tuple[str, int]]:
+    """(stream, sequence) of every message that is an event: what is not one is a dead letter instead."""
+    found: set[tuple[str, int]] = set()
+    for spec in streams.STREAMS:
+        info = await broker.js.stream_info(spec.name)
+        for seq in range(1, info.state.last_seq + 1):
+            message = await broker.js.get_msg(spec.name, seq)
+            if (message.data or b"")[:1] != b"\xc1":
+                decode(message.data or b"")
+                found.add((spec.name, seq))
+    return found
+
+
+@pytest.mark.timeout(600)
+async def test_over_200_crash_schedules_nothing_is_lost_and_nothing_is_twice(
+    nats_server: NatsServer, lives: Lives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    rng = random.Random(20261121)
+    config = NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0)
+    endings: Counter[str] = Counter()
+    async with Broker.connect(config) as broker:
+        for life in range(SCHEDULES):
+            endings[await one_life(rng, life, broker, nats_server, lives, tmp_path)] += 1
+        lives.begin(
+            url=nats_server.url, run_dir=str(tmp_path), crash="", flush_rows=1000, store={"compact_s": 3600.0}
+        )
+        with anyio.fail_after(60):
+            while await broker.lag("store-"):
+                await anyio.sleep(0.05)
+        os.kill(lives.pid, signal.SIGTERM)
+        assert await anyio.to_thread.run_sync(lives.end) == 0
+        expected = await in_log(broker)
+    found = stored(tmp_path / "store")
+    assert {k: n for k, n in found.items() if n != 1} == {}
+    assert set(found) == expected
+    assert not list(tmp_path.glob("store/*/.tmp-*"))
+    died = Counter({k.split()[0]: n for k, n in endings.items() if k.endswith("-9")})
+    assert sum(died.values()) > SCHEDULES / 2, endings
+    missed = {p for p in POINTS if p.startswith("store.")} - set(died)
+    assert not missed, f"no schedule died at {missed}"
