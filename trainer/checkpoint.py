@@ -40,6 +40,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 BEST_FILE = "best.json"
+TRIES_FILE = "tries"
 
 
 class CheckpointError(RuntimeError):
@@ -221,6 +222,19 @@ class Checkpoints:
         temporary = self.folder / f"{BEST_FILE}.tmp"
         _write_durably(temporary, msgspec.json.encode(best))
         temporary.replace(self.folder / BEST_FILE)
+
+    def count_try(self, batch: str) -> int:
+        """How often the computation of `batch` was begun without an end, this time included."""
+        path = self.folder / TRIES_FILE
+        before = path.read_text().split() if path.exists() else []
+        tries = 1 + (int(before[1]) if before[:1] == [batch] and len(before) == 2 else 0)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(f"{batch} {tries}")
+        temporary.replace(path)
+        return tries
+
+    def forget_tries(self) -> None:
+        (self.folder / TRIES_FILE).unlink(missing_ok=True)
 
     def prune(self, keep: int, also: frozenset[int] = frozenset()) -> None:
         """Delete all but the newest `keep` and the steps in `also`."""

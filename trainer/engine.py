@@ -44,8 +44,8 @@ _LEAST_BUDGET = 64
 """Tokens below which a smaller budget would not help."""
 
 
-class NotFiniteError(ArithmeticError):
-    """A batch whose gradient is infinite or no number; nothing was changed."""
+class UntrainableError(ArithmeticError):
+    """A batch from which no step can be taken; nothing was changed."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -113,6 +113,7 @@ class Engine:
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.vocabulary = int(self._head.weight.shape[0])
         self._size = sum(p.numel() for p in self.model.parameters())
         self.default_temperature = default_temperature(base)
 
@@ -236,7 +237,7 @@ class Engine:
         metrics |= self._sampler_difference(line, examples)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
-            raise NotFiniteError(f"gradient norm {norm} at step {line.step}: the step is not taken")
+            raise UntrainableError(f"gradient norm {norm} at step {line.step}: the step is not taken")
         optimizer.step()
         metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
         scheduler.step()

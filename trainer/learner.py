@@ -33,10 +33,14 @@ from trainer.checkpoint import (
     unpack,
     weights_of,
 )
-from trainer.engine import Engine, Line
+from trainer.engine import Engine, Line, UntrainableError
 from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
+from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.learner")
+
+MAX_TRIES = 10
+"""Deaths over one batch after which it is taken for their cause."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,8 @@ class Learner:
         self.line = engine.new_line()
         self._validation: dict[int, list[float]] = {}
         """Rewards of validation trajectories by the step that played them."""
+        self.without_variance = 0
+        """Groups since the last step whose rewards were all equal."""
 
     @property
     def version(self) -> str:
@@ -134,12 +140,26 @@ class Learner:
             "val_trajectories": float(len(rewards)),
         }
 
+    def foreign_token(self, sequences: Sequence[TokenSequence]) -> int | None:
+        """A token id that the model does not have, if there is one: it would break the whole batch."""
+        for sequence in sequences:
+            outside = (sequence.ids < 0) | (sequence.ids >= self.engine.vocabulary)
+            if outside.any():
+                return int(sequence.ids[outside][0])
+        return None
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def take(self, batch: Sequence[BatchGroup], trace: dict[str, str] | None = None) -> Taken:
-        """Compute one optimizer step over `batch` and write its checkpoint. Blocks; `advance` makes it count."""
+        """Compute one optimizer step over `batch` and write its checkpoint. Blocks; `advance` makes it count.
+
+        Raises `UntrainableError` where no try of this batch can succeed, or none has."""
         began, started_at = time.perf_counter(), now_us()
         settings, line = self.settings, self.line
+        groups = tuple(g.prepared.event.group for g in batch)
+        tries = self.checkpoints.count_try(batch_id(self.version, groups, self.config_hash))
+        if tries > MAX_TRIES:
+            raise UntrainableError(f"the trainer died {MAX_TRIES} times over this batch")
         fresh, stale = [], 0
         for group in batch:
             bound = staleness_bound(group.prepared.event, settings)
@@ -153,6 +173,7 @@ class Learner:
         self.engine.use(settings)
         prompts = [i for i, g in enumerate(fresh) for _ in g.sequences]
         result = self.engine.step(line, examples(fresh, settings), prompts)
+        self.checkpoints.forget_tries()
         metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
         metrics["tokens_stale"] = float(stale)
         metrics["step_s"] = time.perf_counter() - began
@@ -165,6 +186,7 @@ class Learner:
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
             "groups": float(len(batch)),
+            "no_variance_share": self.without_variance / (self.without_variance + len(batch)),
             "trajectories": float(len(members)),
         }
 
@@ -209,6 +231,7 @@ class Learner:
     def advance(self, taken: Taken) -> None:
         """The log holds the step: it is the present now, and old folders may go."""
         self.line = taken.line
+        self.without_variance = 0
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
         best = self.checkpoints.best()
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))

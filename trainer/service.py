@@ -34,7 +34,7 @@ from pipeline.log import get_logger
 from pipeline.names import subject_token
 from pipeline.service import Ready
 from trainer.commits import Commits
-from trainer.engine import NotFiniteError
+from trainer.engine import UntrainableError
 from trainer.groups import (
     Refusal,
     bound_staleness,
@@ -203,6 +203,7 @@ class Trainer:
             )
         )  # fmt: skip
         self._consumed.add(held.seq)
+        queue.learner.without_variance += refusal.reason == "no_variance"
         if held.delivery is not None:
             await held.delivery.ack()
         log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
@@ -236,10 +237,13 @@ class Trainer:
             queue.batch += candidates
             refusals = await self._fetch_all(candidates)
             for held in candidates:
+                if foreign := queue.learner.foreign_token(held.sequences or ()):
+                    await self._bury(queue, [held], f"token {foreign} is not in the model's vocabulary")
+                    continue
                 refusal = refusals.get(held.seq) or self._refuse(queue, held)
                 if refusal is not None:
-                    queue.batch.remove(held)
                     await self._discard(queue, held, refusal)
+                    queue.batch.remove(held)
         return len(queue.batch) == settings.groups_per_step
 
     def _refuse(self, queue: Queue, held: Held) -> Refusal | None:
@@ -309,8 +313,8 @@ class Trainer:
         batch = [BatchGroup(prepare(h.event, h.sequences or []), h.seq) for h in queue.batch]
         try:
             taken = await self._compute(queue, batch)
-        except NotFiniteError as error:
-            await self._bury(queue, error)
+        except UntrainableError as error:
+            await self._bury(queue, list(queue.batch), str(error))
             return
         # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
         with anyio.CancelScope(shield=True):
@@ -328,30 +332,30 @@ class Trainer:
 
     async def _compute(self, queue: Queue, batch: list[BatchGroup]) -> Taken:
         """The step, in its thread, while the next batch's exchanges are fetched."""
-        error: NotFiniteError | None = None
+        error: UntrainableError | None = None
         async with anyio.create_task_group() as tg:
             tg.start_soon(self._prefetch, queue)
             try:
                 return await self.log.in_thread(queue.learner.take, batch, _trace_of(queue.batch))
-            except NotFiniteError as caught:
+            except UntrainableError as caught:
                 error = caught  # raised below: a task group would wrap it
         assert error is not None
         raise error
 
-    async def _bury(self, queue: Queue, error: NotFiniteError) -> None:
-        """A batch that can't be trained must not come back for ever."""
-        for held in queue.batch:
+    async def _bury(self, queue: Queue, wanted: list[Held], detail: str) -> None:
+        """Groups that can't be trained must not come back for ever."""
+        for held in wanted:
             await self.broker.publish(
                 DeadLettered(
                     project="", stream="GROUPS", stream_seq=held.seq, original_subject=held.event.subject(),
-                    consumer="trainer", reason="not_finite", detail=str(error), payload=encode(held.event),
+                    consumer="trainer", reason="untrainable", detail=detail, payload=encode(held.event),
                 )
             )  # fmt: skip
             self._consumed.add(held.seq)
             if held.delivery is not None:
                 await held.delivery.ack()
-        log.error("batch buried", groups=[h.event.group for h in queue.batch], error=str(error))
-        queue.batch = []
+            queue.batch.remove(held)
+        log.error("buried", groups=[h.event.group for h in wanted], reason=detail)
 
 
 def _duration_s(exchanges: list[ExchangeRecorded]) -> float:

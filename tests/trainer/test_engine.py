@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config import ConfigError, TrainerConfig
 from tests.trainer.kit import VOCAB, exchange
-from trainer.engine import Engine, Line, NotFiniteError, default_temperature
+from trainer.engine import Engine, Line, UntrainableError, default_temperature
 from trainer.groups import Example
 from trainer.packing import Layout, padded
 from trainer.sequences import TokenSequence, build
@@ -100,7 +100,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(engine: Engine) -> None:
     line = engine.new_line()
     examples = batch(engine, line)
     examples[0] = Example(examples[0].sequence, float("inf"))
-    with pytest.raises(NotFiniteError, match="not taken"):
+    with pytest.raises(UntrainableError, match="not taken"):
         engine.step(line, examples, [0] * 6)
 
 

@@ -19,6 +19,7 @@ from tests.conftest import NatsServer
 from tests.trainer import kit
 from trainer import checkpoint, service
 from trainer.commits import TrainerError
+from trainer.engine import Engine, Line
 
 pytestmark = pytest.mark.anyio
 
@@ -280,7 +281,7 @@ async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
         assert event.groups == ("good",)
         (dead,) = await broker.history("DEAD", "dead.>")
         assert isinstance(dead.event, DeadLettered)
-        assert (dead.event.reason, dead.event.consumer) == ("not_finite", "trainer")
+        assert (dead.event.reason, dead.event.consumer) == ("untrainable", "trainer")
 
 
 async def test_a_model_may_have_settings_of_its_own(
@@ -302,3 +303,46 @@ async def test_a_models_settings_are_checked(tmp_path: Path) -> None:
     config = Config(models=(ModelConfig(name="m", trainer={"lora_rang": 4}),))
     with pytest.raises(ConfigError, match="lora_rang"):
         config.trainer_of(config.models[0])
+
+
+async def test_tokens_of_another_model_bury_their_group_alone(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        scored = kit.group("foreign", [0.0, 1.0], exchanges=1)
+        for member in scored.members:
+            await broker.publish(kit.exchange(member.trajectory, 0, [5, 6], [7, kit.VOCAB]))
+        await broker.publish(scored)
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert event.groups == ("good",)
+        (dead,) = await broker.history("DEAD", "dead.>")
+        assert isinstance(dead.event, DeadLettered)
+        assert "vocabulary" in dead.event.detail
+
+
+async def test_a_batch_that_kills_the_trainer_again_and_again_is_buried(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.learner.MAX_TRIES", 2)
+    original = Engine.step
+
+    def dies(self: Engine, line: Line, examples: Any, groups: Any) -> Any:
+        if examples[0].sequence.trajectory.startswith("killer"):
+            raise SystemError("as if the process had died")
+        return original(self, line, examples, groups)
+
+    monkeypatch.setattr(Engine, "step", dies)
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "killer", [0.0, 1.0], seed=1)
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
+        for _ in range(2):
+            with pytest.raises(ExceptionGroup):
+                await service.serve(config, lambda **_: None)
+        async with running(config):
+            (event,) = await steps_reach(broker, 1)
+        assert event.groups == ("good",)
+        assert len(await broker.history("DEAD", "dead.>")) == 1
