@@ -60,7 +60,7 @@ class Progress:
     """Win rate of recent training games by step and time."""
     goal_s: float | None = None
     began: float = field(default_factory=time.monotonic)
-    _calls: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=40))
+    _calls: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
     def rate(self) -> float:
@@ -70,6 +70,8 @@ class Progress:
     def calls_per_s(self, calls: int) -> float:
         now = time.monotonic()
         self._calls.append((now, calls))
+        while len(self._calls) > 2 and now - self._calls[0][0] > 15:
+            self._calls.popleft()
         then, before = self._calls[0]
         return (calls - before) / (now - then) if now > then else 0.0
 
@@ -104,8 +106,8 @@ class View:
     """The live view: a panel on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, progress: Progress) -> None:
-        self.progress, self.fleet = progress, None
-        self.fleet: Fleet | None
+        self.progress = progress
+        self.fleet: Fleet | None = None
 
     def __rich__(self) -> Table:
         table = Table(show_header=False, box=None, title="Journeyman: tic-tac-toe, learning on the job")
@@ -189,27 +191,25 @@ class Training:
     @property
     def lead(self) -> int:
         """Groups ahead of the trainer."""
-        trained = self.progress.step * self.args.groups
+        trained: int = self.progress.step * self.args.groups
         return len(self._playing) + self._useful - self._skipped - trained
 
     async def run(self) -> None:
         """Until the step budget is used up and every game that was begun has ended."""
-        watch = asyncio.create_task(self._watch())
         group = 0
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch())
             while self.progress.step < self.args.steps:
                 if self.lead < round(self.args.lead * self.args.groups):
-                    task = asyncio.create_task(self._play(group))
+                    task = tasks.create_task(self._play(group))
                     self._playing.add(task)
                     task.add_done_callback(self._playing.discard)
                     group += 1
                 else:
                     self._changed.clear()
                     await self._changed.wait()
-                if watch.done():
-                    watch.result()
-            await asyncio.gather(*self._playing)
-        finally:
+            if self._playing:
+                await asyncio.wait(self._playing)
             watch.cancel()
 
     async def _play(self, group: int) -> None:
@@ -240,7 +240,8 @@ class Training:
 async def served_step(fleet: Fleet) -> int:
     """The policy step that the gateway routes to now."""
     answer: Any = await fleet.client.get("/policies", cast_to=object)
-    return next(int(entry["step"]) for entry in answer["data"] if entry["model"] == MODEL)
+    (step,) = (entry["step"] for entry in answer["data"] if entry["model"] == MODEL)
+    return int(step)
 
 
 async def evaluate(fleet: Fleet, progress: Progress, version: str, games: int) -> list[Finished]:
@@ -357,12 +358,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
-    parser.add_argument("--groups", type=int, default=8, help="groups a step")
-    parser.add_argument("--group-size", type=int, default=8, help="games a group")
+    parser.add_argument("--steps", type=int, default=45, help="optimizer steps")
+    parser.add_argument("--groups", type=int, default=12, help="groups a step")
+    parser.add_argument("--group-size", type=int, default=6, help="games a group")
     parser.add_argument("--eval-games", type=int, default=500)
-    parser.add_argument("--concurrency", type=int, default=96, help="games at once")
-    parser.add_argument("--lead", type=float, default=2.0, help="batches under way or waiting, at most")
+    parser.add_argument("--concurrency", type=int, default=24, help="games at once")
+    parser.add_argument("--lead", type=float, default=1.5, help="batches under way or waiting, at most")
     return parser.parse_args(argv)
 
 

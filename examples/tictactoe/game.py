@@ -22,7 +22,7 @@ LINES: tuple[tuple[int, int, int], ...] = (
 )  # fmt: skip
 EMPTY = "." * 9
 
-REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal": -0.2}
+REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal": -1.0}
 """What a game is worth to the agent."""
 
 

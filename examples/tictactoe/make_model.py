@@ -125,10 +125,10 @@ def taught_game(seed: str) -> tuple[list[dict[str, str]], list[list[float]]]:
 
 
 def pretrain(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int, steps: int, batch: int = 32
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int, steps: int, batch: int = 64
 ) -> None:
     """Cross entropy against the teacher's distribution of each move, and against the end token after it."""
-    peak = 1.2e-3
+    peak = 3e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=peak, total_steps=steps, pct_start=0.05, cycle_momentum=False, final_div_factor=4
@@ -169,7 +169,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=MODEL_DIR)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1200, help="0: leave the weights random")
+    parser.add_argument("--steps", type=int, default=400, help="0: leave the weights random")
     args = parser.parse_args()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args.seed)
