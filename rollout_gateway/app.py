@@ -19,8 +19,11 @@ from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
 from rollout_gateway.control import Control
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.errors import ApiError, unavailable
+from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
+from rollout_gateway.responses_api import ResponsesTranslation
 from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Keys, Registry, Trajectory
+from rollout_gateway.translate import Translation, translated
 
 log = get_logger("rollout_gateway.app")
 
@@ -37,6 +40,11 @@ _WATCH_AFTER_S = 0.25
 _encode = msgspec.json.Encoder().encode
 
 _DIALECTS: dict[str, Dialect] = {d.path: d for d in (CHAT, COMPLETIONS)}
+
+_TRANSLATED: dict[str, Callable[[bytes], Translation]] = {
+    ResponsesTranslation.path: ResponsesTranslation,
+    MessagesTranslation.path: MessagesTranslation,
+}
 
 TRAJECTORY_HEADER = b"x-journeyman-trajectory"
 SIDE_CALL_HEADER = b"x-journeyman-side-call"
@@ -75,6 +83,10 @@ class App:
         if dialect is not None:
             _allow(method, "POST")
             await self._model_call(dialect, scope, receive, send, named)
+            return
+        if path in _TRANSLATED:
+            _allow(method, "POST")
+            await self._translated_call(path, scope, receive, send, named)
             return
         status, answer = await self._control_route(method, path, scope, receive)
         await _answer(send, status, _encode(answer))
@@ -117,18 +129,60 @@ class App:
     ) -> None:
         headers: Headers = dict(scope["headers"])
         call = dialect.read(await self._body(receive, headers))
+        caller = await self._caller(call, named, headers)
+        if call.stream:
+            await self._streamed(dialect, call, caller, receive, send)
+        else:
+            await self._plain(dialect, call, caller, receive, send)
+
+    async def _caller(self, call: wire.Call, named: str | None, headers: Headers) -> Caller:
         trajectory = await self._trajectory(named, headers)
         self._router.check(call.asked.model, trajectory)
-        caller = Caller(
+        return Caller(
             trajectory,
             _traceparent(headers),
             headers.get(b"x-stainless-retry-count", b"0") != b"0",
             headers.get(SIDE_CALL_HEADER, b"") in (b"1", b"true"),
         )
-        if call.stream:
-            await self._streamed(dialect, call, caller, receive, send)
-        else:
-            await self._plain(dialect, call, caller, receive, send)
+
+    async def _translated_call(
+        self, path: str, scope: Scope, receive: Receive, send: Send, named: str | None
+    ) -> None:
+        """A call of another API: as a chat completion there, and back."""
+        headers: Headers = dict(scope["headers"])
+        try:
+            translation = _TRANSLATED[path](await self._body(receive, headers))
+            call = CHAT.read(_encode(translation.chat()), path)
+            caller = await self._caller(call, named, headers)
+            await self._translated(translation, call, caller, receive, send)
+        except ApiError as error:
+            body = error.body()
+            if path == MessagesTranslation.path:
+                error.kind = error_type(error.status)
+                body = messages_error(error.body())
+            await _answer(send, error.status, body, error.headers)
+
+    async def _translated(
+        self, translation: Translation, call: wire.Call, caller: Caller, receive: Receive, send: Send
+    ) -> None:
+        watch = asyncio.ensure_future(_watch(receive, caller))
+        try:
+            if not call.stream:
+                status, body = await self._chat.plain(CHAT, call, caller)
+                if status == 200:
+                    answer = _encode(translation.answer(msgspec.json.decode(body)))
+                else:
+                    answer = translation.error(body)
+                await _answer(send, status, answer)
+                return
+            status, events = await self._chat.stream(CHAT, call, caller)
+            if isinstance(events, bytes):
+                await _answer(send, status, translation.error(events))
+                return
+            await send({"type": "http.response.start", "status": status, "headers": _SSE})
+            await _send_events(send, translated(translation, events))
+        finally:
+            watch.cancel()
 
     async def _plain(
         self, dialect: Dialect, call: wire.Call, caller: Caller, receive: Receive, send: Send
@@ -162,8 +216,10 @@ class App:
     async def _trajectory(self, named: str | None, headers: Headers) -> Trajectory | None:
         """Whose call it is: by the URL, by the trajectory's key, by header; none of them: no one's."""
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get(b"x-api-key", b"").decode("latin-1")  # as Anthropic's clients send it
         by_key = None
-        if scheme.lower() == "bearer" and key.startswith(Keys.prefix):
+        if key.startswith(Keys.prefix):
             by_key = await self._registry.by_key(key)
         if named is None and TRAJECTORY_HEADER in headers:
             named = unquote(headers[TRAJECTORY_HEADER].decode("latin-1"))

@@ -152,7 +152,10 @@ async def _tail(broker: Broker, subjects: list[str], next_seq: Callable[[], int]
             while True:
                 try:
                     messages = await sub.fetch(100, timeout=_LONG_POLL_S)
-                except (TimeoutError, nats.js.errors.FetchTimeoutError):  # nats-py raises its own and asyncio's
+                except (
+                    TimeoutError,
+                    nats.js.errors.FetchTimeoutError,
+                ):  # nats-py raises its own and asyncio's
                     await sub.consumer_info()  # raises where the server forgot the consumer
                     continue
                 for message in messages:
