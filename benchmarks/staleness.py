@@ -23,12 +23,13 @@ from typing import Any
 # This file's folder would be searched first, and benchmarks/trainer.py found in place of the package `trainer`.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from examples.tictactoe.game import Game, describe, opening_seed
-from pipeline.config import TrainerConfig
+from pipeline.config import load
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
 from trainer.engine import Engine, Weights
 from trainer.groups import PreparedGroup, examples, prepare
@@ -151,7 +152,9 @@ def table(runs: dict[str, dict[str, Any]], lags: list[int], corrections: list[st
     for correction in corrections:
         cells = []
         for lag in lags:
-            found = [r["reward"] for k, r in runs.items() if k.startswith(f"{correction}/{lag}/")]
+            # Without lag every ratio is 1 and the corrections are one computation.
+            name = correction if lag else CORRECTIONS[0]
+            found = [r["reward"] for k, r in runs.items() if k.startswith(f"{name}/{lag}/")]
             spread = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
             cells.append(f"{statistics.mean(found):.3f}{spread}" if found else "–")
         lines.append(f"| {correction} | " + " | ".join(cells) + " |")
@@ -167,8 +170,11 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--games", type=int, default=500, help="held-out games")
-    parser.add_argument("--learning-rate", type=float, default=TrainerConfig().learning_rate)
-    parser.add_argument("--loss-type", default=TrainerConfig().loss_type)
+    parser.add_argument(
+        "--config", default="examples/tictactoe/journeyman.toml", help="whose [trainer] is used"
+    )
+    parser.add_argument("--learning-rate", type=float, default=None)
+    parser.add_argument("--loss-type", default=None)
     parser.add_argument("--lags", type=int, nargs="*", default=[0, 1, 2, 4, 8])
     parser.add_argument("--corrections", nargs="*", default=list(CORRECTIONS), choices=CORRECTIONS)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
@@ -177,34 +183,37 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/staleness.json")
     args = parser.parse_args()
     out = Path(args.out)
-    settings = {
-        k: getattr(args, k) for k in ("steps", "groups", "group_size", "games", "learning_rate", "loss_type")
+    given = load(args.config).trainer
+    config = msgspec.structs.replace(
+        given, learning_rate=args.learning_rate or given.learning_rate, loss_type=args.loss_type or given.loss_type,
+        threads=args.threads, max_staleness=10_000, check_sequences=0,
+    )  # fmt: skip
+    settings = {k: getattr(args, k) for k in ("steps", "groups", "group_size", "games")}
+    settings |= {
+        k: getattr(config, k) for k in ("learning_rate", "loss_type", "advantage_scaling", "correction_max")
     }
     report: dict[str, Any] = {"settings": settings, "runs": {}}
     if out.exists() and (before := json.loads(out.read_text()))["settings"] == settings:
         report["runs"] = before["runs"]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        config = TrainerConfig(
-            learning_rate=args.learning_rate, loss_type=args.loss_type, threads=args.threads, max_staleness=10_000,
-            check_sequences=0,
-        )  # fmt: skip
         engine = Engine(args.base, config, Path(scratch))
         fresh = engine.weights()
         for seed in args.seeds:
             for lag in args.lags:
                 for correction in args.corrections:
                     key = f"{correction}/{lag}/{seed}"
-                    if key in report["runs"]:
+                    if key in report["runs"] or (lag == 0 and correction != CORRECTIONS[0]):
                         continue
                     if args.minutes and time.monotonic() - began > 60 * args.minutes:
                         break
                     engine.put(fresh)
-                    values = {f: getattr(config, f) for f in config.__struct_fields__}
-                    engine.use(TrainerConfig(**(values | {"sampler_correction": correction})))
+                    engine.use(msgspec.structs.replace(config, sampler_correction=correction))
                     report["runs"][key] = one_run(engine, args.base, lag, seed, args)
                     print(key, {k: round(v, 4) for k, v in report["runs"][key].items()}, flush=True)
-                    report["table"] = table(report["runs"], args.lags, list(CORRECTIONS)).splitlines()
+                    report["table"] = table(
+                        report["runs"], sorted(set(args.lags)), list(CORRECTIONS)
+                    ).splitlines()
                     out.parent.mkdir(parents=True, exist_ok=True)
                     out.write_text(json.dumps(report, indent=2) + "\n")
     print("\n".join(report.get("table", [])))

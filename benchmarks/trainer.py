@@ -99,19 +99,21 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
         engine = Engine(base, config, Path(scratch))
         line = engine.new_line()
         padded = _trl_step(engine, config, examples, Path(scratch)) if implementation == "trl" else None
-        seconds, losses = [], []
+        seconds, cpu_seconds, losses = [], [], []
         for _ in range(rounds + 1):
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             if padded is None:
                 losses.append(engine.step(line, examples, groups).metrics["loss"])
             else:
                 engine.put(line.weights)
                 losses.append(padded())
             seconds.append(time.perf_counter() - began)
+            cpu_seconds.append(time.process_time() - cpu_began)
     assert torch.get_num_threads() == threads
     trained = sum(e.sequence.trained_tokens for e in examples)
     return {
         "seconds": min(seconds[1:]),  # the first step warms up
+        "cpu_seconds": min(cpu_seconds[1:]),  # what other processes on the machine do not change
         "trained_tokens_per_s": trained / min(seconds[1:]),
         "trained_tokens": trained,
         "sequence_tokens": sum(len(e.sequence.ids) for e in examples),
@@ -221,6 +223,7 @@ def main() -> None:
         "command": f"python benchmarks/trainer.py --threads {args.threads} --rounds {args.rounds}",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load_before": os.getloadavg()[0]},
         "threads": args.threads,
+        "speedup_in_cpu_time": {},
         "trained_tokens_per_s": {}, "peak_rss_mb": {}, "seconds_per_step": {}, "loss": {}, "trained_tokens": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -244,6 +247,7 @@ def main() -> None:
             )
             for field in ("trained_tokens_per_s", "peak_rss_mb", "loss"):
                 report[field][shape] = {i: round(results[i][field], 6) for i in IMPLEMENTATIONS}
+            report["speedup_in_cpu_time"][shape] = round(theirs["cpu_seconds"] / ours["cpu_seconds"], 3)
             report["seconds_per_step"][shape] = {i: round(results[i]["seconds"], 4) for i in IMPLEMENTATIONS}
             report["trained_tokens"][shape] = ours["trained_tokens"]
             print(f"{shape:14} {report['seconds_per_step'][shape]}", file=sys.stderr)

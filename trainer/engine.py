@@ -28,7 +28,7 @@ from trainer import grpo
 from trainer.groups import Example
 from trainer.loading import device_for, load
 from trainer.measure import Measured
-from trainer.packing import Layout, MicroBatch, micro_batches, padded
+from trainer.packing import Cost, Layout, MicroBatch, micro_batches, padded
 from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.engine")
@@ -114,7 +114,14 @@ class Engine:
         self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.vocabulary = int(self._head.weight.shape[0])
-        self._size = sum(p.numel() for p in self.model.parameters())
+        text = inner.config.get_text_config()
+        self._size = (
+            sum(p.numel() for p in self.model.parameters()) - inner.get_input_embeddings().weight.numel()
+        )
+        width = text.num_attention_heads * getattr(
+            text, "head_dim", text.hidden_size // text.num_attention_heads
+        )
+        self._cost = Cost.of(self._size, text.num_hidden_layers, width)
         self.default_temperature = default_temperature(base)
 
     def use(self, config: TrainerConfig) -> None:
@@ -284,9 +291,8 @@ class Engine:
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
         """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
         sequences = [e.sequence for e in examples]
-        batches = micro_batches(
-            sequences, groups, self._budget, self.config.packing if self._prefix_sharing else "padded"
-        )
+        packing = self.config.packing if self._prefix_sharing else "padded"
+        batches = micro_batches(sequences, groups, self._budget, packing, self._cost)
         total = self._tokens(sequences)
         measured = Measured()
         for batch in batches:

@@ -11,7 +11,7 @@ import torch
 from pipeline.config import TrainerConfig
 from tests.trainer.kit import VOCAB
 from trainer.engine import Engine
-from trainer.packing import Layout, micro_batches, padded, prefix_shared, tree_sizes
+from trainer.packing import Cost, Layout, micro_batches, padded, prefix_shared, sharing_pays, tree_sizes
 from trainer.sequences import TokenSequence
 
 
@@ -90,6 +90,24 @@ def test_a_shared_prefix_is_laid_out_once() -> None:
     one_by_one, tree = tree_sizes(group)
     # The last token of a sequence predicts nothing, so it is not computed.
     assert (one_by_one, tree) == (8 * 21, 20 + 8)
+
+
+def test_sharing_is_chosen_where_it_costs_less() -> None:
+    cost = Cost.of(parameters=4_000_000, layers=4, width=256)
+    rng = np.random.default_rng(0)
+
+    def group(shared: int, own: int, size: int = 8) -> list[TokenSequence]:
+        prompt = rng.integers(2, 4000, shared).tolist()
+        return [
+            sequence(prompt + rng.integers(2, 4000, own).tolist(), [shared, shared + own - 1])
+            for _ in range(size)
+        ]
+
+    assert sharing_pays(group(2000, 200), [0] * 8, cost)
+    assert sharing_pays(group(60, 20), [0] * 8, cost)
+    # Little in common and long: the dense mask over one long row costs more than it saves.
+    assert not sharing_pays(group(200, 1000), [0] * 8, cost)
+    assert not sharing_pays(group(1, 50), [0] * 8, cost)
 
 
 def test_unequal_sequences_that_share_nothing_are_a_forest() -> None:
