@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from judge.groups import Arrival, Group, GroupKey, key_of
+from judge.groups import Group, GroupKey, key_of
 from judge.rubrics import load_rubric
 from pipeline.config import JudgeConfig
 from pipeline.events import (
@@ -119,7 +119,7 @@ async def score(
         split=group.key.split,
         task=next((a.event.task for a in group.members if a.event.task), ""),
         judge=judge,
-        members=tuple(_member(a, scores) for a in group.members),
+        members=tuple(member_of(a.event, a.seq, scores) for a in group.members),
         verdicts=scores.verdicts,
         closed_by=group.closed_by,
     )
@@ -143,8 +143,8 @@ def agents_own(members: Sequence[TrajectoryCompleted]) -> Scores:
     )
 
 
-def _member(arrival: Arrival, scores: Scores) -> Member:
-    event = arrival.event
+def member_of(event: TrajectoryCompleted, seq: int, scores: Scores) -> Member:
+    """The trajectory's place in its scored group; `seq` is its stream sequence."""
     outcome: Outcome = event.outcome
     if outcome == "scored" and event.trajectory not in scores.final:
         outcome = "masked"
@@ -157,7 +157,7 @@ def _member(arrival: Arrival, scores: Scores) -> Member:
         exchanges=event.exchanges,
         first_step=event.first_step,
         last_step=event.last_step,
-        completed_seq=arrival.seq,
+        completed_seq=seq,
     )
 
 

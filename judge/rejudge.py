@@ -1,0 +1,225 @@
+"""`journeyman rejudge`: score history again, with another judge or rubric, as a verdict set of its own.
+
+    journeyman rejudge --run-dir runs/x --set judge.rubric=stricter.md [--branch NAME] [--limit N]
+
+Every scored group of the branch it reads (`main`) is judged by the judge of the settings and published on another
+branch, with its origin; the trainer reads `main` only, so nothing trains twice. Agents' own rewards are not passed
+through here where a judge model is set: asking that model is the point. A group that is on the branch already is
+skipped, so the command can be stopped and run again. What the log no longer holds is recorded as discarded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+
+from judge.compose import open_composer
+from judge.labelled import agreement
+from judge.scoring import Composer, Scores, UnscoredError, agents_own, judge_hash, member_of
+from pipeline.broker import Broker, BrokerError, HistoryGoneError, Recorded
+from pipeline.config import Config, ConfigError, load
+from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted, now_us
+from pipeline.log import get_logger
+from pipeline.names import InvalidNameError, check_name, subject_token
+
+log = get_logger("judge.rejudge")
+
+
+@dataclass
+class Report:
+    """What became of the groups."""
+
+    branch: str
+    judge: str
+    rejudged: int = 0
+    skipped: int = 0
+    failed: int = 0
+    gone: int = 0
+    pairs: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
+    """Old and new rewards of each group."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "branch": self.branch,
+            "judge": self.judge,
+            "rejudged": self.rejudged,
+            "skipped": self.skipped,
+            "failed": self.failed,
+            "gone": self.gone,
+            "agreement_with_before": asdict(agreement(self.pairs)),
+        }
+
+
+class Rejudge:
+    """One verdict set in the making."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        config: Config,
+        composer: Composer | None,
+        *,
+        branch: str = "",
+        source: str = "main",
+    ) -> None:
+        """`branch` is named after the judge where it is empty. Raises `ConfigError` if it is the one it reads."""
+        self._broker, self._config, self._composer, self._source = broker, config, composer, source
+        judge = judge_hash(config.judge)
+        self.report = Report(branch or f"judge-{judge}", judge)
+        if self.report.branch in (source, "main"):
+            raise ConfigError(f"a verdict set needs a branch of its own, not {self.report.branch!r}")
+
+    async def run(self, limit: int = 0) -> Report:
+        """Judge the newest `limit` groups (0: all), `judge.concurrency` at once."""
+        subject = f"group.scored.{subject_token(self._config.project)}.>"
+        history = await self._broker.history("GROUPS", subject)
+        found = [r for r in history if isinstance(r.event, GroupScored) and r.event.branch == self._source]
+        done = {
+            (r.event.model, r.event.group, r.event.split)
+            for r in history
+            if isinstance(r.event, GroupScored)
+            and (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
+        }
+        slots = anyio.CapacityLimiter(self._config.judge.concurrency)
+
+        async def one(recorded: Recorded, event: GroupScored) -> None:
+            async with slots:
+                await self._group(recorded, event)
+
+        async with anyio.create_task_group() as tg:
+            for recorded in found[-limit:] if limit else found:
+                event = recorded.event
+                assert isinstance(event, GroupScored)
+                if (event.model, event.group, event.split) in done:
+                    self.report.skipped += 1
+                else:
+                    tg.start_soon(one, recorded, event)
+        return self.report
+
+    async def _group(self, recorded: Recorded, event: GroupScored) -> None:
+        try:
+            members = {
+                m.trajectory: await self._completed(m.trajectory, m.completed_seq)
+                for m in event.members
+                if m.outcome != "no_result"
+            }
+            scorable = [m for m in members.values() if m.outcome == "scored"]
+            scores = await self._score(scorable)
+        except HistoryGoneError as error:
+            self.report.gone += 1
+            await self._discard(event, str(error))
+            return
+        except UnscoredError as error:
+            self.report.failed += 1
+            log.error("not rejudged", group=event.group, reason=str(error)[:300])
+            return
+        if len(scores.final) < 2 and event.split == "train":
+            self.report.failed += 1
+            log.error(
+                "not rejudged", group=event.group, reason=scores.missing or "fewer than 2 have a reward"
+            )
+            return
+        rejudged = tuple(
+            member_of(members[m.trajectory], m.completed_seq, scores) if m.trajectory in members else m
+            for m in event.members
+        )
+        await self._broker.publish(
+            msgspec.structs.replace(
+                event, at=now_us(), judge=self.report.judge,
+                branch=self.report.branch, members=rejudged, verdicts=scores.verdicts, closed_by="replay", offline=True,
+                origin=f"{self._source}/{recorded.seq}",
+            )
+        )  # fmt: skip
+        self.report.rejudged += 1
+        before = {m.trajectory: m.reward for m in event.members if m.outcome == "scored"}
+        shared = before.keys() & scores.final.keys()
+        self.report.pairs.append(({t: before[t] for t in shared}, {t: scores.final[t] for t in shared}))
+
+    async def _score(self, members: Sequence[TrajectoryCompleted]) -> Scores:
+        return agents_own(members) if self._composer is None else await self._composer(members)
+
+    async def _completed(self, trajectory: str, seq: int) -> TrajectoryCompleted:
+        recorded = await self._broker.get("ROLLOUTS", seq)
+        if not isinstance(recorded.event, TrajectoryCompleted) or recorded.event.trajectory != trajectory:
+            raise HistoryGoneError(f"the end of trajectory {trajectory}")
+        return recorded.event
+
+    async def _discard(self, event: GroupScored, detail: str) -> None:
+        await self._broker.publish(
+            GroupDiscarded(
+                project=event.project, model=event.model, group=event.group, split=event.split,
+                trajectories=tuple(m.trajectory for m in event.members), reason="history_gone", by="rejudge",
+                detail=detail, branch=self.report.branch,
+            )
+        )  # fmt: skip
+
+
+async def _run(config: Config, branch: str, limit: int) -> Report:
+    async with (
+        Broker.connect(config.nats, name="rejudge", provision=False) as broker,
+        open_composer(config, broker) as composer,
+    ):
+        return await Rejudge(broker, config, composer, branch=branch).run(limit)
+
+
+def settings(run_dir: str, file: str, overrides: Sequence[str], nats_url: str) -> Config:
+    """Settings of a run (or of a file), with the address of the log that the run uses. Raises `ConfigError`."""
+    folder = Path(run_dir) if run_dir else None
+    if not file and folder is not None and (folder / "config.toml").exists():
+        file = str(folder / "config.toml")
+    more = list(overrides)
+    if not nats_url and folder is not None and (folder / "state.json").exists():
+        nats_url = msgspec.json.decode((folder / "state.json").read_bytes())["urls"]["nats"]
+    if nats_url:
+        more.append("nats.url=" + msgspec.json.encode(nats_url).decode())
+    config = load(file or None, more)
+    if not config.nats.url:
+        raise ConfigError("which log? name it with --run-dir, --nats-url or nats.url in the settings")
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; exits 1 where a group could not be judged, 2 on settings that can't be used."""
+    parser = argparse.ArgumentParser(
+        prog="journeyman rejudge", description="Score history again as a new verdict set."
+    )
+    parser.add_argument("--run-dir", default="", help="the run whose settings and log to use")
+    parser.add_argument("--config", default="", help="settings, TOML; default: the run's")
+    parser.add_argument("--nats-url", default="", help="the log; default: the run's")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
+    parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        if args.branch:
+            check_name(args.branch)
+        report = anyio.run(
+            _run, settings(args.run_dir, args.config, args.overrides, args.nats_url), args.branch, args.limit
+        )
+    except (ConfigError, BrokerError, InvalidNameError) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error
+    console = Console(highlight=False)
+    if args.json:
+        console.print_json(msgspec.json.encode(report.as_dict()).decode())
+    else:
+        console.print(
+            f"{report.rejudged} groups judged again on branch {report.branch}; {report.skipped} were there already, "
+            f"{report.failed} failed, {report.gone} are no longer in the log"
+        )
+        console.print(f"agreement with the rewards before: {agreement(report.pairs)}")
+    if report.failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
