@@ -119,7 +119,10 @@ class Consumption:
         """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
         try:
             messages = await self._sub.fetch(limit, timeout=wait_s)
-        except (TimeoutError, nats.js.errors.FetchTimeoutError):  # nats-py raises its own and asyncio's bare one
+        except (
+            TimeoutError,
+            nats.js.errors.FetchTimeoutError,
+        ):  # nats-py raises its own and asyncio's bare one
             return []
         except nats.js.errors.ServiceUnavailableError as error:
             raise BrokerUnavailableError(
@@ -188,7 +191,9 @@ class Broker:
                 )
         except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
             await client.close()
-            raise BrokerUnavailableError(f"no NATS server answers at {config.url}: start it, or mend nats.url") from error
+            raise BrokerUnavailableError(
+                f"no NATS server answers at {config.url}: start it, or mend nats.url"
+            ) from error
         broker = cls(client, config)
         try:
             if provision:
@@ -252,15 +257,18 @@ class Broker:
 
     # -- publishing ----------------------------------------------------------------------------------------------
 
-    async def publish(self, event: Event, headers: Mapping[str, str] | None = None) -> Ack:
-        """Put `event` on the log and return once the server acknowledged it; safe to repeat.
+    async def publish(
+        self, event: Event, headers: Mapping[str, str] | None = None, *, message_id: str = ""
+    ) -> Ack:
+        """Put `event` on the log and return once the server acknowledged it; safe to repeat. `message_id` other than the
+        event's own is for one that the log held before and let go of.
 
         Retries while the server is away, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         payload = encode(event)
         sent = dict(headers or {})
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(event, payload)
-        sent[api.Header.MSG_ID] = event.message_id()
+        sent[api.Header.MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
             sent[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = "0"
         return await self._publish_until_acked(event.subject(), payload, sent)
@@ -343,7 +351,7 @@ class Broker:
             await self.bury(message, spec, "max_deliver", f"delivered {deliveries} times without success")
             return None
         try:
-            event = await self._read(message.data)
+            event = await self.read(message.data)
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.bury(message, spec, "undecodable", str(error))
             return None
@@ -372,7 +380,8 @@ class Broker:
         await message.ack()
         log.error("dead letter", stream=spec.stream, seq=dead.stream_seq, reason=reason, detail=detail[:300])
 
-    async def _read(self, payload: bytes) -> AnyEvent:
+    async def read(self, payload: bytes) -> AnyEvent:
+        """The event in a payload, claim check resolved. Raises `msgspec.DecodeError`, `HistoryGoneError`."""
         event = decode(payload)
         return await self.resolve(event) if isinstance(event, ClaimCheck) else event
 
@@ -394,11 +403,28 @@ class Broker:
                 headers = dict(message.headers or {})
                 seq = int(headers["Nats-Sequence"])
                 out.append(
-                    Recorded(await self._read(message.data), stream, seq, headers["Nats-Subject"], headers)
+                    Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
                 )
             if not more or not out:
                 return out
             start_seq = out[-1].seq + 1
+
+    async def messages(
+        self, stream: str, first: int, last: int
+    ) -> AsyncIterator[tuple[int, str, dict[str, str], bytes]]:
+        """(sequence, subject, headers, payload) of what the stream still holds from `first` to `last`, undecoded."""
+        while first <= last:
+            batch = min(_DIRECT_GET_BATCH, last - first + 1)
+            page, _ = await self._direct_get(stream, {"seq": first, "next_by_subj": ">", "batch": batch})
+            if not page:
+                return
+            for message in page:
+                headers = dict(message.headers or {})
+                first = int(headers["Nats-Sequence"])
+                if first > last:
+                    return
+                yield first, headers["Nats-Subject"], headers, message.data
+            first += 1
 
     async def last(self, stream: str, subject: str) -> Recorded | None:
         """The newest event on `subject`, or none."""
@@ -406,7 +432,7 @@ class Broker:
         for message in page:
             headers = dict(message.headers or {})
             seq = int(headers["Nats-Sequence"])
-            return Recorded(await self._read(message.data), stream, seq, headers["Nats-Subject"], headers)
+            return Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
         return None
 
     async def get(self, stream: str, seq: int) -> Recorded:
@@ -414,7 +440,7 @@ class Broker:
         page, _ = await self._direct_get(stream, {"seq": seq})
         for message in page:
             headers = dict(message.headers or {})
-            return Recorded(await self._read(message.data), stream, seq, headers["Nats-Subject"], headers)
+            return Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
         raise HistoryGoneError(f"message {seq} of {stream}")
 
     async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:

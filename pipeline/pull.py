@@ -60,8 +60,11 @@ class Puller:
 
     async def _ask(self) -> None:
         now = time.monotonic()
-        if self._open > 0 and now - self._asked_at < _EXPIRES_S + 1:
-            return  # else the server died with the request
+        if self._open > 0:
+            if now - self._asked_at >= _EXPIRES_S + 1:
+                # Neither messages nor a word on the request: the server died with it, or there is no consumer to answer.
+                self._open, self._gone = 0, "it does not answer"
+            return
         if len(self._arrived) >= self._batch:
             return  # bounds memory: first these have to be taken
         self._open, self._asked_at = self._batch, now
@@ -83,8 +86,9 @@ class Puller:
                 self._news = anyio.Event()
                 if self._client.is_connected:
                     await self._ask()
-                with anyio.move_on_after(_EXPIRES_S):
-                    await self._news.wait()
+                if not self._gone:
+                    with anyio.move_on_after(_EXPIRES_S):
+                        await self._news.wait()
         taken = self.take_nowait(limit)
         if self._client.is_connected:
             await self._ask()

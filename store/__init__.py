@@ -7,6 +7,7 @@
 | `target` | where files go: written whole or not at all |
 | `writer` | one consumer to files: decode, write, then acknowledge |
 | `compaction` | few large files instead of many small ones; the end of what is kept |
+| `heal` | a damaged file, written again from the log |
 | `service` | the process: one writer per consumer of the table |
 | `views` | the documented views |
 | `sql` | DuckDB over the files; the `journeyman sql` command |

@@ -10,6 +10,7 @@ from pipeline.config import Config
 from pipeline.service import Ready
 from store.catalog import Catalog
 from store.compaction import Compactor
+from store.heal import heal
 from store.target import LocalTarget
 from store.writer import Writer, store_consumers
 
@@ -20,7 +21,9 @@ async def serve(config: Config, ready: Ready) -> None:
     with target.locked():
         catalog = Catalog(target)
         async with Broker.connect(config.nats, name="store") as broker:
-            await anyio.to_thread.run_sync(catalog.load)
+            damaged = await anyio.to_thread.run_sync(catalog.load)
+            if damaged:
+                await heal(broker, catalog, damaged)
             async with anyio.create_task_group() as tg:
                 for spec in store_consumers():
                     await tg.start(Writer(broker, catalog, config.store, spec).run)

@@ -19,7 +19,7 @@ import duckdb
 import msgspec
 
 from pipeline import schema
-from pipeline.config import Config, ConfigError, load
+from pipeline.config import Config, ConfigError, NatsConfig, load
 from pipeline.schema import Column
 from store.catalog import live
 from store.target import LocalTarget, StoreError
@@ -207,6 +207,18 @@ def run_config(run_dir: str | None, config: str | None) -> Config:
     if config:
         return load(config)
     return _config_of(Path(run_dir) if run_dir else newest_run())
+
+
+def run_nats(config: Config, url: str | None = None) -> NatsConfig:
+    """The log of a run: `url`, else the server of its settings, else the one `journeyman up` started for it."""
+    if url or config.nats.url:
+        return msgspec.structs.replace(config.nats, url=url or config.nats.url)
+    state = config.path("state.json")
+    if not state.is_file():
+        raise ConfigError(
+            f"{config.run_dir} names no NATS server: give --nats-url, or start it with `journeyman up`"
+        )
+    return msgspec.structs.replace(config.nats, url=msgspec.json.decode(state.read_bytes())["urls"]["nats"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

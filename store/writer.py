@@ -32,6 +32,7 @@ log = get_logger("store.writer")
 
 _FETCH = 2_000
 _RETRY_S = 1.0
+_REMAKE_S = 2.0
 _GOODBYE_S = 8.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -130,21 +131,29 @@ class Writer:
         """The stream or its consumer was deleted: what is in memory is kept and written; the rest is made anew."""
         while True:
             try:
-                await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
-            except nats.js.errors.NotFoundError:
+                if await self._there():
+                    return  # made anew, or only its server was away for a moment
                 log.error(
                     "consumer gone",
                     consumer=self.spec.name,
                     stream=self.spec.stream,
                     why=str(gone),
-                    detail="made anew; what the stream held and no file holds yet is lost to the store",
+                    detail="made anew; what its stream held and no file holds is lost to the store",
                 )
+                # The server removes a deleted stream's folder in the background, and a stream of that name made meanwhile
+                # loses its files with it (seen with nats-server 2.15.1).
+                await anyio.sleep(_REMAKE_S)
                 await self._broker.provision()
-                return
-            except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError):
+            except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError) as error:
+                log.warning("log away", consumer=self.spec.name, why=str(error) or type(error).__name__)
                 await anyio.sleep(_RETRY_S)  # paces the question to a server that is away
-            else:
-                return  # it was the server that was away for a moment
+
+    async def _there(self) -> bool:
+        try:
+            await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
+        except nats.js.errors.NotFoundError:
+            return False
+        return True
 
     async def _accept(self, batch: Sequence[Msg]) -> None:
         if not batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import nats.js.errors
 import pytest
 
 from pipeline import schema
@@ -30,7 +31,10 @@ async def until_acked(broker: Broker) -> None:
     with anyio.fail_after(20):
         for spec in [s for s in broker_consumers() if s.name.startswith("store-")]:
             while True:
-                info = await broker.js.consumer_info(spec.stream, spec.name)
+                try:
+                    info = await broker.js.consumer_info(spec.stream, spec.name)
+                except nats.js.errors.NotFoundError:
+                    continue  # about to be made anew
                 if not info.num_pending and not info.num_ack_pending:
                     break
                 await anyio.sleep(0.02)

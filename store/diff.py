@@ -1,0 +1,153 @@
+"""`journeyman diff`: two verdict sets over the same groups, compared by what they would teach.
+
+    journeyman diff --a branch=main --b branch=colder
+    journeyman diff --a judge=3f2c… --b judge=91ab… --format json
+
+A side is chosen by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that model's verdicts
+instead of the groups' final rewards), or several of them joined by commas. Groups and trajectories that both sides hold are
+compared: signs of advantages that flip, Spearman's rank correlation within groups, groups without variance on each side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import duckdb
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config import ConfigError
+from store import sql
+from store.target import StoreError
+
+TOLERANCE = 1e-6
+"""Rewards closer than this are equal, as in training."""
+
+_KEYS = ("branch", "judge", "judge_model")
+
+
+def side(text: str) -> dict[str, str]:
+    """`"branch=main,judge=…"` as a filter. Raises `ConfigError` for an unknown key."""
+    out = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals or key not in _KEYS:
+            raise ConfigError(f"{part!r} chooses no side: write {' or '.join(k + '=…' for k in _KEYS)}")
+        out[key] = value
+    return out
+
+
+def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Group id to trajectory to reward (or judge model's score), of scored members; a later scoring of a group wins."""
+    conditions = " AND ".join(f"{key} = ?" for key in chosen)
+    if "judge_model" in chosen:
+        query = (
+            f"SELECT group_id, trajectory, score FROM verdicts WHERE {conditions} ORDER BY scored_at, verdict"  # noqa: S608
+        )
+    else:
+        query = (
+            f"SELECT group_id, trajectory, reward FROM rewards WHERE {conditions} AND outcome = 'scored' "  # noqa: S608
+            "ORDER BY scored_at"
+        )
+    out: dict[str, dict[str, float]] = {}
+    for group, trajectory, value in connection.execute(query, list(chosen.values())).fetchall():
+        out.setdefault(group, {})[trajectory] = value
+    return out
+
+
+def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Ranks from 0, equal values sharing the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    mean_rank: npt.NDArray[np.float64] = (ends - counts + ends - 1) / 2
+    return mean_rank[inverse]
+
+
+def _signs(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Sign of each advantage; 0 within the tolerance."""
+    centered = values - values.mean()
+    return np.where(np.abs(centered) <= TOLERANCE, 0, np.sign(centered)).astype(np.int64)
+
+
+def _flat(values: npt.NDArray[np.float64]) -> bool:
+    return bool(values.max() - values.min() <= TOLERANCE)
+
+
+def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """What differs, over the trajectories of the groups that both sides hold; null where nothing can be said."""
+    groups = trajectories = flips = flat_a = flat_b = gained = lost = 0
+    correlations: list[float] = []
+    gaps: list[float] = []
+    for group in sorted(a.keys() & b.keys()):
+        shared = sorted(a[group].keys() & b[group].keys())
+        if len(shared) < 2:
+            continue
+        x = np.array([a[group][t] for t in shared])
+        y = np.array([b[group][t] for t in shared])
+        groups += 1
+        trajectories += len(shared)
+        gaps += np.abs(x - y).tolist()
+        flips += int((_signs(x) * _signs(y) < 0).sum())
+        flat_a += _flat(x)
+        flat_b += _flat(y)
+        lost += not _flat(x) and _flat(y)
+        gained += _flat(x) and not _flat(y)
+        if not _flat(x) and not _flat(y):
+            correlations.append(float(np.corrcoef(_ranks(x), _ranks(y))[0, 1]))
+    return {
+        "groups": groups,
+        "trajectories": trajectories,
+        "only_in_a": len(a.keys() - b.keys()),
+        "only_in_b": len(b.keys() - a.keys()),
+        "sign_flips": flips,
+        "sign_flip_share": flips / trajectories if trajectories else None,
+        "rank_correlation": float(np.mean(correlations)) if correlations else None,
+        "rank_correlation_groups": len(correlations),
+        "no_variance_share_a": flat_a / groups if groups else None,
+        "no_variance_share_b": flat_b / groups if groups else None,
+        "signal_gained": gained,
+        "signal_lost": lost,
+        "mean_abs_difference": float(np.mean(gaps)) if gaps else None,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeyman diff", description="Two verdict sets over the same groups."
+    )
+    parser.add_argument("--a", required=True, help="such as branch=main")
+    parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
+    parser.add_argument("--run-dir", help="default: the newest under runs/")
+    parser.add_argument("--config")
+    parser.add_argument("--format", default="table", choices=("table", "json"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 where the sides share no group or the store is at fault, 2 for unusable settings."""
+    args = _parser().parse_args(argv)
+    try:
+        with sql.connect(sql.run_config(args.run_dir, args.config)) as connection:
+            result = compare(rewards(connection, side(args.a)), rewards(connection, side(args.b)))
+    except (StoreError, duckdb.Error) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        return 1
+    except ConfigError as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        return 2
+    if args.format == "json":
+        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    else:
+        sys.stdout.write(sql.table_text(["what", "value"], list(result.items())))
+    if not result["groups"]:
+        sys.stderr.write("journeyman: the two sides share no group of two trajectories or more\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

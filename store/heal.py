@@ -1,0 +1,79 @@
+"""A damaged file is no loss while the log still holds its events: they are fetched and written again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from datetime import datetime
+
+import anyio.to_thread
+import msgspec
+
+from pipeline import schema
+from pipeline.broker import Broker, HistoryGoneError, Recorded
+from pipeline.events import wire_name
+from pipeline.log import get_logger
+from store import columns
+from store.catalog import Catalog, FileName
+
+log = get_logger("store.heal")
+
+_PAGE = 1_000
+
+
+def stream_time_us(recorded: Recorded) -> int:
+    """When the broker took a message in, in microseconds as deliveries count them (the nanoseconds cut off)."""
+    text = recorded.headers["Nats-Time-Stamp"]
+    whole, _, fraction = text.rstrip("Z").partition(".")
+    seconds = int(datetime.fromisoformat(whole + "+00:00").timestamp())
+    return seconds * 1_000_000 + int(fraction.ljust(6, "0")[:6] or 0)
+
+
+async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileName]]) -> int:
+    """Write what the damaged files held and nothing else holds; returns how many events. What the log has let go of is
+    said, file by file."""
+    healed = 0
+    for tag, name in damaged:
+        rows: list[Recorded] = []
+        first = name.first
+        state = (await broker.js.stream_info(name.stream)).state
+        while first <= name.last:
+            last = min(first + _PAGE - 1, name.last)
+            found = [r async for r in _events(broker, name.stream, first, last)]
+            rows += [r for r in found if wire_name(r.event) == tag]
+            first = last + 1
+        known = catalog.already(name.stream, [(r.seq, stream_time_us(r)) for r in rows])
+        missing = [r for r in rows if (r.seq, stream_time_us(r)) not in known]
+        for part in _pages(missing):
+            await anyio.to_thread.run_sync(_write, catalog, tag, part)
+        healed += len(missing)
+        if state.first_seq > name.first or state.last_seq < name.last:
+            log.error(
+                "events lost with a damaged file",
+                file=str(name),
+                detail=f"the log holds {state.first_seq} to {state.last_seq} of {name.stream} only: restore the file from a backup",
+            )
+        log.info("damaged file healed from the log", tag=tag, file=str(name), events=len(missing))
+    return healed
+
+
+async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIterator[Recorded]:
+    async for seq, subject, headers, payload in broker.messages(stream, first, last):
+        try:
+            event = await broker.read(payload)
+        except (msgspec.DecodeError, HistoryGoneError):
+            continue  # a dead letter already
+        yield Recorded(event, stream, seq, subject, headers)
+
+
+def _pages(rows: list[Recorded]) -> Iterator[list[Recorded]]:
+    for i in range(0, len(rows), 20_000):
+        yield rows[i : i + 20_000]
+
+
+def _write(catalog: Catalog, tag: str, rows: list[Recorded]) -> None:
+    seqs, ats = [r.seq for r in rows], [stream_time_us(r) for r in rows]
+    traces = [r.headers.get("traceparent", "") for r in rows]
+    table = columns.table(tag, [r.event for r in rows], seqs, ats, traces)
+    name = FileName(schema.stream_of(tag), seqs[0], seqs[-1], ats[0])
+    catalog.target.write(tag, str(name), [table], {"journeyman.event": tag})
+    catalog.add(tag, name, seqs)

@@ -1,0 +1,69 @@
+"""Events out of Parquet again, equal to those that went in: what replay and export read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import duckdb
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from pipeline import schema
+from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, wire_name
+from pipeline.schema import Column
+
+E = TypeVar("E", bound=Event)
+
+
+def _value(column: Column, value: Any) -> Any:
+    if column.kind in schema.PACKED:
+        return np.asarray(value, dtype=schema.PACKED[column.kind]).tobytes()
+    if column.kind == "json":
+        return value.encode()
+    if column.kind == "timestamp_us":
+        return _micros(value)
+    if column.kind == "list":
+        assert column.item is not None
+        return [_value(column.item, v) for v in value]
+    if column.kind == "struct":
+        return {f.name: _value(f, value[f.name]) for f in column.fields if value[f.name] is not None}
+    if column.kind == "map":
+        return dict(value)
+    return value
+
+
+def _micros(value: datetime) -> int:
+    whole = int(value.replace(tzinfo=UTC, microsecond=0).timestamp())
+    return whole * 1_000_000 + value.microsecond
+
+
+def events(cls: type[E], table: pa.Table) -> list[E]:
+    """The rows of a tag's table as events; a column that is null (older than the field) gives the field's default."""
+    columns = schema.columns(cls)
+    rows = table.select([c.name for c in columns]).to_pylist()
+    return [
+        msgspec.convert(
+            {c.name: _value(c, row[c.name]) for c in columns if row[c.name] is not None}
+            | {"type": wire_name(cls)},
+            cls,
+            builtin_types=(bytes,),
+        )
+        for row in rows
+    ]
+
+
+def trajectory(connection: duckdb.DuckDBPyConnection, project: str, name: str) -> Iterator[Event]:
+    """A run's events in the order in which they happened: opened, exchanges, completed."""
+    for cls, order in (
+        (TrajectoryOpened, "log_seq"),
+        (ExchangeRecorded, "seq, choice"),
+        (TrajectoryCompleted, "log_seq"),
+    ):
+        table = connection.sql(
+            f"SELECT * FROM {wire_name(cls).replace('.', '_')} WHERE project = ? AND trajectory = ? ORDER BY {order}",  # noqa: S608
+            params=[project, name],
+        ).to_arrow_table()
+        yield from events(cls, table)

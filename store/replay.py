@@ -1,0 +1,183 @@
+"""`journeyman replay`: groups of history onto a branch of their own, to be trained on or judged again.
+
+    journeyman replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
+    journeyman replay --branch again --project shop --model support --dry-run
+
+A replayed group is a `group.scored` event with the same members and verdicts, its branch, `origin` (where it came from) and
+`offline = true`. The trajectories stay where they are, with the logprobs they were sampled with; those that the log has let go
+of are put back from Parquet, exchanges first, onto the subjects where readers look for them. The predicate is SQL over the
+view `groups`. Run twice, it changes nothing: a group is on a branch once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import duckdb
+import msgspec
+import pyarrow as pa
+
+from pipeline import log as logs
+from pipeline.broker import Broker, BrokerError
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.events import Event, GroupScored, now_us
+from pipeline.names import check_name
+from pipeline.streams import RETRY_HEADER
+from store import rebuild, sql
+from store.target import StoreError
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A group of history and the sequence it has in GROUPS."""
+
+    group: GroupScored
+    seq: int
+
+
+def choose(
+    connection: duckdb.DuckDBPyConnection,
+    *,
+    project: str = "",
+    model: str = "",
+    source: str = "main",
+    since: str = "",
+    until: str = "",
+    where: str = "true",
+    limit: int = 0,
+) -> list[Chosen]:
+    """Scored groups of branch `source`, oldest first. `since` and `until` are SQL timestamps, UTC; `where` is SQL over the
+    view `groups`. Raises `duckdb.Error` where the predicate is none."""
+    query = f"""
+        SELECT s.* FROM group_scored s
+        JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream_seq = s.log_seq
+          AND g.group_id = s."group"
+        WHERE s.branch = ? AND (? = '' OR s.project = ?) AND (? = '' OR s.model = ?)
+          AND (? = '' OR s."at" >= TRY_CAST(? AS TIMESTAMP)) AND (? = '' OR s."at" < TRY_CAST(? AS TIMESTAMP))
+          AND s.log_seq IN (SELECT stream_seq FROM groups WHERE status = 'scored' AND ({where}))
+        ORDER BY s.log_seq
+    """  # noqa: S608 - a predicate in SQL is what the caller is asked for; the connection holds nothing but views
+    values = [source, project, project, model, model, since, since, until, until]
+    if limit:
+        query += f" LIMIT {int(limit)}"
+    table: pa.Table = connection.sql(query, params=values).to_arrow_table()
+    rows = zip(rebuild.events(GroupScored, table), table["log_seq"].to_pylist(), strict=True)
+    return [Chosen(group, seq) for group, seq in rows]
+
+
+def onto(chosen: Chosen, branch: str) -> GroupScored:
+    """The same group as an event of `branch`."""
+    group = chosen.group
+    origin = group.origin or f"{group.branch}/{chosen.seq}"
+    fresh = {"branch": branch, "origin": origin, "offline": True, "closed_by": "replay"}
+    return msgspec.structs.replace(group, **fresh)
+
+
+async def put_back(broker: Broker, connection: duckdb.DuckDBPyConnection, group: GroupScored) -> int:
+    """What the log no longer holds of a group's trajectories, from Parquet; returns how many events.
+
+    They are marked as no consumer's: whoever follows the log has had them once; only those who read a trajectory's history
+    find them."""
+    put = 0
+    for member in group.members:
+        kept = rebuild.trajectory(connection, group.project, member.trajectory)
+        for subject, events in _by_subject(kept).items():
+            held = {r.event.message_id() for r in await broker.history("ROLLOUTS", subject)}
+            for event in events:
+                if event.message_id() not in held:
+                    again = f"put-back/{event.message_id()}/{now_us()}"
+                    await broker.publish(event, {RETRY_HEADER: "replay"}, message_id=again)
+                    put += 1
+    return put
+
+
+def _by_subject(events: Iterable[Event]) -> dict[str, list[Event]]:
+    out: dict[str, list[Event]] = {}
+    for event in events:
+        out.setdefault(event.subject(), []).append(event)
+    return out
+
+
+async def replay(
+    nats: NatsConfig, connection: duckdb.DuckDBPyConnection, groups: Sequence[Chosen], branch: str
+) -> dict[str, int]:
+    """Put `groups` onto `branch`; counts of what was new, what was there already and what had to be put back."""
+    counts = {"groups": 0, "already": 0, "put_back": 0}
+    async with Broker.connect(nats, name="replay") as broker:
+        for chosen in groups:
+            counts["put_back"] += await put_back(broker, connection, chosen.group)
+            ack = await broker.publish(onto(chosen, branch))
+            counts["already" if ack.duplicate else "groups"] += 1
+    return counts
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="journeyman replay", description="Groups of history onto a branch.")
+    parser.add_argument("--branch", required=True, help="name of the branch; not main")
+    parser.add_argument("--run-dir", help="run whose history is replayed; default: the newest")
+    parser.add_argument("--config", help="settings of that run")
+    parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
+    parser.add_argument("--project", default="")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--from-branch", default="main")
+    parser.add_argument("--since", default="", help="UTC, such as 2026-11-01 or 2026-11-01 12:00")
+    parser.add_argument("--until", default="")
+    parser.add_argument("--where", default="true", help="SQL over the view `groups`")
+    parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--dry-run", action="store_true", help="say which groups, publish nothing")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 with a line on stderr where something is at fault, 2 for unusable settings."""
+    args = _parser().parse_args(argv)
+    logs.configure("replay", "WARNING")
+    try:
+        counts: dict[str, Any] = _main(args)
+    except (StoreError, BrokerError, duckdb.Error) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        return 1
+    except (ConfigError, ValueError) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        return 2
+    sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
+    return 0
+
+
+def _main(args: argparse.Namespace) -> dict[str, Any]:
+    if check_name(args.branch) == args.from_branch or args.branch == "main":
+        raise ConfigError(f"--branch {args.branch}: a replay goes onto a branch of its own")
+    for name in ("since", "until"):
+        _check_time(name, getattr(args, name))
+    config = sql.run_config(args.run_dir, args.config)
+    with sql.connect(config) as connection:
+        chosen = choose(
+            connection,
+            project=args.project,
+            model=args.model,
+            source=args.from_branch,
+            since=args.since,
+            until=args.until,
+            where=args.where,
+            limit=args.limit,
+        )
+        if args.dry_run:
+            return {"groups": len(chosen), "ids": [c.group.group for c in chosen]}
+        nats = sql.run_nats(config, args.nats_url)
+        return anyio.run(replay, nats, connection, chosen, args.branch) | {"branch": args.branch}
+
+
+def _check_time(name: str, text: str) -> None:
+    with duckdb.connect() as connection:
+        (row,) = connection.execute("SELECT TRY_CAST(? AS TIMESTAMP)", [text]).fetchall()
+    if text and row[0] is None:
+        raise ConfigError(f"--{name} {text!r} is no time: write it as 2026-11-01 or 2026-11-01 12:00")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""History onto a branch, and what two verdict sets differ in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from pipeline.events import Event, GroupScored, TrajectoryCompleted, wire_name
+from store import diff, rebuild, replay, sql
+from store.columns import table
+from tests.store.conftest import StoreProcess, publish, run_of_one_step
+from tests.store.test_writer import stored, until_acked
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("event", run_of_one_step(), ids=wire_name)
+def test_an_event_comes_out_of_parquet_as_it_went_in(event: Event) -> None:
+    rows = table(wire_name(event), [event], [1], [1], [""])  # type: ignore[list-item]
+    assert rebuild.events(type(event), rows) == [event]
+
+
+async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_back(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        events = run_of_one_step()
+        await publish(broker, events)
+        async with running_store():
+            await until_acked(broker)
+            await broker.js.purge_stream(
+                "ROLLOUTS", seq=7
+            )  # retention took all but the last exchange and end
+            with sql.connect(tmp_path) as connection:
+                chosen = replay.choose(connection, where="reward_mean > 0.4")
+                assert [c.seq for c in chosen] == [1]
+                first = await replay.replay(nats_config, connection, chosen, "again")
+                second = await replay.replay(nats_config, connection, chosen, "again")
+            await until_acked(broker)
+        assert (first["groups"], second["groups"], second["already"], second["put_back"]) == (1, 0, 1, 0)
+        (replayed,) = await broker.history("GROUPS", "group.scored.p.m.g0.j.again")
+        group = replayed.event
+        assert isinstance(group, GroupScored)
+        assert (group.branch, group.origin, group.offline, group.closed_by) == (
+            "again",
+            "main/1",
+            True,
+            "replay",
+        )
+        then = next(e for e in events if isinstance(e, GroupScored))
+        assert (group.members, group.verdicts) == (then.members, then.verdicts)
+        exchanges = [r.event for r in await broker.history("ROLLOUTS", "rollout.exchange.p.t0")]
+        assert exchanges == [e for e in events if wire_name(e) == "rollout.exchange"][:2]
+        assert isinstance(
+            (await broker.history("ROLLOUTS", "rollout.completed.p.m.t0"))[0].event, TrajectoryCompleted
+        )
+    # What was put back is nobody's news: the store holds it once.
+    assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
+    assert len(stored(tmp_path / "store", "group.scored")) == 2
+
+
+async def test_choosing_by_time_project_and_predicate(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, run_of_one_step())
+        async with running_store():
+            await until_acked(broker)
+    with sql.connect(tmp_path) as connection:
+        assert len(replay.choose(connection, project="p", model="m", since="2020-01-01")) == 1
+        assert replay.choose(connection, until="2020-01-01") == []
+        assert replay.choose(connection, project="other") == []
+        assert replay.choose(connection, where="size > 2") == []
+
+
+def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert replay.main(["--branch", "main"]) == 2
+    assert replay.main(["--branch", "b", "--since", "yesterday"]) == 2
+    assert "--since" in capfd.readouterr().err
+    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path)]) == 1
+
+
+def test_what_differs_between_two_sets_of_rewards() -> None:
+    a = {"g": {"x": 1.0, "y": 0.0, "z": 0.5}, "flat": {"x": 0.1, "y": 0.1}, "only": {"x": 1.0, "y": 0.0}}
+    b = {"g": {"x": 0.0, "y": 1.0, "z": 0.5}, "flat": {"x": 0.1, "y": 0.9}, "other": {"x": 1.0}}
+    got = diff.compare(a, b)
+    assert (got["groups"], got["trajectories"], got["only_in_a"], got["only_in_b"]) == (2, 5, 1, 1)
+    assert (got["sign_flips"], got["rank_correlation"]) == (2, pytest.approx(-1.0))
+    assert (got["no_variance_share_a"], got["no_variance_share_b"], got["signal_gained"]) == (0.5, 0.0, 1)
+
+
+def test_equal_sets_differ_in_nothing() -> None:
+    a = {"g": {"x": 0.3, "y": 0.1, "z": 0.2}}
+    got = diff.compare(a, {"g": {t: r + 1e-9 for t, r in a["g"].items()}})
+    assert (got["sign_flips"], got["rank_correlation"]) == (0, pytest.approx(1.0))
+
+
+def test_eight_equal_rewards_have_no_variance_whatever_rounding_says() -> None:
+    rewards = {str(i): 0.1 + i * 1e-12 for i in range(8)}
+    got = diff.compare({"g": rewards}, {"g": dict(reversed(rewards.items()))})
+    assert (got["sign_flips"], got["no_variance_share_a"], got["rank_correlation"]) == (0, 1.0, None)
+
+
+def test_a_side_is_a_filter() -> None:
+    assert diff.side("branch=main,judge=x") == {"branch": "main", "judge": "x"}
+    with pytest.raises(Exception, match="judge_model"):
+        diff.side("nonsense")
+
+
+async def test_the_diff_command(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        events = run_of_one_step()
+        scored = next(e for e in events if isinstance(e, GroupScored))
+        swapped = tuple(msgspec.structs.replace(m, reward=1 - m.reward) for m in scored.members)
+        other = msgspec.structs.replace(scored, branch="b", members=swapped)
+        await publish(broker, [*events, other])
+        async with running_store():
+            await until_acked(broker)
+    where = ["--run-dir", str(tmp_path)]
+    assert diff.main(["--a", "branch=main", "--b", "branch=b", "--format", "json", *where]) == 0
+    assert json.loads(capfd.readouterr().out)["sign_flips"] == 2
+    assert diff.main(["--a", "branch=main", "--b", "branch=none", *where]) == 1
+    assert diff.main(["--a", "branch=main,judge_model=judge/1", "--b", "branch=main", *where]) == 0
+    assert "rank_correlation" in capfd.readouterr().out
