@@ -6,24 +6,28 @@ A web framework would cost as much per call as capture does (docs/gateway.md has
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
-from urllib.parse import unquote
+from typing import Any, cast
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
 from pipeline.broker import BrokerError
 from pipeline.log import get_logger
-from rollout_gateway import wire
+from rollout_gateway import routes, wire
 from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
-from rollout_gateway.control import Control
+from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.errors import ApiError, unavailable
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
+from rollout_gateway.metrics import Metrics
+from rollout_gateway.promotion import Action, Decision, Promotion
 from rollout_gateway.responses_api import ResponsesTranslation
 from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Keys, Registry, Trajectory
 from rollout_gateway.translate import Translation, translated
+from rollout_gateway.watchers import Watchers
 
 log = get_logger("rollout_gateway.app")
 
@@ -33,7 +37,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = dict[bytes, bytes]
 
-_JSON = (b"content-type", b"application/json")
 _SSE = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _WATCH_AFTER_S = 0.25
 """A plain call that takes longer has its client watched; for shorter ones the watch would cost more than the call."""
@@ -46,6 +49,8 @@ _TRANSLATED: dict[str, Callable[[bytes], Translation]] = {
     MessagesTranslation.path: MessagesTranslation,
 }
 
+_MODEL_CALLS = _DIALECTS.keys() | _TRANSLATED.keys()
+
 TRAJECTORY_HEADER = b"x-journeyman-trajectory"
 SIDE_CALL_HEADER = b"x-journeyman-side-call"
 
@@ -54,9 +59,19 @@ class App:
     """The gateway's routes."""
 
     def __init__(
-        self, chat: ChatHandler, control: Control, registry: Registry, router: Router, max_body_bytes: int
+        self,
+        chat: ChatHandler,
+        control: Control,
+        promotion: Promotion,
+        registry: Registry,
+        router: Router,
+        watchers: Watchers,
+        metrics: Metrics,
+        max_body_bytes: int,
     ) -> None:
-        self._chat, self._control, self._registry, self._router = chat, control, registry, router
+        self._chat, self._control, self._promotion = chat, control, promotion
+        self._registry, self._router = registry, router
+        self._watchers, self._metrics = watchers, metrics
         self._max_body = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,61 +94,104 @@ class App:
         if path.startswith("/t/"):
             named, slash, rest = scope["raw_path"].decode("latin-1").partition("?")[0][3:].partition("/")
             named, path = unquote(named), slash + rest
-        dialect = _DIALECTS.get(path)
-        if dialect is not None:
-            _allow(method, "POST")
-            await self._model_call(dialect, scope, receive, send, named)
+        if path in _MODEL_CALLS:
+            if method != "POST":
+                raise routes.not_allowed("POST")
+            await self._model_call(path, scope, receive, send, named)
             return
-        if path in _TRANSLATED:
-            _allow(method, "POST")
-            await self._translated_call(path, scope, receive, send, named)
-            return
-        status, answer = await self._control_route(method, path, scope, receive)
-        await _answer(send, status, _encode(answer))
+        await self._control_call(method, path, scope, receive, send)
 
-    async def _control_route(
-        self, method: str, path: str, scope: Scope, receive: Receive
-    ) -> tuple[int, dict[str, Any]]:
-        parts = [unquote(p) for p in path.strip("/").split("/")]
-        match parts:
-            case ["health"]:
-                _allow(method, "GET")
-                return 200, self._control.health()
-            case ["v1", "models"]:
-                _allow(method, "GET")
-                return 200, self._control.models()
-            case ["v1", "models", *name]:
-                _allow(method, "GET")
-                return 200, self._control.model("/".join(name))
-            case ["v1", "policies"]:
-                _allow(method, "GET")
-                return 200, self._control.policies()
-            case ["v1", "trajectories"]:
-                _allow(method, "POST")
-                headers = dict(scope["headers"])
-                body = await self._body(receive, headers)
-                return 201, await self._control.open(body, _base_url(scope, headers), _traceparent(headers))
-            case ["v1", "trajectories", trajectory]:
-                _allow(method, "GET")
-                return 200, await self._control.get(trajectory)
-            case ["v1", "trajectories", trajectory, "complete"]:
-                _allow(method, "POST")
-                body = await self._body(receive, dict(scope["headers"]))
-                return 200, await self._control.complete(trajectory, body)
-        raise ApiError(404, f"There is no {method} {path} here.", kind="not_found_error", code="unknown_url")
+    # -- control -------------------------------------------------------------------------------------------------
+
+    async def _control_call(self, method: str, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        route, values = routes.find(method, path)
+        headers: Headers = dict(scope["headers"])
+        body = await self._body(receive, headers) if method == "POST" else b""
+        control, answer = self._control, None
+        match route.name:
+            case "health":
+                answer = control.health()
+            case "metrics":
+                await _answer(
+                    send, 200, self._metrics.text().encode(), content_type=b"text/plain; version=0.0.4"
+                )
+                return
+            case "openapi":
+                answer = routes.openapi()
+            case "models":
+                answer = control.models()
+            case "model":
+                answer = control.model(values[0])
+            case "policies":
+                answer = control.policies()
+            case "watch":
+                await self._watch_policies(receive, send)
+                return
+            case "decide":
+                decision = read_body(body, Decision)
+                action = cast(Action, route.parts[-1])
+                answer = await self._promotion.decide(values[0], action, decision)
+            case "open":
+                answer = await control.open(body, _base_url(scope, headers), _traceparent(headers))
+            case "list":
+                query = {k: v[-1] for k, v in parse_qs(scope["query_string"].decode("latin-1")).items()}
+                answer = control.list(query)
+            case "get":
+                answer = await control.get(values[0])
+            case "complete":
+                answer = await control.complete(values[0], body)
+            case "complete_group":
+                answer = await control.complete_group(values[0], body)
+        await _answer(send, route.status, _encode(answer))
+
+    async def _watch_policies(self, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+        events = self._watchers.watch(self._control.policies())
+        caller = Caller()
+        caller.when_gone(self._leaving(asyncio.current_task()))
+        watch = asyncio.ensure_future(_watch(receive, caller))
+        try:
+            await _send_events(send, events)
+        except asyncio.CancelledError:
+            if not caller.gone:
+                raise
+        finally:
+            watch.cancel()
+
+    @staticmethod
+    def _leaving(task: asyncio.Task[Any] | None) -> Callable[[], None]:
+        def leave() -> None:
+            if task is not None:
+                task.cancel()
+
+        return leave
 
     # -- model calls ---------------------------------------------------------------------------------------------
 
     async def _model_call(
-        self, dialect: Dialect, scope: Scope, receive: Receive, send: Send, named: str | None
+        self, path: str, scope: Scope, receive: Receive, send: Send, named: str | None
     ) -> None:
+        """A call of any of the four endpoints, counted."""
+        started, status = time.perf_counter(), 500
         headers: Headers = dict(scope["headers"])
-        call = dialect.read(await self._body(receive, headers))
-        caller = await self._caller(call, named, headers)
-        if call.stream:
-            await self._streamed(dialect, call, caller, receive, send)
-        else:
-            await self._plain(dialect, call, caller, receive, send)
+        try:
+            body = await self._body(receive, headers)
+            dialect = _DIALECTS.get(path)
+            if dialect is None:
+                status = await self._translated_call(path, body, headers, receive, send, named)
+                return
+            call = dialect.read(body)
+            caller = await self._caller(call, named, headers)
+            answer = self._streamed if call.stream else self._plain
+            status = await answer(dialect, call, caller, receive, send)
+        except ApiError as error:
+            status = error.status
+            raise
+        except ClientGoneError:
+            status = 499
+            raise
+        finally:
+            self._metrics.call(path, status, time.perf_counter() - started)
 
     async def _caller(self, call: wire.Call, named: str | None, headers: Headers) -> Caller:
         trajectory = await self._trajectory(named, headers)
@@ -146,25 +204,25 @@ class App:
         )
 
     async def _translated_call(
-        self, path: str, scope: Scope, receive: Receive, send: Send, named: str | None
-    ) -> None:
-        """A call of another API: as a chat completion there, and back."""
-        headers: Headers = dict(scope["headers"])
+        self, path: str, body: bytes, headers: Headers, receive: Receive, send: Send, named: str | None
+    ) -> int:
+        """A call of another API: as a chat completion there, and back. The status."""
         try:
-            translation = _TRANSLATED[path](await self._body(receive, headers))
+            translation = _TRANSLATED[path](body)
             call = CHAT.read(_encode(translation.chat()), path)
             caller = await self._caller(call, named, headers)
-            await self._translated(translation, call, caller, receive, send)
+            return await self._translated(translation, call, caller, receive, send)
         except ApiError as error:
-            body = error.body()
+            answer = error.body()
             if path == MessagesTranslation.path:
                 error.kind = error_type(error.status)
-                body = messages_error(error.body())
-            await _answer(send, error.status, body, error.headers)
+                answer = messages_error(error.body())
+            await _answer(send, error.status, answer, error.headers)
+            return error.status
 
     async def _translated(
         self, translation: Translation, call: wire.Call, caller: Caller, receive: Receive, send: Send
-    ) -> None:
+    ) -> int:
         watch = asyncio.ensure_future(_watch(receive, caller))
         try:
             if not call.stream:
@@ -174,19 +232,20 @@ class App:
                 else:
                     answer = translation.error(body)
                 await _answer(send, status, answer)
-                return
+                return status
             status, events = await self._chat.stream(CHAT, call, caller)
             if isinstance(events, bytes):
                 await _answer(send, status, translation.error(events))
-                return
+                return status
             await send({"type": "http.response.start", "status": status, "headers": _SSE})
             await _send_events(send, translated(translation, events))
+            return status
         finally:
             watch.cancel()
 
     async def _plain(
         self, dialect: Dialect, call: wire.Call, caller: Caller, receive: Receive, send: Send
-    ) -> None:
+    ) -> int:
         watch: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(
             _WATCH_AFTER_S, lambda: watch.append(asyncio.ensure_future(_watch(receive, caller)))
@@ -198,18 +257,20 @@ class App:
             for task in watch:
                 task.cancel()
         await _answer(send, status, body)
+        return status
 
     async def _streamed(
         self, dialect: Dialect, call: wire.Call, caller: Caller, receive: Receive, send: Send
-    ) -> None:
+    ) -> int:
         watch = asyncio.ensure_future(_watch(receive, caller))
         try:
             status, events = await self._chat.stream(dialect, call, caller)
             if isinstance(events, bytes):
                 await _answer(send, status, events)
-                return
+                return status
             await send({"type": "http.response.start", "status": status, "headers": _SSE})
             await _send_events(send, events)
+            return status
         finally:
             watch.cancel()
 
@@ -271,21 +332,15 @@ async def _send_events(send: Send, events: AsyncIterator[bytes]) -> None:
 
 
 async def _answer(
-    send: Send, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    content_type: bytes = b"application/json",
 ) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": (_JSON, length, *headers)})
+    said = ((b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": said})
     await send({"type": "http.response.body", "body": body})
-
-
-def _allow(method: str, *allowed: str) -> None:
-    if method not in allowed:
-        raise ApiError(
-            405,
-            f"This URL takes {', '.join(allowed)}.",
-            code="method_not_allowed",
-            headers=((b"allow", ", ".join(allowed).encode()),),
-        )
 
 
 def _traceparent(headers: Headers) -> str:

@@ -32,12 +32,26 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     pinned: str = ""
 
 
-class _CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/trajectories/{trajectory}/complete`."""
+
     reward: float | None = None
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     outcome: str = "scored"
+
+
+class GroupMember(CompletionBody, frozen=True, kw_only=True):
+    """One trajectory of a group, with its result."""
+
+    id: str
+
+
+class GroupBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/groups/{group}/complete`."""
+
+    trajectories: list[GroupMember]
 
 
 _T = TypeVar("_T")
@@ -110,7 +124,9 @@ class Control:
 
     async def complete(self, trajectory: str, body: bytes) -> dict[str, Any]:
         """End a trajectory. The same again is answered alike."""
-        read = read_body(body, _CompletionBody)
+        return await self._complete(trajectory, read_body(body, CompletionBody))
+
+    async def _complete(self, trajectory: str, read: CompletionBody) -> dict[str, Any]:
         if read.outcome not in get_args(Outcome):
             raise ApiError(
                 400,
@@ -136,6 +152,33 @@ class Control:
             "reward": event.reward,
             "exchanges": event.exchanges,
         }
+
+    async def complete_group(self, group: str, body: bytes) -> dict[str, Any]:
+        """End all trajectories of a group: each on its own, so that a repetition after a failure does the rest."""
+        members = read_body(body, GroupBody).trajectories
+        for member in members:
+            found, _ = await self._registry.describe(member.id)
+            if found.opened.group != group:
+                raise ApiError(
+                    400, f"Trajectory {member.id!r} is not of group {group!r}.", code="wrong_group"
+                )
+        data = [await self._complete(member.id, member) for member in members]
+        return {"object": "list", "group": group, "data": data}
+
+    def list(self, query: dict[str, str]) -> dict[str, Any]:
+        """Open trajectories in this replica's memory, newest first. All that ever were: `journeyman sql`."""
+        limit = query.get("limit", "100")
+        if not limit.isdigit() or not 1 <= int(limit) <= 1000:
+            raise ApiError(400, "limit is a number from 1 to 1000.", code="invalid_query", param="limit")
+        known = [
+            t
+            for t in self._registry.known()
+            if query.get("group", t.opened.group) == t.opened.group
+            and query.get("model", t.opened.model) == t.opened.model
+        ]
+        known.sort(key=lambda t: -t.opened.at)
+        data = [_described(t, None) for t in known[: int(limit)]]
+        return {"object": "list", "data": data, "has_more": len(known) > len(data)}
 
     async def get(self, trajectory: str) -> dict[str, Any]:
         """A trajectory as the log has it."""

@@ -43,6 +43,8 @@ class ModelState:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     """By version, in the order of publication."""
     promoted: PolicyPromoted | None = None
+    promoted_seq: int = 0
+    """Where the last decision lies in the log: an older one that comes later changes nothing."""
 
     _main: list[tuple[int, str]] = field(default_factory=list)
 
@@ -51,6 +53,13 @@ class ModelState:
         self.checkpoints[event.version] = checkpoint
         if event.branch == "main":
             bisect.insort(self._main, (event.step, event.version))
+
+    def decide(self, event: PolicyPromoted, seq: int) -> bool:
+        """Take a decision in; false where a later one holds."""
+        if seq <= self.promoted_seq:
+            return False
+        self.promoted, self.promoted_seq = event if event.version else None, seq
+        return True
 
     def newest_first(self) -> Iterator[str]:
         """Versions of the main line from the newest on, without the base."""
@@ -101,8 +110,7 @@ class Policies:
             return False
         model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
-            model.promoted = event if event.version else None
-            return True
+            return model.decide(event, recorded.seq)
         if event.version in model.checkpoints:
             return False
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 import anyio
 import uvicorn
 
-from pipeline.broker import Broker
+from pipeline.broker import Broker, Recorded
 from pipeline.config import Config, ConfigError
+from pipeline.events import PolicyLoaded, wire_name
 from pipeline.log import get_logger
 from pipeline.names import new_id
 from pipeline.service import Ready
@@ -20,10 +21,13 @@ from rollout_gateway.adapters import AdapterManager
 from rollout_gateway.app import App
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control
+from rollout_gateway.metrics import Metrics
 from rollout_gateway.policies import Policies
+from rollout_gateway.promotion import Promotion, described
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Keys, Registry
+from rollout_gateway.watchers import Watchers
 
 log = get_logger("rollout_gateway")
 
@@ -125,11 +129,25 @@ async def serve(config: Config, ready: Ready) -> None:
         chat = ChatHandler(config.gateway, fleet, registry, router)
         control = Control(config.project, policies, fleet, registry, router)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
-        app = App(chat, control, registry, router, config.gateway.max_body_bytes)
+        promotion = Promotion(config.project, broker, policies, fleet, router)
+        watchers, metrics = Watchers(), Metrics(fleet, registry)
+
+        def loaded(event: PolicyLoaded) -> None:
+            metrics.loads += 1
+            watchers.tell("policy.loaded", described(event))
+
+        def changed(recorded: Recorded) -> None:
+            fleet.wake_keepers()
+            watchers.tell(wire_name(recorded.event), described(recorded.event))
+
+        adapters.on_loaded.append(loaded)
+        app = App(
+            chat, control, promotion, registry, router, watchers, metrics, config.gateway.max_body_bytes
+        )
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
-                tg.start_soon(policies.follow, broker, lambda _: fleet.wake_keepers())
+                tg.start_soon(policies.follow, broker, changed)
                 async with _serving(app, listener):
                     host, port = listener.getsockname()[:2]
                     ready(url=f"http://{host}:{port}")
@@ -137,6 +155,7 @@ async def serve(config: Config, ready: Ready) -> None:
                         await anyio.sleep_forever()
                     finally:
                         fleet.close()
+                        watchers.close()
         finally:
             with anyio.move_on_after(DRAIN_S, shield=True):
                 await chat.settle()

@@ -1,0 +1,51 @@
+"""Server-sent events of policy versions: published, loaded, promoted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+_BEHIND = 256
+_PING_S = 15.0
+
+
+class Watchers:
+    """Whoever watches. One that falls `_BEHIND` events behind is cut off, and starts anew from the present state."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[bytes | None]] = set()
+
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
+        event = b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(data))
+        for queue in list(self._queues):
+            if queue.qsize() < _BEHIND:
+                queue.put_nowait(event)
+            else:
+                self._queues.discard(queue)
+                queue.put_nowait(None)
+
+    def close(self) -> None:
+        for queue in self._queues:
+            queue.put_nowait(None)
+
+    async def watch(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The present `state`, then every event; a comment now and then keeps the connection open."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._queues.add(queue)
+        try:
+            yield b"event: state\ndata: %b\n\n" % msgspec.json.encode(state)
+            while True:
+                try:
+                    async with asyncio.timeout(_PING_S):
+                        event = await queue.get()
+                except TimeoutError:
+                    yield b": still here\n\n"
+                    continue
+                if event is None:
+                    return
+                yield event
+        finally:
+            self._queues.discard(queue)
