@@ -1,8 +1,20 @@
-"""Groups completed trajectories and scores them.
+"""Groups completed trajectories and scores them; docs/judging.md explains it to users.
 
 | module | what it does |
 | --- | --- |
 | `service` | the process: consumes `rollout.completed`, publishes `group.scored` and `group.discarded` |
 | `groups` | which trajectories belong together and when a group closes |
-| `scoring` | from a closed group to its event: agents' own rewards, or RULER's |
+| `scoring` | from a closed group to its event: agents' own rewards, or what a composer says |
+| `compose` | rewards of several parts: agents', metrics, Python functions, RULER with rubrics |
+| `sandbox`, `sandbox_worker` | Python reward functions in a process of their own |
+| `ruler` | RULER: calls, asking again, several orders, subsets, retries, accounting |
+| `transcripts`, `prompt`, `replies` | what a judge reads, how it is asked, how its answer is read |
+| `merge` | several judgings to one score, without the effect of places |
+| `rubrics`, `rubrics/` | what a judge looks for: files, named by their hash |
+| `llm` | the judge model, through litellm's router |
+| `labelled`, `eval` | agreement with ground truth; `journeyman judge eval` |
+| `watch` | anchors judged again and again, the alarm, `judge.json` |
+| `rejudge` | history scored again as a verdict set; `journeyman rejudge` |
+| `scenarios` | tasks to train on from a description; `journeyman scenarios` |
+| `scoring_server` | stands in for a judge model in tests, benchmarks and demos |
 """

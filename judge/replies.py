@@ -57,7 +57,7 @@ def read(reply: str, ids: Collection[str]) -> Read:
     text = _THINKING.sub("", reply)[:1_000_000]
     known = {i.lower(): i for i in ids}
     pairs: list[_Pair] = []
-    for document in _documents(text):
+    for document in documents(text):
         if found := [p for p in _pairs(document, 0) if p.id.strip().lower() in known]:
             pairs = found  # a later document is the judge's last word
     if not pairs:
@@ -93,7 +93,7 @@ def _scale(largest: float) -> float:
     return 10.0 if largest <= 10.0 else 100.0
 
 
-def _documents(text: str) -> Iterator[Any]:
+def documents(text: str) -> Iterator[Any]:
     """Every outermost JSON value in `text`, in order."""
     decoder = json.JSONDecoder(object_pairs_hook=_Object)
     position = 0
