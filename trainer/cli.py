@@ -16,6 +16,10 @@ class UsageError(ValueError):
     """An argument that can't be used."""
 
 
+class FailedError(RuntimeError):
+    """What the command was asked for could not be done."""
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
@@ -45,6 +49,6 @@ def run(name: str, command: Callable[[], None]) -> None:
     except (ConfigError, UsageError) as error:
         sys.stderr.write(f"journeyman {name}: {error}\n")
         raise SystemExit(2) from error
-    except (CheckpointError, BrokerError, OSError) as error:
+    except (CheckpointError, BrokerError, FailedError, OSError) as error:
         sys.stderr.write(f"journeyman {name}: {error}\n")
         raise SystemExit(1) from error

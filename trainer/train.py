@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from pipeline import log
+from pipeline.broker import BrokerError
 from pipeline.config import ConfigError
 from trainer import cli
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not config.nats.url:
             raise ConfigError("nats.url: say where the log is, with --nats-url")
+        from trainer.commits import TrainerError
         from trainer.service import train
 
         async def until_stopped() -> None:
@@ -55,9 +57,19 @@ def main(argv: list[str] | None = None) -> None:
                 await train(config, lambda **_: None)
                 tg.cancel_scope.cancel()
 
-        anyio.run(until_stopped)
+        try:
+            anyio.run(until_stopped)
+        except* (TrainerError, BrokerError) as group:
+            raise cli.FailedError("; ".join(str(e) for e in _leaves(group))) from group
 
     cli.run("train", command)
+
+
+def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
+    out: list[Exception] = []
+    for error in group.exceptions:
+        out += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return out
 
 
 if __name__ == "__main__":

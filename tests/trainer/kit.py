@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.broker import Broker
-from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig
+from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs, pack_mask
 
 VOCAB = 32
@@ -41,6 +42,11 @@ def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer
         models=(ModelConfig(name=MODEL, base=base),),
         trainer=TrainerConfig(**(defaults | trainer)),  # type: ignore[arg-type]
     )
+
+
+def with_many_loras(config: Config) -> Config:
+    """`config` as `load` accepts it under a large staleness bound."""
+    return msgspec.structs.replace(config, vllm=VllmConfig(max_loras=200))
 
 
 def exchange(

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from pipeline import config as configuration
 from pipeline.broker import Broker
-from pipeline.config import Config, NatsConfig, VllmConfig
+from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -54,8 +53,9 @@ def lives(config: Config) -> Iterator[Lives]:
 
 
 def run(base: str, folder: Path, nats: NatsConfig, steps: int) -> Config:
-    config = kit.settings(base, folder, nats, max_steps=steps, max_staleness=100, keep_checkpoints=2)
-    return msgspec.structs.replace(config, vllm=VllmConfig(max_loras=200))
+    return kit.with_many_loras(
+        kit.settings(base, folder, nats, max_steps=steps, max_staleness=100, keep_checkpoints=2)
+    )
 
 
 async def fill(broker: Broker, groups: int) -> None:

@@ -1,0 +1,120 @@
+"""The trainer as processes: `python -m trainer` under a supervisor, `journeyman train` by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline import config as configuration
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from tests.trainer import kit
+from tests.trainer.test_service import checkpoints, steps_reach
+from trainer import train
+from trainer.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_stop_in_the_middle_of_the_work_leaves_whole_checkpoints(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=100, keep_checkpoints=100
+    )
+    config = kit.with_many_loras(config)
+    configuration.save(config, tmp_path / "config.toml")
+    async with Broker.connect(nats_config) as broker:
+        for i in range(30):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        reading, writing = os.pipe()
+        with subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "trainer",
+                "--config",
+                str(tmp_path / "config.toml"),
+                "--ready-fd",
+                str(writing),
+            ],
+            pass_fds=[writing],
+        ) as process:
+            os.close(writing)
+            with os.fdopen(reading) as said:
+                assert json.loads(await anyio.to_thread.run_sync(said.readline)) == {"ready": True, "step": 0}
+            await steps_reach(broker, 2)
+            process.send_signal(signal.SIGTERM)
+            assert await anyio.to_thread.run_sync(process.wait, 30) == 0
+        events = await checkpoints(broker)
+        folder = Checkpoints.of(config, kit.MODEL)
+        # Every step is whole on disk, and the log is level with it or one step behind.
+        assert folder.steps() in (list(range(1, len(events) + 1)), list(range(1, len(events) + 2)))
+        for step in folder.steps():
+            folder.read(step)
+        assert not list(folder.folder.glob(".tmp-*"))
+
+
+def _dry_run(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    train.main([*args, "--dry-run"])
+    answer: dict[str, object] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+async def test_train_reads_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
+    said = _dry_run(
+        ["--run-dir", str(tmp_path), "--nats-url", "nats://x:1", "--set", "trainer.max_steps=5"], capsys
+    )
+    assert said["nats"]["url"] == "nats://x:1"  # type: ignore[index]
+    assert said["trainer"]["max_steps"] == 5  # type: ignore[index]
+    assert said["run_dir"] == str(tmp_path)
+
+
+async def test_train_without_a_log_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
+    with pytest.raises(SystemExit) as error:
+        train.main(["--run-dir", str(tmp_path)])
+    assert error.value.code == 2
+    assert "--nats-url" in capsys.readouterr().err
+
+
+async def test_train_runs_to_max_steps_and_ends(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, NatsConfig(), groups_per_step=1, max_steps=1)
+    configuration.save(config, tmp_path / "config.toml")
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await anyio.run_process(
+            [sys.executable, "-m", "trainer.train", "--run-dir", str(tmp_path), "--nats-url", nats_config.url]
+        )
+        assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]
+
+
+async def test_train_says_in_a_line_why_it_can_not_go_on(tmp_path: Path) -> None:
+    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
+    done = await anyio.run_process(
+        [
+            sys.executable,
+            "-m",
+            "trainer.train",
+            "--run-dir",
+            str(tmp_path),
+            "--nats-url",
+            "nats://127.0.0.1:1",
+        ],
+        check=False,
+    )
+    assert done.returncode == 1
+    assert b"no NATS server answers" in done.stderr.splitlines()[-1]
