@@ -2,12 +2,16 @@
 
 | module | what lives there |
 | --- | --- |
-| `service` | the loop on the log: intake, steps, the commit, recovery |
+| `service` | the loop on the log: intake, batches, steps |
+| `commits` | where disk and log meet: publishing a step, recovery at start |
 | `learner` | one policy's line of steps, from groups to a checkpoint on disk |
 | `groups` | who counts in a group, advantages, why a group trains nothing |
 | `sequences` | exchanges to exact token sequences and masks |
 | `packing` | the seam to the model: micro-batches, padded or with shared prefixes |
 | `engine` | model, adapter, optimizer: forward and backward passes |
+| `loading` | base models and fresh adapters, by Transformers or Unsloth |
 | `grpo` | TRL's losses over captured tokens |
+| `measure` | what a step measures of itself |
 | `checkpoint` | checkpoints on disk, adapters as tars |
+| `train`, `export`, `sft`, `cli` | the commands `journeyman train`, `export`, `sft`, and what they share |
 """
