@@ -71,6 +71,8 @@ class Learner:
         self.checkpoints.open_to_write()
         self.config_hash = config_hash(self.settings)
         self.line = engine.new_line()
+        self._fresh = self.line.weights
+        """The adapter of step 0, which changes nothing."""
         self._validation: dict[int, list[float]] = {}
         """Rewards of validation trajectories by the step that played them."""
         self.without_variance = 0
@@ -95,7 +97,7 @@ class Learner:
             if step - self.settings.max_staleness - 1 <= earlier < step:
                 line.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
         if step <= self.settings.max_staleness + 1:
-            line.history[0] = self.engine.new_line().weights
+            line.history[0] = self._fresh
         self.engine.put(line.weights)  # fails here, not in the first step, where the adapter does not fit
         self.line = line
 

@@ -21,7 +21,7 @@ from tests.trainer import kit
 from tests.trainer.crash_child import DIED, POINTS
 from trainer import checkpoint
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]  # each starts the trainer again and again
 
 
 class Lives:
@@ -120,7 +120,6 @@ async def test_killed_at_every_point_of_the_commit(
         await _check(broker, config, steps, *expected)
 
 
-@pytest.mark.timeout(240)
 async def test_killed_ten_times_at_random(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tests.trainer.test_service import checkpoints, steps_reach
 from trainer import train
 from trainer.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # processes that import PyTorch
 
 
 async def test_a_stop_in_the_middle_of_the_work_leaves_whole_checkpoints(
@@ -53,7 +53,7 @@ async def test_a_stop_in_the_middle_of_the_work_leaves_whole_checkpoints(
                 assert json.loads(await anyio.to_thread.run_sync(said.readline)) == {"ready": True, "step": 0}
             await steps_reach(broker, 2)
             process.send_signal(signal.SIGTERM)
-            assert await anyio.to_thread.run_sync(process.wait, 30) == 0
+            assert await anyio.to_thread.run_sync(process.wait, 60) == 0
         events = await checkpoints(broker)
         folder = Checkpoints.of(config, kit.MODEL)
         # Every step is whole on disk, and the log is level with it or one step behind.

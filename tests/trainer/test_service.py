@@ -42,7 +42,7 @@ async def running(config: Config) -> AsyncIterator[dict[str, Any]]:
         tg.cancel_scope.cancel()
 
 
-async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 40) -> Any:
+async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 100) -> Any:
     with anyio.fail_after(timeout_s):
         while not (found := await probe()):
             await anyio.sleep(0.05)
