@@ -1,0 +1,41 @@
+"""docs/store.md says what the views are; docs/questions.md asks ten questions that work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from store import docs, sql
+from tests.store.conftest import run_of_one_step
+from tests.store.test_sql import fill
+
+QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")
+
+
+def test_the_views_page_says_what_the_code_says() -> None:
+    page = (docs.FOLDER / "store.md").read_text("utf-8")
+    assert docs.store_page(page) == page, "run `python -m store.docs`"
+    with pytest.raises(ValueError, match="marks"):
+        docs.store_page("nothing")
+
+
+def test_there_are_ten_questions_with_answers() -> None:
+    assert len(docs.queries(QUESTIONS)) == QUESTIONS.count("## ") == 10
+    assert "```text\n```" not in QUESTIONS
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_each_question_can_be_asked(number: int, tmp_path: Path) -> None:
+    fill(tmp_path, run_of_one_step())
+    with sql.connect(tmp_path) as connection:
+        assert connection.sql(docs.queries(QUESTIONS)[number]).fetchall()
+
+
+def test_answers_are_put_below_their_questions(tmp_path: Path) -> None:
+    fill(tmp_path, run_of_one_step())
+    page = "# t\n\n```sql\nSELECT count(*) AS n FROM exchanges\n```\n\n```text\nold\n```\nend\n"
+    with sql.connect(tmp_path) as connection:
+        once = docs.answered(page, connection)
+        assert "n\n─\n4\n(1 row)" in once
+        assert docs.answered(once, connection) == once
