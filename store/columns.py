@@ -46,7 +46,7 @@ def arrow_type(column: Column) -> pa.DataType:
         assert column.item is not None
         return pa.map_(pa.string(), arrow_type(column.item))
     if column.kind == "struct":
-        return pa.struct([pa.field(f.name, arrow_type(f), f.nullable) for f in column.fields])
+        return pa.struct([pa.field(f.name, arrow_type(f)) for f in column.fields])
     return _SCALARS[column.kind]
 
 
