@@ -388,6 +388,9 @@ def main(argv: list[str] | None = None) -> None:
             installation.stop()
         settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
         conclude({"seed": args.seed, "settings": settings, **report}, run_dir, progress)
+    except KeyboardInterrupt:
+        console.print(f"stopped; what was played so far is in {run_dir}")
+        raise SystemExit(130) from None
     except DemoError as error:
         console.print(f"[red]{error}[/]")
         raise SystemExit(1) from error
