@@ -76,6 +76,18 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Settings of `[trainer]` that differ for this model."""
 
 
+class KeyConfig(Section, frozen=True, kw_only=True):
+    """An API key; `python -m rollout_gateway.keys` makes one."""
+
+    sha256: str
+    """Of the key, in hexadecimal; the key itself is in no file."""
+    name: str = ""
+    role: Literal["agent", "operator"] = "agent"
+    """`agent`: model calls and trajectories; `operator`: also decisions about versions, and metrics."""
+    calls_per_minute: int = 0
+    """0: no limit. Each gateway replica counts for itself."""
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     """The HTTP front."""
 
@@ -98,6 +110,15 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     key_secret_env: str = ""
     """Name of the environment variable with the secret that trajectory keys are made from; gateway replicas share it.
     Empty: a secret of this run, kept in its folder."""
+    keys: tuple[KeyConfig, ...] = ()
+    """Who may call. Empty: everyone, which is allowed on the loopback interface only."""
+    infer: bool = False
+    """Calls that name no trajectory are made into trajectories by the continuity of their messages."""
+    infer_idle_s: float = 60.0
+    """An inferred trajectory without a call for so long is complete."""
+    max_groups_ahead: int = 0
+    """Groups that may be open or untrained before new ones are told to wait (429); 0: no limit. Bounds staleness at the
+    start of a run, where the trainer would otherwise discard at its end."""
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):

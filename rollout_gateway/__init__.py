@@ -5,6 +5,7 @@
 | `service` | wires the parts and serves |
 | `app` | the ASGI application: routes, bodies, identity, errors |
 | `chat` | one model call: routed, sampled, recorded, answered |
+| `identity`, `keys`, `inference`, `pacing` | whose call it is, whether it may, and when it must wait |
 | `wire`, `dialects` | calls and answers; what is added to a request and taken off a reply |
 | `streaming` | a streamed reply, cleaned as it passes and put together again |
 | `translate`, `messages_api`, `responses_api` | Anthropic's messages and OpenAI's responses, as chat and back |

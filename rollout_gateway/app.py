@@ -20,12 +20,12 @@ from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
 from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.errors import ApiError, unavailable
+from rollout_gateway.identity import Headers, Identity
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
 from rollout_gateway.metrics import Metrics
 from rollout_gateway.promotion import Action, Decision, Promotion
 from rollout_gateway.responses_api import ResponsesTranslation
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Keys, Registry, Trajectory
 from rollout_gateway.translate import Translation, translated
 from rollout_gateway.watchers import Watchers
 
@@ -35,7 +35,6 @@ Scope = dict[str, Any]
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = dict[bytes, bytes]
 
 _SSE = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _WATCH_AFTER_S = 0.25
@@ -51,7 +50,6 @@ _TRANSLATED: dict[str, Callable[[bytes], Translation]] = {
 
 _MODEL_CALLS = _DIALECTS.keys() | _TRANSLATED.keys()
 
-TRAJECTORY_HEADER = b"x-journeyman-trajectory"
 SIDE_CALL_HEADER = b"x-journeyman-side-call"
 
 
@@ -63,14 +61,14 @@ class App:
         chat: ChatHandler,
         control: Control,
         promotion: Promotion,
-        registry: Registry,
+        identity: Identity,
         router: Router,
         watchers: Watchers,
         metrics: Metrics,
         max_body_bytes: int,
     ) -> None:
         self._chat, self._control, self._promotion = chat, control, promotion
-        self._registry, self._router = registry, router
+        self._identity, self._router = identity, router
         self._watchers, self._metrics = watchers, metrics
         self._max_body = max_body_bytes
 
@@ -108,6 +106,10 @@ class App:
         headers: Headers = dict(scope["headers"])
         body = await self._body(receive, headers) if method == "POST" else b""
         control, answer = self._control, None
+        if route.key == "trajectory":
+            await self._identity.check_for(headers, values[0])
+        elif route.key:
+            self._identity.check(headers, operator=route.key == "operator")
         match route.name:
             case "health":
                 answer = control.health()
@@ -194,7 +196,7 @@ class App:
             self._metrics.call(path, status, time.perf_counter() - started)
 
     async def _caller(self, call: wire.Call, named: str | None, headers: Headers) -> Caller:
-        trajectory = await self._trajectory(named, headers)
+        trajectory = await self._identity.trajectory(named, headers, call)
         self._router.check(call.asked.model, trajectory)
         return Caller(
             trajectory,
@@ -273,24 +275,6 @@ class App:
             return status
         finally:
             watch.cancel()
-
-    async def _trajectory(self, named: str | None, headers: Headers) -> Trajectory | None:
-        """Whose call it is: by the URL, by the trajectory's key, by header; none of them: no one's."""
-        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer":
-            key = headers.get(b"x-api-key", b"").decode("latin-1")  # as Anthropic's clients send it
-        by_key = None
-        if key.startswith(Keys.prefix):
-            by_key = await self._registry.by_key(key)
-        if named is None and TRAJECTORY_HEADER in headers:
-            named = unquote(headers[TRAJECTORY_HEADER].decode("latin-1"))
-        if named is None:
-            return by_key
-        if by_key is not None and by_key.id != named:
-            raise ApiError(
-                403, "This API key belongs to another trajectory.", kind="permission_error", code="wrong_key"
-            )
-        return by_key or await self._registry.find(named)
 
     async def _body(self, receive: Receive, headers: Headers) -> bytes:
         length = headers.get(b"content-length", b"0")

@@ -133,6 +133,7 @@ class ChatHandler:
 
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, registry: Registry, router: Router) -> None:
         self._gateway, self._fleet, self._registry, self._router = gateway, fleet, registry, router
+        self.on_answered: list[Callable[[Trajectory, Call, Answer], None]] = []
         self._background: set[asyncio.Task[None]] = set()
 
     # -- plain ---------------------------------------------------------------------------------------------------
@@ -159,6 +160,7 @@ class ChatHandler:
                 return attempt.status, attempt.body
             answer = _read_answer(dialect, attempt.body, call)
             await self._record(exchange, answer, "complete")
+            self._tell(exchange, answer)
             return 200, answer.client_body()
         finally:
             trajectory.end()
@@ -250,7 +252,10 @@ class ChatHandler:
 
     async def _record_stream(self, exchange: _Exchange, capture: StreamCapture, status: Status) -> None:
         try:
-            await self._record(exchange, capture.answer(), status)
+            answer = capture.answer()
+            await self._record(exchange, answer, status)
+            if status == "complete":
+                self._tell(exchange, answer)
         finally:
             exchange.trajectory.end()
 
@@ -280,6 +285,10 @@ class ChatHandler:
             return None
         log.info("answered from the log", trajectory=exchange.trajectory.id, seq=events[0].seq)
         return exchange.dialect.merged([e.response for e in events])
+
+    def _tell(self, exchange: _Exchange, answer: Answer) -> None:
+        for callback in self.on_answered:
+            callback(exchange.trajectory, exchange.call, answer)
 
     async def _record(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
         """Put the call on the log; raises a 503 `ApiError` where the log does not take it."""

@@ -11,6 +11,7 @@ from pipeline.broker import BrokerError
 from pipeline.events import Outcome, TrajectoryCompleted, TrajectoryOpened
 from pipeline.names import InvalidNameError, check_name, new_id, parse_version
 from rollout_gateway.errors import ApiError, invalid_json, unavailable, unknown_model
+from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
@@ -71,9 +72,16 @@ class Control:
     """What the routes of the control API do. Bodies in, JSON-ready answers out; raises `ApiError`."""
 
     def __init__(
-        self, project: str, policies: Policies, fleet: Fleet, registry: Registry, router: Router
+        self,
+        project: str,
+        policies: Policies,
+        fleet: Fleet,
+        registry: Registry,
+        router: Router,
+        pacing: Pacing,
     ) -> None:
         self._project, self._policies, self._fleet = project, policies, fleet
+        self._pacing = pacing
         self._registry, self._router = registry, router
 
     async def open(self, body: bytes, base_url: str, traceparent: str) -> dict[str, Any]:
@@ -91,6 +99,7 @@ class Control:
             self._check_pinned(opening)
         if opening.group_size < 0 or opening.attempt < 0:
             raise ApiError(400, "group_size and attempt can't be negative.", code="invalid_body")
+        self._pacing.admit(opening.model, opening.group or trajectory, opening.split)
         key = self._registry.keys.make(trajectory)
         event = TrajectoryOpened(
             project=self._project,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import msgspec
@@ -24,6 +24,8 @@ class Route:
     body: type[Any] | None = None
     status: int = 200
     query: tuple[str, ...] = ()
+    key: Literal["", "agent", "operator", "trajectory"] = "agent"
+    """Whose key it takes, where keys are configured; `trajectory`: an agent's or that of the trajectory in the path."""
     parts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -31,25 +33,25 @@ class Route:
 
 
 ROUTES = (
-    Route("GET", "/health", "health", "Whether the gateway answers, and which inference servers can"),
-    Route("GET", "/metrics", "metrics", "Counts in Prometheus' format"),
-    Route("GET", "/openapi.json", "openapi", "This document"),
+    Route("GET", "/health", "health", "Whether the gateway answers, and which inference servers can", key=""),
+    Route("GET", "/metrics", "metrics", "Counts in Prometheus' format", key="operator"),
+    Route("GET", "/openapi.json", "openapi", "This document", key=""),
     Route("GET", "/v1/models", "models", "Names that `model` may hold"),
     Route("GET", "/v1/models/{model}", "model", "One of them"),
     Route("GET", "/v1/policies", "policies", "What each model's name stands for now, and what is loaded"),
     Route("GET", "/v1/policies/events", "watch", "Server-sent events: versions published, loaded, promoted"),
-    Route("POST", "/v1/policies/{model}/promote", "decide", "Serve this version under the model's name", Decision),
-    Route("POST", "/v1/policies/{model}/pin", "decide", "Keep serving this version, whatever is trained", Decision),
-    Route("POST", "/v1/policies/{model}/rollback", "decide", "Go back to this or the previous version", Decision),
-    Route("POST", "/v1/policies/{model}/split", "decide", "Share trajectories out over two versions", Decision),
-    Route("POST", "/v1/policies/{model}/follow", "decide", "Serve the newest version again", Decision),
+    Route("POST", "/v1/policies/{model}/promote", "decide", "Serve this version under the model's name", Decision, key="operator"),
+    Route("POST", "/v1/policies/{model}/pin", "decide", "Keep serving this version, whatever is trained", Decision, key="operator"),
+    Route("POST", "/v1/policies/{model}/rollback", "decide", "Go back to this or the previous version", Decision, key="operator"),
+    Route("POST", "/v1/policies/{model}/split", "decide", "Share trajectories out over two versions", Decision, key="operator"),
+    Route("POST", "/v1/policies/{model}/follow", "decide", "Serve the newest version again", Decision, key="operator"),
     Route("POST", "/v1/trajectories", "open", "Open a trajectory", Opening, 201),
     Route(
         "GET", "/v1/trajectories", "list", "Open trajectories that this gateway replica knows, newest first",
         query=("group", "model", "limit"),
     ),
-    Route("GET", "/v1/trajectories/{trajectory}", "get", "A trajectory as the log has it"),
-    Route("POST", "/v1/trajectories/{trajectory}/complete", "complete", "End a trajectory", CompletionBody),
+    Route("GET", "/v1/trajectories/{trajectory}", "get", "A trajectory as the log has it", key="trajectory"),
+    Route("POST", "/v1/trajectories/{trajectory}/complete", "complete", "End a trajectory", CompletionBody, key="trajectory"),
     Route("POST", "/v1/groups/{group}/complete", "complete_group", "End all trajectories of a group at once", GroupBody),
 )  # fmt: skip
 

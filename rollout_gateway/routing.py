@@ -17,9 +17,13 @@ class Router:
     def __init__(self, policies: Policies, fleet: Fleet) -> None:
         self._policies, self._fleet = policies, fleet
 
+    def name(self, model: str) -> str:
+        """The model that a name or an exact version belongs to."""
+        return model if model in self._policies.models else model.rpartition("@")[0]
+
     def check(self, model: str, trajectory: Trajectory | None) -> None:
         """Raises a 404 or 400 `ApiError` for a name that no call of this caller can use."""
-        name = model.rpartition("@")[0] if model not in self._policies.models else model
+        name = self.name(model)
         if model not in self._policies.models and not self._policies.knows(model):
             raise unknown_model(model, self._policies.names())
         if trajectory is not None and name != trajectory.opened.model:

@@ -13,7 +13,7 @@ import uvicorn
 
 from pipeline.broker import Broker, Recorded
 from pipeline.config import Config, ConfigError
-from pipeline.events import PolicyLoaded, wire_name
+from pipeline.events import CheckpointPublished, PolicyLoaded, wire_name
 from pipeline.log import get_logger
 from pipeline.names import new_id
 from pipeline.service import Ready
@@ -21,7 +21,11 @@ from rollout_gateway.adapters import AdapterManager
 from rollout_gateway.app import App
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control
+from rollout_gateway.identity import Identity
+from rollout_gateway.inference import Inference
+from rollout_gateway.keys import KeyRing
 from rollout_gateway.metrics import Metrics
+from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
 from rollout_gateway.promotion import Promotion, described
 from rollout_gateway.replicas import Fleet
@@ -118,6 +122,7 @@ async def serve(config: Config, ready: Ready) -> None:
     """The service. Ready once it listens and knows the policies; calls wait for inference servers that are not up."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls: the gateway needs an inference server")
+    ring = KeyRing(config.gateway)
     listener = _listen(config.gateway.host, config.gateway.port)
     async with Broker.connect(config.nats, name="gateway") as broker:
         policies = Policies(config.project, (m.name for m in config.models))
@@ -127,7 +132,14 @@ async def serve(config: Config, ready: Ready) -> None:
         await registry.heed_completions()
         router = Router(policies, fleet)
         chat = ChatHandler(config.gateway, fleet, registry, router)
-        control = Control(config.project, policies, fleet, registry, router)
+        pacing = Pacing(config.project, config.gateway.max_groups_ahead)
+        await pacing.heed_discards(broker)
+        control = Control(config.project, policies, fleet, registry, router, pacing)
+        inference = None
+        if config.gateway.infer:
+            inference = Inference(config.project, registry, config.gateway.infer_idle_s)
+            chat.on_answered.append(inference.answered)
+        identity = Identity(config.project, ring, registry, router, inference)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
         watchers, metrics = Watchers(), Metrics(fleet, registry)
@@ -138,16 +150,20 @@ async def serve(config: Config, ready: Ready) -> None:
 
         def changed(recorded: Recorded) -> None:
             fleet.wake_keepers()
+            if isinstance(recorded.event, CheckpointPublished):
+                pacing.done(recorded.event.model, recorded.event.groups)
             watchers.tell(wire_name(recorded.event), described(recorded.event))
 
         adapters.on_loaded.append(loaded)
         app = App(
-            chat, control, promotion, registry, router, watchers, metrics, config.gateway.max_body_bytes
+            chat, control, promotion, identity, router, watchers, metrics, config.gateway.max_body_bytes
         )
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
                 tg.start_soon(policies.follow, broker, changed)
+                if inference is not None:
+                    tg.start_soon(inference.complete_idle)
                 async with _serving(app, listener):
                     host, port = listener.getsockname()[:2]
                     ready(url=f"http://{host}:{port}")

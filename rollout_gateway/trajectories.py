@@ -100,6 +100,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
     outcome: str = "scored"
+    inferred: bool = False
 
 
 def same_completion(a: TrajectoryCompleted, b: TrajectoryCompleted) -> bool:
@@ -128,8 +129,12 @@ class Keys:
         return hashlib.sha256(key.encode()).hexdigest()
 
     @classmethod
-    def trajectory(cls, key: str) -> str | None:
-        """Whose key it is, by its own word; `Registry.by_key` checks it."""
+    def fits(cls, key: str, key_hash: str) -> bool:
+        return hmac.compare_digest(cls.hash(key), key_hash)
+
+    @classmethod
+    def owner(cls, key: str) -> str | None:
+        """Whose key it is, by its own word; `fits` checks it."""
         if not key.startswith(cls.prefix):
             return None
         name = key[len(cls.prefix) :].partition(".")[0]
@@ -169,9 +174,9 @@ class Registry:
 
     async def by_key(self, key: str) -> Trajectory:
         """The open trajectory whose key this is; raises a 401 `ApiError` for a key that is not."""
-        name = self.keys.trajectory(key)
+        name = self.keys.owner(key)
         found = await self.find(name) if name else None
-        if found is None or not hmac.compare_digest(self.keys.hash(key), found.opened.key_hash):
+        if found is None or not self.keys.fits(key, found.opened.key_hash):
             raise ApiError(
                 401, "This API key belongs to no trajectory.", kind="authentication_error", code="invalid_api_key"
             )  # fmt: skip
@@ -371,4 +376,5 @@ def _completed(found: Trajectory, body: Completion) -> TrajectoryCompleted:
         first_step=max(found.first_step, 0),
         last_step=max(found.last_step, 0),
         opened_at=opened.at,
+        inferred=body.inferred,
     )

@@ -1,0 +1,53 @@
+"""Admission: no more groups at once than can be trained before they are stale.
+
+Discarding stale groups wastes what was sampled and starves long tasks, so a new group is told to wait instead. A group
+counts from the opening of its first trajectory here until a checkpoint or a discard names it. Known to this replica
+only and from its start on: pacing steers, it promises nothing.
+"""
+
+from __future__ import annotations
+
+from nats.aio.msg import Msg
+
+from pipeline.broker import Broker
+from pipeline.events import GroupDiscarded, decode
+from pipeline.names import subject_token
+from rollout_gateway.errors import ApiError
+
+_RETRY_AFTER_S = 1
+
+
+class Pacing:
+    """Counts the groups that are ahead of the trainer."""
+
+    def __init__(self, project: str, limit: int) -> None:
+        self._project, self._limit = project, limit
+        self._ahead: dict[str, set[str]] = {}
+        """By model, the groups neither trained nor discarded."""
+
+    def admit(self, model: str, group: str, split: str) -> None:
+        """Take the group in, or raise a 429 `ApiError`. Further trajectories of a group that is in always pass."""
+        if not self._limit or split != "train":
+            return
+        ahead = self._ahead.setdefault(model, set())
+        if group not in ahead and len(ahead) >= self._limit:
+            raise ApiError(
+                429,
+                f"{len(ahead)} groups of {model} wait for training: a further one would be stale. Try again.",
+                kind="rate_limit_error",
+                code="groups_ahead",
+                headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
+            )
+        ahead.add(group)
+
+    def done(self, model: str, groups: tuple[str, ...]) -> None:
+        """These were trained or discarded."""
+        self._ahead.get(model, set()).difference_update(groups)
+
+    async def heed_discards(self, broker: Broker) -> None:
+        async def discarded(message: Msg) -> None:
+            event = decode(message.data)
+            if isinstance(event, GroupDiscarded):
+                self.done(event.model, (event.group,))
+
+        await broker.client.subscribe(f"group.discarded.{subject_token(self._project)}.>", cb=discarded)
