@@ -20,6 +20,7 @@ from judge.groups import Assembler, Closed, Group, GroupKey, key_of
 from judge.labelled import read_labelled
 from judge.scoring import Composer, judge_hash, late, score
 from judge.watch import Watch
+from pipeline import crash
 from pipeline.broker import Broker, Consumption, Delivery
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
@@ -146,7 +147,9 @@ class Judge:
 
     async def _finish(self, group: Group) -> None:
         event = await score(group, self._config, self._hash, self._composer)
+        crash.point("judge.before_publish")
         ack = await self._broker.publish(event)
+        crash.point("judge.after_publish")
         trajectories = set(group.arrivals)
         held = trajectories
         if ack.duplicate and isinstance(event, GroupScored):

@@ -19,9 +19,10 @@ from judge.scoring_server import Scorer, ScoringServer
 from pipeline.broker import Broker
 from pipeline.config import Config, JudgeConfig, NatsConfig, save
 from pipeline.events import GroupScored
+from tests.conftest import NatsServer
 from tests.judge.helpers import completed, exchange
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 
 def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: Any) -> Path:
@@ -32,17 +33,17 @@ def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: An
 
 
 @asynccontextmanager
-async def judge_process(config: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def judge_process(config: Path, crash: str = "") -> AsyncIterator[subprocess.Popen[bytes]]:
     """Ready when it begins, stopped cleanly when the block ends unless it was killed."""
     reading, writing = os.pipe()
     with (config.parent / "judge.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "judge", "--config", str(config), "--ready-fd", str(writing)],
-            pass_fds=[writing], stderr=log,
+            pass_fds=[writing], stderr=log, env={**os.environ, **({"JOURNEYMAN_CRASH": crash} if crash else {})},
         )  # fmt: skip
     os.close(writing)
     try:
-        with anyio.fail_after(60):
+        with anyio.fail_after(120):
             line = await anyio.to_thread.run_sync(os.read, reading, 1000)
         assert line, (config.parent / "judge.log").read_text()[-2000:]
         yield process
@@ -56,14 +57,14 @@ async def judge_process(config: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-async def play(broker: Broker, groups: int, members: int = 4) -> None:
+async def play(broker: Broker, groups: int, members: int = 4, reward: float | None = None) -> None:
     limiter = anyio.CapacityLimiter(64)
 
     async def one(group: int, member: int) -> None:
         name = f"t{group}-{member}"
         async with limiter:
             await broker.publish(exchange(name, f"quality={(member + 1) / 10}", task=f"task {group}"))
-            await broker.publish(completed(name, f"g{group}", group_size=members, exchanges=1))
+            await broker.publish(completed(name, f"g{group}", reward, group_size=members, exchanges=1))
 
     async with anyio.create_task_group() as tg:
         for group in range(groups):
@@ -77,7 +78,7 @@ async def scored(broker: Broker) -> list[GroupScored]:
 
 
 async def until_scored(broker: Broker, count: int) -> list[GroupScored]:
-    with anyio.fail_after(60):
+    with anyio.fail_after(120):
         while len(found := await scored(broker)) < count:
             await anyio.sleep(0.05)
     return found
@@ -91,18 +92,18 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
         Broker.connect(nats_config) as broker,
     ):
         config = configure(tmp_path, nats_config, server)
-        await play(broker, 40)
+        await play(broker, 24)
         async with judge_process(config) as process:
-            await until_scored(broker, 12)
+            await until_scored(broker, 8)
             process.send_signal(signal.SIGKILL)
             process.wait()
-        assert len(await scored(broker)) < 40
+        assert len(await scored(broker)) < 24
         async with judge_process(config):
-            found = await until_scored(broker, 40)
-            with anyio.fail_after(60):
+            found = await until_scored(broker, 24)
+            with anyio.fail_after(120):
                 while await broker.lag("judge"):
                     await anyio.sleep(0.05)
-        assert len(await scored(broker)) == len({g.group for g in found}) == 40
+        assert len(await scored(broker)) == len({g.group for g in found}) == 24
         assert await broker.history("GROUPS", "group.discarded.>") == []
         assert await broker.history("DEAD", "dead.>") == []
         assert server.most <= 4
@@ -124,7 +125,7 @@ async def test_a_model_that_never_answers_leaves_a_recorded_group(
         config = configure(tmp_path, nats_config, server, retry_for_s=1.0, retries=0)
         await play(broker, 1)
         async with judge_process(config):
-            with anyio.fail_after(60):
+            with anyio.fail_after(120):
                 while not (gone := await broker.history("GROUPS", "group.discarded.>")):
                     await anyio.sleep(0.05)
                 while await broker.lag("judge"):
@@ -132,3 +133,46 @@ async def test_a_model_that_never_answers_leaves_a_recorded_group(
     (event,) = [r.event for r in gone]
     assert getattr(event, "reason", "") == "unscored"
     assert "InternalServerError" in getattr(event, "detail", "")
+
+
+@pytest.mark.parametrize(
+    "point", ["judge.before_publish", "judge.after_publish", "broker.before_ack", "broker.after_ack"]
+)
+async def test_dying_between_any_two_steps_scores_each_group_once(
+    nats_config: NatsConfig, tmp_path: Path, point: str
+) -> None:
+    config = tmp_path / "config.toml"
+    save(Config(nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(timeout_s=60)), config)
+    async with Broker.connect(nats_config) as broker:
+        await play(broker, 6, reward=1.0)
+        async with judge_process(config, f"{point}:3") as process:
+            assert await anyio.to_thread.run_sync(process.wait, 30) == -signal.SIGKILL
+        async with judge_process(config):
+            await until_scored(broker, 6)
+            with anyio.fail_after(120):
+                while await broker.lag("judge"):
+                    await anyio.sleep(0.05)
+        found = await scored(broker)
+        assert len(found) == len({g.group for g in found}) == 6
+        assert all(len(g.members) == 4 for g in found)
+        assert await broker.history("GROUPS", "group.discarded.>") == []
+
+
+async def test_the_log_s_server_dies_and_comes_back_while_groups_are_judged(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    save(Config(nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(timeout_s=60)), config)
+    async with Broker.connect(nats_config) as broker:
+        async with judge_process(config):
+            await play(broker, 3, reward=1.0)
+            await until_scored(broker, 3)
+            nats_server.kill()
+            await anyio.to_thread.run_sync(nats_server.start)
+            for member in range(4):
+                await broker.publish(completed(f"x{member}", "after", 1.0, group_size=4))
+            await until_scored(broker, 4)
+            with anyio.fail_after(120):
+                while await broker.lag("judge"):
+                    await anyio.sleep(0.05)
+        assert len(await scored(broker)) == 4
