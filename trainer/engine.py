@@ -160,6 +160,16 @@ class Engine:
         """A copy of the live adapter."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._live.items()}
 
+    def warm_up(self) -> None:
+        """A step over a few tokens, thrown away: what PyTorch does once is done before the first real step."""
+        line = self.new_line()
+        ids = np.arange(4, dtype=np.int32)
+        sequence = TokenSequence(
+            "warm-up", ids, ids > 0, np.full(4, -1.0, np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
+        )  # fmt: skip
+        self.step(line, [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
+        self.put(line.weights)
+
     def put(self, weights: Weights) -> None:
         """Make `weights` the live adapter; raises `ValueError` where they are not of its shape."""
         live = self._live

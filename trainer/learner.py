@@ -255,6 +255,7 @@ def make_learners(config: Config, scratch: Path) -> dict[str, Learner]:
         )
         if shape not in engines:
             engines[shape] = Engine(model.base, settings, scratch)
+            engines[shape].warm_up()
         engines[shape].use(settings)
         learners[model.name] = Learner(config, model, engines[shape])
     return learners

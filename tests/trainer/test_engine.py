@@ -168,3 +168,13 @@ def test_out_of_memory_halves_the_budget_and_goes_on(
     monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(line, examples, [0] * 6)
+
+
+def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
+    config = TrainerConfig(lora_rank=4)
+    warm, cold = Engine(tiny_base, config, tmp_path), Engine(tiny_base, config, tmp_path)
+    warm.warm_up()
+    examples = batch(cold, cold.new_line())
+    one = warm.step(warm.new_line(), examples, [0] * 6).line
+    two = cold.step(cold.new_line(), examples, [0] * 6).line
+    assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
