@@ -8,6 +8,7 @@ late it is, so a judge that was down for an hour does not take the whole backlog
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from typing import Literal, NamedTuple
 from pipeline.broker import Delivery
 from pipeline.config import JudgeConfig
 from pipeline.events import Split, TrajectoryCompleted
+from pipeline.names import InvalidNameError, check_name
 from pipeline.streams import consumer
 
 REDELIVERY_S = consumer("judge").ack_wait_s + 2.0
@@ -72,8 +74,13 @@ class Closed(NamedTuple):
 
 
 def key_of(event: TrajectoryCompleted) -> GroupKey:
-    """A trajectory without a group is a group of its own."""
-    return GroupKey(event.project, event.model, event.group or event.trajectory, event.split)
+    """A trajectory without a group is a group of its own; a group id that can't be part of a subject goes by its hash."""
+    group = event.group or event.trajectory
+    try:
+        check_name(group)
+    except InvalidNameError:
+        group = "hashed-" + hashlib.sha256(group.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return GroupKey(event.project, event.model, group, event.split)
 
 
 class Assembler:

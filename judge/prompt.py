@@ -107,7 +107,8 @@ def answer_schema(ids: Sequence[str]) -> dict[str, Any]:
 def build(rubric: Rubric, transcripts: Sequence[Transcript], rng: random.Random, max_chars: int) -> Prompt:
     """The call that judges `transcripts` in the order given, each cut so that all fit into `max_chars`."""
     ids = call_ids(len(transcripts), rng)
-    shared = common_prefix(transcripts)
+    # Each keeps its last message as its own, also where one is all of what another begins with.
+    shared = max(min(common_prefix(transcripts), *(len(t.messages) - 1 for t in transcripts)), 0)
     tools = transcripts[0].tools if all(t.tools == transcripts[0].tools for t in transcripts) else ()
     context = []
     if tools:

@@ -46,7 +46,11 @@ def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Tr
 
 
 def _object(document: bytes) -> dict[str, Any]:
-    value = msgspec.json.decode(document)
+    """The document as an object; empty where it is none, as the reply of a call that broke off may be."""
+    try:
+        value = msgspec.json.decode(document)
+    except msgspec.DecodeError:
+        return {}
     return value if isinstance(value, dict) else {}
 
 

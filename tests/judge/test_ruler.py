@@ -66,6 +66,12 @@ async def test_the_same_history_is_shown_in_the_same_orders_with_other_ids() -> 
     assert first.requests[0]["messages"] != second.requests[0]["messages"]
 
 
+async def test_a_single_trajectory_can_be_judged_too() -> None:
+    judge = ruler(Model(Scorer()))
+    assert (await judge.judge(TRANSCRIPTS[:1]))[0] == pytest.approx({"t0": 0.1})
+    assert judge.measured.as_dict()["position_bias"] == 0.0
+
+
 async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
     model = Model(per_call(without_first, Scorer()))
     judge = ruler(model, judgings=1)

@@ -176,6 +176,15 @@ async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compare
     assert [m.outcome for m in group.members] == ["scored", "masked", "scored"]
 
 
+async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
+        await publish(broker, [completed(t, "two\nlines " + "x" * 300, reward=1.0) for t in "abc"])
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert group.group.startswith("hashed-")
+    assert len(group.members) == 3
+
+
 async def test_an_open_group_is_rebuilt_after_a_restart(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [completed("a"), completed("b", reward=1.0)])

@@ -66,6 +66,11 @@ def test_every_kind_of_message_is_rendered() -> None:
     )  # fmt: skip
 
 
+def test_a_call_that_broke_off_has_no_reply() -> None:
+    broken = msgspec.structs.replace(exchange("t", "x"), response=b"", status="failed")
+    assert from_exchanges("t", [broken]).messages == ({"role": "user", "content": "Win the game."},)
+
+
 def test_a_request_that_is_no_object_has_no_messages() -> None:
     odd = msgspec.structs.replace(
         exchange("t", "x"), request=b"[]", response=json.dumps({"choices": []}).encode()
