@@ -6,12 +6,15 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from judge.replies import read
+from judge.scoring_server import Scorer, blocks
+from tests.judge.helpers import Model, ruler, transcript
 
 IDS = ["abc101", "def202", "ghj303", "kmn404"]
 TRUTH = dict(zip(IDS, [0.9, 0.1, 0.55, 0.3], strict=True))
@@ -227,3 +230,28 @@ def test_nothing_crashes_it(reply: str) -> None:
     got = read(reply, IDS)
     assert set(got.scores) <= set(IDS)
     assert all(0.0 <= s <= 1.0 for s in got.scores.values())
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("part", range(8))
+async def test_no_reply_costs_a_group_or_gives_a_score_to_the_wrong_trajectory(part: int) -> None:
+    """Each reply of the pool as the first answer to a real prompt; what it lacks is asked again of a good judge."""
+    transcripts = [transcript(f"t{i}", f"quality={TRUTH[name]}") for i, name in enumerate(IDS)]
+    truth = {f"t{i}": TRUTH[name] for i, name in enumerate(IDS)}
+    for reply, _ in POOL[part::8]:
+        asked = 0
+
+        def answer(request: dict[str, Any], reply: str = reply) -> str:
+            nonlocal asked
+            asked += 1
+            if asked > 1:
+                return str(Scorer()(request))
+            prompt = str(request["messages"][1]["content"])
+            nonce = prompt.split()[2]
+            for name, text in blocks(prompt, nonce):
+                pool_id = next(i for i in IDS if f"quality={TRUTH[i]}" in text)
+                reply = reply.replace(pool_id, name).replace(pool_id.upper(), name.upper())
+            return reply
+
+        scores, _ = await ruler(Model(answer), judgings=1).judge(transcripts)
+        assert scores == pytest.approx(truth), reply
