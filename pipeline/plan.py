@@ -69,6 +69,14 @@ def vllm_device(config: Config) -> str:
     return "cpu"
 
 
+def lora_slots(config: Config) -> int:
+    """Adapter slots of the inference server.
+
+    vLLM's CPU kernels give a request without an adapter slot -1, and index the weights with it: the last slot. One slot
+    more than the gateway ever fills keeps that one empty, so that base requests stay base requests."""
+    return config.vllm.max_loras + (vllm_device(config) == "cpu")
+
+
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
     bases = {m.base for m in config.models}
@@ -83,7 +91,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         "--model", bases.pop(), "--served-model-name", *(version_name(m.name, 0) for m in config.models),
         # Recorded logprobs must be those of the distribution that was sampled from.
         "--logprobs-mode", "processed_logprobs",
-        "--enable-lora", "--max-loras", str(settings.max_loras), "--max-lora-rank", str(settings.max_lora_rank),
+        "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
     ]  # fmt: skip
     if settings.max_model_len:
         argv += ["--max-model-len", str(settings.max_model_len)]

@@ -123,3 +123,12 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
 def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"models\.0\.base"):
         make_plan(config(tmp_path), ("gateway",))
+
+
+def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> None:
+    """vLLM's CPU kernels use the last slot's weights for requests without an adapter."""
+    settings = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.max_loras=5"]
+    for device, slots in (("cpu", "6"), ("cuda", "5")):
+        _, specs = make_plan(load(None, [*settings, f"vllm.device={device}"]), ("gateway",))
+        argv = specs[1].argv
+        assert argv[argv.index("--max-loras") + 1] == slots
