@@ -77,6 +77,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert "m@3" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(300)
 def test_a_service_that_can_not_start_ends_up_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
