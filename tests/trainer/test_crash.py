@@ -78,7 +78,7 @@ def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
 async def _uninterrupted(
     base: str, folder: Path, server: NatsServer, steps: int, groups: int
 ) -> tuple[list[tuple[str, ...]], dict[str, np.ndarray]]:
-    nats = NatsConfig(url=server.url)
+    nats = NatsConfig(url=server.url, ack_timeout_s=60)
     config = run(base, folder, nats, steps)
     async with Broker.connect(nats) as broker:
         await fill(broker, groups)
@@ -106,7 +106,7 @@ async def test_killed_at_every_point_of_the_commit(
 ) -> None:
     steps, groups = 8, 20
     expected = await _uninterrupted(tiny_base, tmp_path / "whole", start_nats(), steps, groups)
-    nats = NatsConfig(url=start_nats().url)
+    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
     config = run(tiny_base, tmp_path / "killed", nats, steps)
     async with Broker.connect(nats) as broker:
         await fill(broker, groups)
@@ -125,7 +125,7 @@ async def test_killed_ten_times_at_random(
 ) -> None:
     steps, groups = 30, 75
     expected = await _uninterrupted(tiny_base, tmp_path / "whole", start_nats(), steps, groups)
-    nats = NatsConfig(url=start_nats().url)
+    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
     config = run(tiny_base, tmp_path / "killed", nats, steps)
     rng = random.Random(6)
     async with Broker.connect(nats) as broker:
