@@ -15,6 +15,7 @@ import msgspec
 
 from pipeline.broker import BrokerError
 from pipeline.log import get_logger
+from pipeline.names import InvalidNameError
 from rollout_gateway import routes, wire
 from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
 from rollout_gateway.control import Control, read_body
@@ -79,6 +80,9 @@ class App:
             await self._route(scope, receive, send)
         except ApiError as error:
             await _answer(send, error.status, error.body(), error.headers)
+        except InvalidNameError as error:
+            refused = ApiError(400, str(error), code="invalid_name")
+            await _answer(send, refused.status, refused.body())
         except ClientGoneError:
             pass  # what there was to record is recorded, and no one listens
         except BrokerError as error:
