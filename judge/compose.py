@@ -18,14 +18,18 @@ from judge.llm import Complete, Router
 from judge.rubrics import load_rubric
 from judge.ruler import LlmRuler, Load
 from judge.sandbox import RewardFunction, RewardFunctionError
-from judge.scoring import AGENT, Scores, UnscoredError, agent_reward
+from judge.scoring import AGENT, Scores, UnscoredError, agent_reward, judge_hash
 from judge.transcripts import load
 from pipeline.broker import Broker, HistoryGoneError
 from pipeline.config import Config, JudgeConfig, RewardConfig
-from pipeline.events import Score, TrajectoryCompleted, Verdict
+from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
 from pipeline.log import get_logger
+from pipeline.names import subject_token
 
 log = get_logger("judge.compose")
+
+_RECALLED = 1000
+"""Messages of the groups' stream that a starting judge looks back."""
 
 Part = tuple[Mapping[str, float], tuple[Verdict, ...]]
 
@@ -166,6 +170,18 @@ def make_rulers(config: JudgeConfig, complete: Complete, load: Load) -> dict[str
     }
 
 
+async def recall(broker: Broker, config: Config, rulers: Mapping[str, LlmRuler]) -> None:
+    """Let rulers learn from what this judge configuration scored last."""
+    newest = (await broker.js.stream_info("GROUPS")).state.last_seq
+    subject = f"group.scored.{subject_token(config.project)}.>"
+    judge = judge_hash(config.judge)
+    for recorded in await broker.history("GROUPS", subject, max(1, newest - _RECALLED)):
+        event = recorded.event
+        if isinstance(event, GroupScored) and (event.branch, event.judge) == ("main", judge):
+            for ruler in rulers.values():
+                ruler.recall(event.verdicts)
+
+
 @asynccontextmanager
 async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Composed | None]:
     """What the settings say beyond agents' own rewards; none where they say nothing. Imports litellm only for a model.
@@ -188,4 +204,5 @@ async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Compose
         rulers: dict[str, LlmRuler] = {}
         if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
             rulers = make_rulers(judge, await Router.make(judge), read)
+            await recall(broker, config, rulers)
         yield Composed(judge, rulers, functions, read)

@@ -167,6 +167,14 @@ class LlmRuler:
             self._measure(done)
         return merge([j for judgings in done for j in judgings], self.measured.bias), tuple(verdicts)
 
+    def recall(self, verdicts: Sequence[Verdict]) -> None:
+        """Learn from a group that an earlier life of this judge scored, so that a restart does not forget the bias."""
+        own = [v for v in verdicts if v.rubric_hash == self.rubric.hash]
+        judgings = [Judging(v.order, {s.trajectory: s.score for s in v.scores}) for v in own]
+        # Subsets of a long group hold different trajectories: only whole judgings say something about places.
+        if judgings and all(set(j.order) == set(judgings[0].order) == j.scores.keys() for j in judgings):
+            self._measure([(j,) for j in judgings])
+
     def _measure(self, done: Sequence[tuple[Judging, ...]]) -> None:
         self.measured.groups += 1
         whole = [j[0] for j in done if len(j) == 1]

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
+import msgspec
 import pytest
 
 from judge.merge import concordance
@@ -163,6 +164,16 @@ async def test_a_judge_that_favours_the_first_place_by_three_tenths() -> None:
     assert abs(mean(gains)) < 0.05
     assert judge.measured.bias.first_place() == pytest.approx(0.3, abs=0.05)
     assert judge.measured.as_dict()["groups"] == 50
+
+
+async def test_a_restarted_judge_remembers_the_bias_from_its_verdicts() -> None:
+    judge, after = ruler(Model(Scorer(first_bonus=0.3))), ruler(Model(Scorer()))
+    for number in range(10):
+        _, verdicts = await judge.judge([transcript(f"g{number}-{i}", f"quality={i / 10}") for i in range(5)])
+        after.recall(verdicts)
+        after.recall([msgspec.structs.replace(v, rubric_hash="other") for v in verdicts])
+    assert after.measured.bias.effects(5) == pytest.approx(judge.measured.bias.effects(5))
+    assert after.measured.groups == 10
 
 
 async def test_the_shared_beginning_is_sent_once_and_tools_with_it() -> None:
