@@ -1,0 +1,318 @@
+"""Figures of the store: `python -m benchmarks.store` (or `make bench-store`) writes benchmarks/results/store.json.
+
+    write_events_per_s        4 KB exchange events through one store process, real NATS, from the first delivery to the last acknowledgement
+    fetch_floor_events_per_s  the same events through nats-py's own fetch and ack and nothing else, in the same run
+    backlog_peak_rss_mb       peak resident memory of the store process over a backlog of `--backlog` events
+    lineage_s                 the view `lineage` for one checkpoint over `--trajectories` trajectories
+    files_after_compaction    exchange files left of `files_before_compaction` after the background work
+
+`--small` takes a tenth or less of everything, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from pipeline import streams
+from pipeline.broker import Broker
+from pipeline.config import Config, NatsConfig, StoreConfig, save
+from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
+from store import columns, sql
+from store.catalog import Catalog, FileName, live
+from store.compaction import Compactor
+from store.target import LocalTarget
+from tests.conftest import NatsServer
+
+RESULT = Path(__file__).parent / "results" / "store.json"
+TAG = "rollout.exchange"
+
+
+def exchange(i: int, rng: np.random.Generator) -> ExchangeRecorded:
+    """About 4 KB: 550 prompt tokens, 130 sampled ones, a short chat."""
+    text = " ".join(f"word{n}" for n in rng.integers(0, 5000, 80))
+    return ExchangeRecorded(
+        project="bench",
+        trajectory=f"t{i // 8}",
+        seq=i % 8,
+        model="m",
+        policy_version="m@3",
+        step=3,
+        group=f"g{i // 64}",
+        request=json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode(),
+        response=b'{"choices":[{"message":{"role":"assistant","content":"done"}}]}',
+        prompt_ids=pack_ids(rng.integers(0, 150_000, 550)),
+        sampled_ids=pack_ids(rng.integers(0, 150_000, 65)),
+        logprobs=pack_logprobs(-rng.random(65)),
+        finish_reason="stop",
+        replica="r0",
+        started_at=1,
+    )
+
+
+async def fill_log(broker: Broker, events: int, names: str) -> int:
+    """Publish `events` exchanges with the headers the gateway sends, trajectories called `names`…; returns bytes of one payload."""
+    rng = np.random.default_rng(0)
+    payloads = [encode(exchange(i, rng)) for i in range(256)]
+    waiting = []
+    for i in range(events):
+        name = f"{names}{i // 8}"
+        headers = {
+            "Nats-Msg-Id": f"bench/{name}/{i % 8}.0",
+            "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+        }
+        subject = f"rollout.exchange.bench.{name}"
+        waiting.append(await broker.js.publish_async(subject, payloads[i % 256], headers=headers))
+        if len(waiting) == 2_000:
+            for future in waiting:
+                await future
+            waiting = []
+    for future in waiting:
+        await future
+    return len(payloads[0])
+
+
+async def fetch_floor(broker: Broker, events: int) -> float:
+    """Events a second by nats-py's pull_subscribe, fetch and ack."""
+    spec = dataclasses.replace(
+        streams.consumer("store-rollouts"), name="floor", subjects=("rollout.>",), max_ack_pending=200_000
+    )
+    await broker._provision_consumer(spec)
+    sub = await broker.js.pull_subscribe_bind(
+        consumer="floor", stream="ROLLOUTS", pending_msgs_limit=-1, pending_bytes_limit=-1
+    )
+    began, got = time.perf_counter(), 0
+    while got < events:
+        messages = await sub.fetch(1_000, timeout=5)
+        for message in messages:
+            await message.ack()
+        got += len(messages)
+    took = time.perf_counter() - began
+    await broker.js.delete_consumer("ROLLOUTS", "floor")
+    return got / took
+
+
+async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tuple[float, float]:
+    """Events a second through a real store process over a backlog that waits for it, and its peak memory in MB.
+
+    Timed from the first delivery to the last acknowledgement."""
+    config = Config(run_dir=str(run_dir), nats=NatsConfig(url=url), store=StoreConfig(compact_s=3600.0))
+    save(config, run_dir / "config.toml")
+    process = subprocess.Popen(  # noqa: ASYNC220 - it is to be measured, not awaited
+        [sys.executable, "-m", "store", "--config", str(run_dir / "config.toml")],
+        stderr=(run_dir / "store.log").open("wb"),
+    )
+    try:
+        rss = psutil.Process(process.pid)
+        while not await _delivered(broker):  # noqa: ASYNC110 - the server can only be asked
+            await anyio.sleep(0.005)
+        began = time.perf_counter()
+        peak = 0
+        while await _left(broker):
+            peak = max(peak, rss.memory_info().rss)
+            await anyio.sleep(0.02)
+        took = time.perf_counter() - began
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    rows = sum(LocalTarget(run_dir / "store").read(TAG, n, ["seq"]).num_rows for n in _files(run_dir))
+    assert rows == events, f"{rows} of {events} rows"
+    return events / took, peak / 2**20
+
+
+async def _delivered(broker: Broker) -> int:
+    info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
+    return int(info.delivered.consumer_seq if info.delivered else 0)
+
+
+async def _left(broker: Broker) -> int:
+    info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
+    return int(info.num_pending or 0) + int(info.num_ack_pending or 0)
+
+
+def _files(run_dir: Path) -> list[str]:
+    return live(LocalTarget(run_dir / "store"), TAG)
+
+
+def compaction(run_dir: Path) -> dict[str, Any]:
+    """Merge what the writing left behind, as the background work of the store does."""
+    target = LocalTarget(run_dir / "store")
+    before = len(_files(run_dir))
+    config = StoreConfig(compact_grace_s=0.0, compact_files=4)
+    began = time.perf_counter()
+    Compactor(Catalog(target), config).once()
+    took = time.perf_counter() - began
+    return {
+        "files_before_compaction": before,
+        "files_after_compaction": len(_files(run_dir)),
+        "compaction_s": took,
+    }
+
+
+def history(run_dir: Path, trajectories: int) -> str:
+    """A store with so many trajectories of 4 calls, in groups of 8, 8 groups a step; returns a checkpoint in the middle."""
+    target = LocalTarget(run_dir / "store")
+    per_file = 25_000
+    rng = np.random.default_rng(1)
+    base = 1_700_000_000_000_000
+    for first in range(0, trajectories, per_file):
+        _history_file(target, first, min(per_file, trajectories - first), rng, base)
+    return f"m@{max(1, trajectories // 64 // 2)}"
+
+
+def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Generator, base: int) -> None:
+    calls = np.repeat(np.arange(first, first + count), 4)
+    seqs = np.arange(first * 4 + 1, first * 4 + 1 + len(calls))
+    ids = rng.integers(0, 150_000, len(calls) * 4, dtype=np.int32)
+    offsets = np.arange(0, len(ids) + 1, 4, dtype=np.int32)
+    tokens = pa.ListArray.from_arrays(offsets, ids)
+    made: dict[str, Any] = {
+        "log_seq": seqs, "log_at": base + seqs, "traceparent": [""] * len(calls), "project": ["p"] * len(calls),
+        "at": base + seqs, "v": np.ones(len(calls), int), "trajectory": [f"t{i:07d}" for i in calls],
+        "seq": np.tile(np.arange(4), count), "choice": np.zeros(len(calls), int), "model": ["m"] * len(calls),
+        "policy_version": [f"m@{i // 64}" for i in calls], "step": calls // 64, "group": [f"g{i // 8}" for i in calls],
+        "request": ["{}"] * len(calls), "response": ["{}"] * len(calls), "prompt_ids": tokens, "sampled_ids": tokens,
+        "logprobs": tokens.cast(pa.list_(pa.float32())), "forced": pa.array([[]] * len(calls), pa.list_(pa.uint8())),
+    }  # fmt: skip
+    _put(target, TAG, made, len(calls), seqs, base)
+    names = np.arange(first, first + count)
+    ends = np.arange(first + 1, first + count + 1)
+    completed: dict[str, Any] = {
+        "log_seq": ends, "log_at": base + ends, "project": ["p"] * count, "at": base + ends, "model": ["m"] * count,
+        "trajectory": [f"t{i:07d}" for i in names], "group": [f"g{i // 8}" for i in names], "outcome": ["scored"] * count,
+        "exchanges": np.full(count, 4),
+    }  # fmt: skip
+    _put(target, "rollout.completed", completed, count, ends, base)
+    groups = np.arange(first // 8, (first + count) // 8)
+    scored: dict[str, Any] = {
+        "log_seq": groups + 1, "log_at": base + groups, "project": ["p"] * len(groups), "at": base + groups,
+        "group": [f"g{g}" for g in groups], "model": ["m"] * len(groups), "judge": ["j"] * len(groups),
+        "branch": ["main"] * len(groups),
+        "members": [
+            [{"trajectory": f"t{g * 8 + k:07d}", "reward": k / 8, "outcome": "scored", "exchanges": 4} for k in range(8)]
+            for g in groups
+        ],
+        "verdicts": [
+            [{"judge_model": "j", "rubric": "r", "scores": [
+                {"trajectory": f"t{g * 8 + k:07d}", "score": k / 8, "explanation": "because"} for k in range(8)]}]
+            for g in groups
+        ],
+    }  # fmt: skip
+    _put(target, "group.scored", scored, len(groups), groups + 1, base)
+    steps = np.arange(max(1, first // 64), (first + count) // 64)
+    if len(steps):
+        published: dict[str, Any] = {
+            "log_seq": steps, "log_at": base + steps, "project": ["p"] * len(steps), "at": base + steps,
+            "model": ["m"] * len(steps), "step": steps, "version": [f"m@{s}" for s in steps],
+            "parent": [f"m@{s - 1}" for s in steps], "branch": ["main"] * len(steps),
+            "groups": [[f"g{s * 8 + k}" for k in range(8)] for s in steps],
+            "group_seqs": [[s * 8 + k + 1 for k in range(8)] for s in steps],
+        }  # fmt: skip
+        _put(target, "policy.checkpoint", published, len(steps), steps, base)
+
+
+def _put(target: LocalTarget, tag: str, made: dict[str, Any], rows: int, seqs: Any, base: int) -> None:
+    schema = columns.arrow_schema(tag)
+    arrays = [
+        pa.array(made[f.name], f.type) if f.name in made and not isinstance(made[f.name], pa.Array)
+        else made[f.name].cast(f.type) if f.name in made
+        else pa.nulls(rows, f.type)
+        for f in schema
+    ]  # fmt: skip
+    stream = {"rollout": "ROLLOUTS", "group": "GROUPS", "policy": "POLICY"}[tag.split(".")[0]]
+    name = FileName(stream, int(seqs[0]), int(seqs[-1]), base + int(seqs[0]))
+    target.write(tag, str(name), [pa.Table.from_arrays(arrays, schema=schema)], {})
+
+
+def lineage(run_dir: Path, version: str) -> tuple[float, int]:
+    """Seconds from connecting to the last row of one checkpoint's lineage (the median of five), and its rows."""
+    times, rows = [], 0
+    for _ in range(5):
+        began = time.perf_counter()
+        with sql.connect(run_dir) as connection:
+            rows = len(connection.sql("FROM lineage WHERE version = ?", params=[version]).fetchall())
+        times.append(time.perf_counter() - began)
+    return sorted(times)[2], rows
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.store" + (" --small" if args.small else ""),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "load_before": os.getloadavg()[0],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        server_dir = root / "nats"
+        server_dir.mkdir()
+        server = NatsServer(server_dir)
+        server.start()
+        try:
+            async with Broker.connect(NatsConfig(url=server.url)) as broker:
+                run_dir = root / "write"
+                run_dir.mkdir()
+                result["event_bytes"] = await fill_log(broker, args.events, "w")
+                result["write_events"] = args.events
+                result["fetch_floor_events_per_s"] = await fetch_floor(broker, args.events)
+                rate, rss = await write_rate(server.url, broker, run_dir, args.events)
+                result["write_events_per_s"] = rate
+                result["write_peak_rss_mb"] = rss
+                result.update(compaction(run_dir))
+                if args.backlog > args.events:
+                    await broker.js.purge_stream("ROLLOUTS")
+                    await broker.js.delete_consumer("ROLLOUTS", "store-rollouts")
+                    await broker.provision()
+                    await fill_log(broker, args.backlog, "b")
+                    backlog_dir = root / "backlog"
+                    backlog_dir.mkdir()
+                    rate, rss = await write_rate(server.url, broker, backlog_dir, args.backlog)
+                    result["backlog_events_per_s"] = rate
+                result["backlog_events"] = max(args.backlog, args.events)
+                result["backlog_peak_rss_mb"] = rss
+        finally:
+            server.stop()
+        history_dir = root / "history"
+        (history_dir / "store").mkdir(parents=True)
+        version = history(history_dir, args.trajectories)
+        result["lineage_s"], result["lineage_rows"] = lineage(history_dir, version)
+        result["lineage_trajectories"] = args.trajectories
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int, default=200_000)
+    parser.add_argument("--backlog", type=int, default=1_000_000)
+    parser.add_argument("--trajectories", type=int, default=1_000_000)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    if args.small:
+        args.events, args.backlog, args.trajectories = (
+            args.events // 10,
+            args.backlog // 20,
+            args.trajectories // 10,
+        )
+    result = anyio.run(measure, args)
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
