@@ -358,7 +358,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=45, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=65, help="optimizer steps")
     parser.add_argument("--groups", type=int, default=12, help="groups a step")
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
     parser.add_argument("--eval-games", type=int, default=500)
