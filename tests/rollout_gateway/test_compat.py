@@ -44,7 +44,7 @@ async def test_litellm(gateway: GatewayProcess, nats_config: NatsConfig) -> None
     opened = gateway.open(id="lite")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LITELLM_AGENT, opened["base_url"], opened["api_key"]],
-        capture_output=True, text=True, timeout=100, env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True, text=True, timeout=300, env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = done.stdout.strip().splitlines()[-1]  # litellm talks on standard output too
