@@ -11,7 +11,6 @@ backbone imports no service.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -121,12 +120,16 @@ def _up(args: argparse.Namespace) -> None:
         for spec in specs:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         return
-    log.configure("supervisor", config.log_level)
-    _log_to(config.path("logs", "supervisor.log"))
-    try:
-        anyio.run(_supervise, config, Supervisor(config, specs, on_change=_report))
-    except* SupervisorError as group:
-        raise SupervisorError("\n".join(_messages(group))) from None
+    path = config.path("logs", "supervisor.log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as sink:
+        log.configure("supervisor", config.log_level, sink)
+        try:
+            anyio.run(_supervise, config, Supervisor(config, specs, on_change=_report))
+        except* SupervisorError as group:
+            raise SupervisorError("\n".join(_messages(group))) from None
+        finally:
+            log.configure("supervisor", config.log_level)
 
 
 def _messages(error: BaseException) -> list[str]:
@@ -140,14 +143,6 @@ def _exec(args: argparse.Namespace) -> None:
     make = nats_command if args.server == "nats" else vllm_command
     spec = make(load(args.config), args.port, args.host)
     os.execve(spec.argv[0], list(spec.argv), {**os.environ, **spec.env})  # noqa: S606 - no shell on purpose
-
-
-def _log_to(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stderr.flush()
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(path.open("a", encoding="utf-8"))
 
 
 async def _supervise(config: Config, supervisor: Supervisor) -> None:

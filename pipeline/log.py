@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -59,11 +59,11 @@ def get_logger(name: str) -> Logger:
     return Logger(name)
 
 
-def configure(service: str, level: str = "INFO") -> None:
-    """Send this process's logs to stderr as JSON lines, named `service`."""
+def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> None:
+    """Send this process's logs to `sink` (stderr where none is given) as JSON lines, named `service`."""
     global _service
     _service = service
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sink or sys.stderr)
     handler.setFormatter(_JsonFormatter())
     logging.Formatter.converter = time.gmtime
     root = logging.getLogger()
