@@ -23,6 +23,7 @@ lint: venv
 
 docs: venv
 	$(PY) -m pipeline.docs
+	$(PY) -m store.docs
 
 bench-store bench-gateway bench-judge bench-trainer bench-staleness: bench-%: venv
 	$(PY) -m benchmarks.$*
