@@ -195,11 +195,11 @@ class Training:
         return len(self._playing) + self._useful - self._skipped - trained
 
     async def run(self) -> None:
-        """Until the step budget is used up and every game that was begun has ended."""
+        """Until the budget of steps or of time is used up and every game that was begun has ended."""
         group = 0
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch())
-            while self.progress.step < self.args.steps:
+            while self.progress.step < self.args.steps and time.monotonic() - self._began < self.args.seconds:
                 if self.lead < round(self.args.lead * self.args.groups):
                     task = tasks.create_task(self._play(group))
                     self._playing.add(task)
@@ -358,7 +358,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=65, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps")
+    parser.add_argument("--seconds", type=float, default=400, help="time to play and learn in, at most")
     parser.add_argument("--groups", type=int, default=12, help="groups a step")
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
     parser.add_argument("--eval-games", type=int, default=500)
