@@ -74,7 +74,7 @@ def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServe
             taken = learner.take([BatchGroup(prepare(group, sequences), step + 1)])
             learner.advance(taken)
             metrics = taken.manifest.metrics
-            assert metrics["sampler_logprob_checked"] > 20
+            assert metrics["sampler_logprob_checked"] >= 8  # a token a call at the least
             assert metrics["sampler_logprob_diff"] < 1e-3
             folder = tmp_path / f"adapter-{step}"
             folder.mkdir()
