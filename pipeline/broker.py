@@ -488,6 +488,7 @@ class Broker:
     async def put_object(self, bucket: str, name: str, data: bytes) -> None:
         """Store `data` under `name`; the same name and content again is a no-op in effect."""
         store = await self.js.object_store(bucket)
+        crash.point("broker.before_upload")
         await store.put(name, data)
 
     async def get_object(self, bucket: str, name: str) -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from pipeline import crash
 from pipeline.broker import Broker, BrokerError, HistoryGoneError
 from pipeline.config import Config
 from pipeline.events import PolicyLoaded, now_us
@@ -111,7 +112,9 @@ def _unpack(data: bytes, path: Path) -> None:
     temporary.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         archive.extractall(temporary, filter="data")
+    crash.point("gateway.before_rename")
     temporary.rename(path)
+    crash.point("gateway.after_rename")
 
 
 class AdapterManager:
@@ -327,6 +330,7 @@ class AdapterManager:
             incarnation=replica.incarnation,
         )
         headers = {"traceparent": checkpoint.traceparent} if checkpoint.traceparent else {}
+        crash.point("gateway.adapter_loaded")
         await self._broker.publish(event, headers)
         replica.loaded[version] = Loaded(path, delta, time.monotonic())
         log.info("adapter loaded", version=version, replica=replica.name, delta=delta, load_s=event.load_s)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline import crash
 from pipeline.broker import BrokerError
 from pipeline.config import GatewayConfig
 from pipeline.events import ExchangeRecorded, now_us
@@ -296,6 +297,7 @@ class ChatHandler:
             self._in_background(self._publish(exchange, answer, status))
         else:
             await self._publish(exchange, answer, status)
+        crash.point("gateway.before_answer")
 
     async def _publish(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
         try:

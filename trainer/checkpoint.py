@@ -28,6 +28,7 @@ import safetensors.torch
 import torch
 from peft import LoraConfig
 
+from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, pack_seqs
 from pipeline.log import get_logger
@@ -183,7 +184,9 @@ class Checkpoints:
         _sync_folder(temporary)
         if target.exists():
             shutil.rmtree(target)
+        crash.point("trainer.before_rename")
         temporary.rename(target)
+        crash.point("trainer.after_rename")
         _sync_folder(self.folder)
         return target
 

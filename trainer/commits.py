@@ -16,7 +16,7 @@ import anyio.to_thread
 import nats.errors
 import nats.js.errors
 
-from pipeline import streams
+from pipeline import crash, streams
 from pipeline.broker import Broker, BrokerUnavailableError
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished
@@ -92,9 +92,12 @@ class Commits:
     async def publish(self, manifest: Manifest, tar: bytes) -> None:
         """Adapter to the object store, then the event; safe to repeat. Raises `TrainerError` where the log holds another
         step of that number."""
+        crash.point("trainer.after_checkpoint")
         await self.persist(partial(self.broker.put_object, streams.ADAPTERS_BUCKET, manifest.adapter, tar))
+        crash.point("trainer.after_upload")
         event = manifest.event()
         ack = await self.broker.publish(event, headers=manifest.trace)
+        crash.point("trainer.after_publish")
         if ack.duplicate:
             there = (await self.broker.get("POLICY", ack.seq)).event
             if not isinstance(there, CheckpointPublished) or there.adapter_sha256 != event.adapter_sha256:

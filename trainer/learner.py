@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from pipeline import crash
 from pipeline.config import Config, ModelConfig, config_hash
 from pipeline.events import CheckpointPublished, GroupScored, now_us
 from pipeline.log import get_logger
@@ -227,6 +228,7 @@ class Learner:
             written_at=now_us(),
             trace=trace,
         )
+        crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
         return Taken(manifest, tar, line)
 
