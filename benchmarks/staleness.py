@@ -1,18 +1,22 @@
 # ruff: noqa: E402 - the search path is put right before our own packages are imported
 """How much staleness costs, and what each correction gives back: reward after equal samples at forced version lags.
 
-    python benchmarks/staleness.py [--steps 24] [--lags 0 1 2 4 8] [--seeds 0 1 2] [--out benchmarks/results/staleness.json]
+    python benchmarks/staleness.py [--steps 40] [--lags 0 1 2 4 8] [--seeds 0 1 2] [--workers 1]
+                                   [--out benchmarks/results/staleness.json]
 
 The demo's task (tic-tac-toe, the same model, groups of one opening each), with the sampler in the same process, so that
 the lag is exact: step s trains on games played by version max(0, s - lag). Every run sees the same number of games. The
-measure is the mean reward of `--games` held-out games with the final adapter. Finished runs are kept in the file, so the
-sweep can be stopped and started again.
+measure is the mean reward of `--games` held-out games, the same for all runs, with the final adapter. At lag 0 every ratio
+is 1 and all corrections are one computation: it is run once per seed, and once more with each correction on the first
+seed to show that. Seeds come one after the other, so that a sweep that is stopped has every cell of the seeds it ended.
+Finished runs are kept in the file: started again, it goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -26,17 +30,76 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache
 
+from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
-from pipeline.config import load
+from pipeline.config import TrainerConfig, load
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
 from trainer.engine import Engine, Weights
 from trainer.groups import PreparedGroup, examples, prepare
 from trainer.sequences import build
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-MAX_TOKENS = 4
+
+
+class Table:
+    """Games that go on side by side over one key-value cache.
+
+    A legal move is one token and the end of the turn, an illegal one ends the game: so all games that go on have the same
+    number of tokens, and the cache is a plain rectangle."""
+
+    def __init__(self, arena: Arena, seeds: list[str], random: torch.Generator) -> None:
+        self.arena, self.random = arena, random
+        self.games = [Game(s) for s in seeds]
+        self.ids: list[list[int]] = [[] for _ in seeds]
+        """All tokens of a game so far."""
+        self.cache = DynamicCache()
+        self.cached = 0
+        self.live = list(range(len(seeds)))
+
+    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """Hidden state at the last of the new tokens [R, n]."""
+        positions = torch.arange(self.cached, self.cached + rows.shape[1]).expand(len(rows), -1)
+        out = self.arena.engine._trunk(
+            input_ids=rows, position_ids=positions, past_key_values=self.cache, use_cache=True
+        )
+        self.cached += rows.shape[1]
+        return out.last_hidden_state[:, -1]  # type: ignore[no-any-return]
+
+    def _first(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same where nothing is cached yet: the few openings that there are go through the model once each."""
+        unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
+        hidden = self._hidden(unique)
+        self.cache.batch_select_indices(inverse)
+        return hidden[inverse]
+
+    def turn(self) -> list[tuple[int, list[int], list[int], list[float]]]:
+        """One move in every game that goes on: its number, the prompt, the reply and the reply's logprobs."""
+        prompts = [self.ids[i] + self.arena.turn_ids(self.games[i].board) for i in self.live]
+        rows = torch.tensor([p[self.cached :] for p in prompts])
+        replies: list[list[int]] = [[] for _ in self.live]
+        logprobs: list[list[float]] = [[] for _ in self.live]
+        for _ in range(MAX_TOKENS):
+            hidden = self._hidden(rows) if self.cached else self._first(rows)
+            scores = torch.log_softmax(self.arena.engine._head(hidden).float(), -1)
+            chosen = torch.multinomial(scores.exp(), 1, generator=self.random)
+            for r, reply in enumerate(replies):
+                if not reply or reply[-1] != self.arena.end:
+                    reply.append(int(chosen[r, 0]))
+                    logprobs[r].append(float(scores[r, chosen[r, 0]]))
+            rows = chosen
+        played = list(zip(self.live, prompts, replies, logprobs, strict=True))
+        kept = []
+        for r, (i, prompt, reply, _) in enumerate(played):
+            text = self.arena.tokenizer.decode(reply, skip_special_tokens=True)
+            # What was cut off at the limit never ended its turn, so it is no move.
+            if self.games[i].play(text if reply[-1] == self.arena.end else None) is None:
+                self.ids[i] = prompt + reply
+                kept.append(r)
+        self.live = [self.live[r] for r in kept]
+        self.cache.batch_select_indices(torch.tensor(kept, dtype=torch.long))
+        return played
 
 
 class Arena:
@@ -46,50 +109,26 @@ class Arena:
         self.engine = engine
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.end = int(engine.model.config.eos_token_id)
+        self._turns: dict[str, list[int]] = {}
 
-    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+    def turn_ids(self, board: str) -> list[int]:
+        """The tokens that the chat template adds for a user's turn; they do not depend on what came before."""
+        if board not in self._turns:
+            chat = [{"role": "user", "content": describe(board)}]
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            self._turns[board] = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return self._turns[board]
 
     @torch.no_grad()
-    def _sample(
-        self, prompts: list[list[int]], random: torch.Generator
-    ) -> list[tuple[list[int], list[float]]]:
-        """One reply per prompt at temperature 1: token ids and their logprobs."""
-        out: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
-        live = list(range(len(prompts)))
-        for _ in range(MAX_TOKENS):
-            rows = [prompts[i] + out[i][0] for i in live]
-            ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-            for r, row in enumerate(rows):
-                ids[r, : len(row)] = torch.tensor(row)
-            hidden = self.engine._trunk(input_ids=ids, use_cache=False).last_hidden_state
-            last = hidden[torch.arange(len(rows)), torch.tensor([len(r) - 1 for r in rows])]
-            logprobs = torch.log_softmax(self.engine._head(last).float(), -1)
-            chosen = torch.multinomial(logprobs.exp(), 1, generator=random).squeeze(1)
-            for r, i in enumerate(live):
-                out[i][0].append(int(chosen[r]))
-                out[i][1].append(float(logprobs[r, chosen[r]]))
-            live = [i for i in live if out[i][0][-1] != self.end]
-            if not live:
-                break
-        return out
-
     def play(
         self, seeds: list[str], weights: Weights, step: int, random: torch.Generator
     ) -> list[tuple[float, list[ExchangeRecorded]]]:
         """A game per seed: its reward and its exchanges."""
         self.engine.put(weights)
-        games = [Game(s) for s in seeds]
-        chats: list[list[dict[str, str]]] = [[] for _ in games]
-        recorded: list[list[ExchangeRecorded]] = [[] for _ in games]
-        while live := [i for i, g in enumerate(games) if g.result is None]:
-            for i in live:
-                chats[i].append({"role": "user", "content": describe(games[i].board)})
-            prompts = [self._prompt(chats[i]) for i in live]
-            for i, prompt, (ids, logprobs) in zip(live, prompts, self._sample(prompts, random), strict=True):
-                move = self.tokenizer.decode(ids, skip_special_tokens=True)
-                chats[i].append({"role": "assistant", "content": move})
+        table = Table(self, seeds, random)
+        recorded: list[list[ExchangeRecorded]] = [[] for _ in seeds]
+        while table.live:
+            for i, prompt, ids, logprobs in table.turn():
                 recorded[i].append(
                     ExchangeRecorded(
                         project="p", trajectory=str(i), seq=len(recorded[i]), model="m", policy_version=f"m@{step}",
@@ -97,8 +136,7 @@ class Arena:
                         sampled_ids=pack_ids(ids), logprobs=pack_logprobs(logprobs),
                     )
                 )  # fmt: skip
-                games[i].play(move)
-        return [(g.reward, r) for g, r in zip(games, recorded, strict=True)]
+        return [(g.reward, r) for g, r in zip(table.games, recorded, strict=True)]
 
 
 def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Namespace) -> dict[str, float]:
@@ -108,7 +146,7 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
     torch.manual_seed(seed)
     line = engine.new_line()
     versions = {0: line.weights}
-    rewards = []
+    rewards, ratios, cut, differences = [], [], [], []
     opening = 0
     for step in range(args.steps):
         prepared: list[PreparedGroup] = []
@@ -128,8 +166,13 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
             prepared.append(prepare(scored, [s for _, e in part for s in build(e[0].trajectory, e)]))
         if prepared:
             indices = [i for i, group in enumerate(prepared) for _ in group.sequences]
-            line = engine.step(line, examples(prepared, engine.config), indices).line
+            result = engine.step(line, examples(prepared, engine.config), indices)
+            line = result.line
+            ratios.append(result.metrics["ratio_p95"])
+            cut.append(result.metrics["clip_share"])
+            differences.append(result.metrics["kl_sampler"])
         versions[step + 1] = line.weights
+        versions.pop(step - lag, None)
     held_out = [opening_seed("val", n) for n in range(args.games)]
     final = [
         r for r, _ in arena.play(held_out, line.weights, args.steps, torch.Generator().manual_seed(1234))
@@ -138,27 +181,86 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
         "reward": statistics.mean(final),
         "standard_error": float(np.std(final, ddof=1) / np.sqrt(len(final))),
         "last_training_reward": statistics.mean(rewards[-4:]),
+        "ratio_p95": statistics.mean(ratios),
+        "clip_share": statistics.mean(cut),
+        "kl_sampler": statistics.mean(differences),
         "first_training_reward": rewards[0],
         "seconds": time.perf_counter() - began,
     }
 
 
-def table(runs: dict[str, dict[str, Any]], lags: list[int], corrections: list[str]) -> str:
-    """Mean over seeds and its spread, as a Markdown table."""
+def table(runs: dict[str, dict[str, Any]], lags: list[int]) -> list[str]:
+    """Mean over seeds and its standard error, as a Markdown table."""
     lines = [
         "| correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |",
         "| --- |" + " --- |" * len(lags),
     ]
-    for correction in corrections:
+    for correction in CORRECTIONS:
         cells = []
         for lag in lags:
             # Without lag every ratio is 1 and the corrections are one computation.
             name = correction if lag else CORRECTIONS[0]
             found = [r["reward"] for k, r in runs.items() if k.startswith(f"{name}/{lag}/")]
-            spread = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
+            spread = f" ± {statistics.stdev(found) / len(found) ** 0.5:.3f}" if len(found) > 1 else ""
             cells.append(f"{statistics.mean(found):.3f}{spread}" if found else "–")
-        lines.append(f"| {correction} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(f"| `{correction}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def paired(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each correction against `token_truncate` at the same lag and seed, over all lags but 0: mean and standard error."""
+    out = {}
+    for correction in CORRECTIONS:
+        against = [
+            r["reward"] - runs[other]["reward"]
+            for k, r in runs.items()
+            if k.startswith(f"{correction}/")
+            and not k.startswith(f"{correction}/0/")
+            and (other := "token_truncate" + k[len(correction) :]) in runs
+        ]
+        if correction != "token_truncate" and len(against) > 1:
+            error = statistics.stdev(against) / len(against) ** 0.5
+            out[correction] = {
+                "mean": statistics.mean(against),
+                "standard_error": error,
+                "pairs": len(against),
+            }
+    return out
+
+
+class Worker:
+    """A process's engine."""
+
+    here: Worker
+
+    def __init__(self, args: argparse.Namespace, config: TrainerConfig) -> None:
+        self.args, self.config = args, config
+        self.scratch = tempfile.TemporaryDirectory()
+        self.engine = Engine(args.base, config, Path(self.scratch.name))
+        self.fresh = self.engine.weights()
+
+    @classmethod
+    def start(cls, args: argparse.Namespace, config: TrainerConfig) -> None:
+        cls.here = cls(args, config)
+
+    @classmethod
+    def run(cls, key: str) -> tuple[str, dict[str, float]]:
+        correction, lag, seed = key.split("/")
+        self = cls.here
+        self.engine.put(self.fresh)
+        self.engine.use(msgspec.structs.replace(self.config, sampler_correction=correction))
+        return key, one_run(self.engine, self.args.base, int(lag), int(seed), self.args)
+
+
+def wanted(args: argparse.Namespace) -> list[str]:
+    """The runs in their order, as correction/lag/seed."""
+    return [
+        f"{correction}/{lag}/{seed}"
+        for seed in args.seeds
+        for lag in args.lags
+        for correction in args.corrections
+        if lag or correction == CORRECTIONS[0] or seed == args.seeds[0]
+    ]
 
 
 def main() -> None:
@@ -166,10 +268,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base", default="examples/tictactoe/model")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--groups", type=int, default=8, help="groups per step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--games", type=int, default=500, help="held-out games")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=12, help="groups per step")
+    parser.add_argument("--group-size", type=int, default=6)
+    parser.add_argument("--games", type=int, default=2000, help="held-out games")
     parser.add_argument(
         "--config", default="examples/tictactoe/journeyman.toml", help="whose [trainer] is used"
     )
@@ -179,7 +281,7 @@ def main() -> None:
     parser.add_argument("--corrections", nargs="*", default=list(CORRECTIONS), choices=CORRECTIONS)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after so many; 0: no limit")
+    parser.add_argument("--workers", type=int, default=1, help="runs side by side, a process each")
     parser.add_argument("--out", default="benchmarks/results/staleness.json")
     args = parser.parse_args()
     out = Path(args.out)
@@ -190,33 +292,24 @@ def main() -> None:
     )  # fmt: skip
     settings = {k: getattr(args, k) for k in ("steps", "groups", "group_size", "games")}
     settings |= {
-        k: getattr(config, k) for k in ("learning_rate", "loss_type", "advantage_scaling", "correction_max")
+        k: getattr(config, k)
+        for k in ("learning_rate", "loss_type", "advantage_scaling", "correction_max", "epsilon")
     }
     report: dict[str, Any] = {"settings": settings, "runs": {}}
     if out.exists() and (before := json.loads(out.read_text()))["settings"] == settings:
         report["runs"] = before["runs"]
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        engine = Engine(args.base, config, Path(scratch))
-        fresh = engine.weights()
-        for seed in args.seeds:
-            for lag in args.lags:
-                for correction in args.corrections:
-                    key = f"{correction}/{lag}/{seed}"
-                    if key in report["runs"] or (lag == 0 and correction != CORRECTIONS[0]):
-                        continue
-                    if args.minutes and time.monotonic() - began > 60 * args.minutes:
-                        break
-                    engine.put(fresh)
-                    engine.use(msgspec.structs.replace(config, sampler_correction=correction))
-                    report["runs"][key] = one_run(engine, args.base, lag, seed, args)
-                    print(key, {k: round(v, 4) for k, v in report["runs"][key].items()}, flush=True)
-                    report["table"] = table(
-                        report["runs"], sorted(set(args.lags)), list(CORRECTIONS)
-                    ).splitlines()
-                    out.parent.mkdir(parents=True, exist_ok=True)
-                    out.write_text(json.dumps(report, indent=2) + "\n")
+    missing = [key for key in wanted(args) if key not in report["runs"]]
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(args.workers, Worker.start, (args, config)) as pool:
+        for key, run in pool.imap_unordered(Worker.run, missing):
+            report["runs"][key] = run
+            print(key, {k: round(v, 4) for k, v in run.items()}, flush=True)
+            report["table"] = table(report["runs"], sorted(set(args.lags)))
+            report["against_token_truncate"] = paired(report["runs"])
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(report, indent=2) + "\n")
     print("\n".join(report.get("table", [])))
+    print(json.dumps(report.get("against_token_truncate", {}), indent=2))
 
 
 if __name__ == "__main__":
