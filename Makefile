@@ -34,6 +34,8 @@ lock:
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/cpu.txt
 	uv pip compile pyproject.toml --extra gpu \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/gpu.txt
+	uv pip compile requirements/compat.in \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/compat.txt
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -1,54 +1,104 @@
-"""Other clients than OpenAI's and Anthropic's own: a tool-using, streamed, multi-turn agent each, tokens exact."""
+"""Agents as people write them, each with another client or framework, through the gateway to real vLLM.
+
+Each is a program of its own that knows a base URL and a key, from the variables that its library reads. It plays two
+turns of one conversation: a tool call, its result, a text, all streamed. A wire tap between gateway and vLLM holds what
+vLLM said; the log must hold the same tokens, call by call.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from pipeline.broker import Broker
 from pipeline.config import NatsConfig
-from tests.rollout_gateway.conftest import GatewayProcess
+from pipeline.events import unpack_ids, unpack_logprobs
+from tests.conftest import VllmServer
+from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.frameworks import AGENTS, compat_bin, node
+from tests.rollout_gateway.tap import tapped
 from tests.rollout_gateway.test_chat import exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
-LITELLM_AGENT = """
-import json, sys
-import litellm
 
-tool = {"type": "function", "function": {"name": "move", "strict": True, "parameters": {"type": "object",
-    "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}}, "required": ["cell"], "additionalProperties": False}}}
-messages = [{"role": "user", "content": "a1=x"}]
-tokens = []
-for turn in range(2):
-    chunks = list(litellm.completion(
-        model="openai/tictactoe", api_base=sys.argv[1], api_key=sys.argv[2], messages=messages, tools=[tool],
-        tool_choice={"type": "function", "function": {"name": "move"}}, max_tokens=120, stream=True,
-        stream_options={"include_usage": True}, extra_body={"logit_bias": {str(t): -100 for t in (197, 198, 201, 220)}},
-    ))
-    whole = litellm.stream_chunk_builder(chunks, messages=messages)
-    (call,) = whole.choices[0].message.tool_calls
-    assert json.loads(call.function.arguments)["cell"] in ("a1", "b2")
-    messages += [whole.choices[0].message.model_dump(exclude_none=True),
-                 {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
-    tokens.append(whole.usage.completion_tokens)
-print(json.dumps(tokens))
-"""
+def ours(script: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", str(AGENTS / script)]
 
 
-async def test_litellm(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
-    """In a process of its own: importing it is slow and brings warnings that are not ours."""
-    opened = gateway.open(id="lite")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LITELLM_AGENT, opened["base_url"], opened["api_key"]],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.strip().splitlines()[-1]  # litellm talks on standard output too
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "lite")
-    assert [len(e.sampled_ids) // 4 for e in events] == [int(n) for n in said.strip("[]").split(",")]
-    assert all(len(e.sampled_ids) == len(e.logprobs) for e in events)
+def theirs(script: str, *args: str) -> list[str]:
+    return [str(compat_bin() / "python"), "-W", "ignore", str(AGENTS / script), *args]
+
+
+PROGRAMS: dict[str, Callable[[], Sequence[str]]] = {
+    "openai": lambda: ours("openai_agent.py"),
+    "anthropic": lambda: ours("anthropic_agent.py"),
+    "litellm": lambda: ours("litellm_agent.py"),
+    "openai for Node": lambda: [str(node()), str(AGENTS / "node" / "agent.mjs")],
+    "LangGraph": lambda: theirs("langgraph_agent.py"),
+    "OpenAI Agents SDK": lambda: theirs("agents_sdk_agent.py"),
+    "OpenAI Agents SDK, chat completions": lambda: theirs("agents_sdk_agent.py", "chat_completions"),
+    "pydantic-ai": lambda: theirs("pydantic_ai_agent.py"),
+}
+ENDPOINTS = {"anthropic": "/v1/messages", "OpenAI Agents SDK": "/v1/responses"}
+
+
+def environment(opened: dict[str, Any]) -> dict[str, str]:
+    """A URL and a key; and the white space forbidden with which a model that knows no JSON fills it for ever, and an end
+    made likely to texts that it would ramble on with."""
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": opened["base_url"],
+        "OPENAI_API_KEY": opened["api_key"],
+        "ANTHROPIC_BASE_URL": opened["base_url"].removesuffix("/v1"),  # its clients add that themselves
+        "ANTHROPIC_API_KEY": opened["api_key"],
+        "AGENT_LOGIT_BIAS": json.dumps({**dict.fromkeys(("197", "198", "201", "220"), -100), "257": 3}),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LANGSMITH_TRACING": "false",
+    }
+
+
+@pytest.mark.timeout(600)  # the first one installs the frameworks
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_an_unmodified_agent_is_captured_token_by_token(
+    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer, name: str
+) -> None:
+    with tapped(vllm_server.url) as tap:
+        gateway = start_gateway(urls=(tap.url,))
+        opened = gateway.open(id="agent")
+        done = subprocess.run(
+            PROGRAMS[name](), capture_output=True, text=True, timeout=180, env=environment(opened)
+        )
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout.strip().splitlines()[-1])  # litellm talks on standard output too
+        assert len(said["cells"]) == 2
+        assert set(said["cells"]) <= {"a1", "b2"}
+        assert said["chunks"] >= 2
+        assert gateway.complete("agent", reward=1.0).json()["exchanges"] == 4
+        async with Broker.connect(nats_config) as broker:
+            events = await exchanges(broker, "agent")
+        gateway.stop()
+        calls = [call for call in tap.calls if call.streamed]
+    assert [(call.status, call.whole) for call in calls] == [(200, True)] * 4
+    texts = []
+    for event, call in zip(events, calls, strict=True):
+        ids, logprobs = call.sampled()
+        assert unpack_ids(event.sampled_ids).tolist() == ids != []
+        assert unpack_ids(event.prompt_ids).tolist() == call.prompt_ids != []
+        assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(logprobs, abs=1e-6)
+        assert {event.policy_version} == call.models == {"tictactoe@0"}
+        assert (event.status, event.streamed) == ("complete", True)
+        assert event.endpoint == ENDPOINTS.get(name, "/v1/chat/completions")
+        (choice,) = json.loads(event.response)["choices"]
+        texts.append(choice["message"])
+    called = [
+        json.loads(t["tool_calls"][0]["function"]["arguments"])["cell"] for t in texts if t.get("tool_calls")
+    ]
+    assert called == said["cells"]
+    assert "".join(t["content"] or "" for t in texts) == said["text"]
