@@ -5,7 +5,7 @@ Delivery is at least once; the effect is made exactly once by three means that a
 (`unique_subject`) is published with the condition that the subject is empty, which holds for ever. And a consumer keeps
 what it holds alive while it lives, so only a death (not a slow group) leads to redelivery.
 
-Errors: `BrokerError` and below; each says what to do.
+Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
-from pipeline import crash, streams
+from pipeline import crash, objects, streams
 from pipeline.config import NatsConfig
+from pipeline.errors import BrokerError as BrokerError
+from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
+from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.log import get_logger
 
@@ -34,24 +37,6 @@ log = get_logger("pipeline.broker")
 _WRONG_LAST_SEQUENCE = 10071
 _DIRECT_GET_BATCH = 1000
 _HEADERS_MARGIN = 4096
-
-
-class BrokerError(Exception):
-    """Root of what the broker raises."""
-
-
-class BrokerUnavailableError(BrokerError):
-    """The server did not acknowledge in time."""
-
-
-class HistoryGoneError(BrokerError):
-    """Something the log once held is there no more; `what` names it."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what} is no longer in the log: raise the stream's retention or replay from the store"
-        )
-        self.what = what
 
 
 @dataclass(frozen=True)
@@ -197,7 +182,7 @@ class Broker:
         broker = cls(client, config)
         try:
             if provision:
-                await broker.provision()
+                await broker._provision_patiently()
             yield broker
         finally:
             with anyio.move_on_after(2, shield=True):
@@ -206,6 +191,25 @@ class Broker:
                 await client.close()
 
     # -- provisioning --------------------------------------------------------------------------------------------
+
+    async def _provision_patiently(self) -> None:
+        """The server may have died since it was connected to, or not have read its streams yet."""
+        with anyio.move_on_after(self.config.connect_timeout_s):
+            while True:
+                try:
+                    await self.provision()
+                    return
+                except (
+                    nats.errors.TimeoutError,
+                    nats.errors.NoRespondersError,
+                    nats.errors.ConnectionReconnectingError,
+                    nats.js.errors.ServiceUnavailableError,
+                ) as error:
+                    log.warning("provisioning again", error=str(error) or type(error).__name__)
+                await anyio.sleep(0.2)  # paces the retry of a server that is away
+        raise BrokerUnavailableError(
+            f"the NATS server at {self.config.url} answers no JetStream request: is it on?"
+        )
 
     async def provision(self) -> None:
         """Make streams, consumers and buckets what the table in `pipeline.streams` says; data is never touched."""
@@ -230,13 +234,7 @@ class Broker:
                 await self.js.add_stream(wanted)
         for consumer in streams.CONSUMERS:
             await self._provision_consumer(consumer)
-        for bucket in streams.BUCKETS:
-            try:
-                await self.js.object_store(bucket)
-            except nats.js.errors.NotFoundError:
-                await self.js.create_object_store(
-                    bucket, config=api.ObjectStoreConfig(bucket=bucket, replicas=self.config.replicas)
-                )
+        await objects.provision(self)
 
     async def _provision_consumer(self, spec: streams.ConsumerSpec) -> None:
         policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
@@ -264,10 +262,8 @@ class Broker:
         event's own is for one that the log held before and let go of.
 
         Retries while the server is away, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
-        payload = encode(event)
+        payload = await self._fitting(event.subject(), encode(event), wire_name(event))
         sent = dict(headers or {})
-        if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
-            payload = await self._check_in(event, payload)
         sent[api.Header.MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
             sent[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = "0"
@@ -282,23 +278,29 @@ class Broker:
             api.Header.MSG_ID: message_id,
             api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE: "0",
         }
-        return await self._publish_until_acked(subject, payload, sent)
+        fitting = await self._fitting(subject, payload, "")
+        return await self._publish_until_acked(subject, fitting, sent)
 
     async def _publish_until_acked(self, subject: str, payload: bytes, headers: dict[str, str]) -> Ack:
+        taken = False
         with anyio.move_on_after(self.config.publish_deadline_s):
             while True:
                 try:
+                    if taken:
+                        return await self._existing(subject)
                     crash.point("broker.before_publish")
                     ack = await self.js.publish(subject, payload, headers=dict(headers))
                     crash.point("broker.after_publish")
                     return Ack(ack.stream, ack.seq, bool(ack.duplicate))
                 except nats.js.errors.APIError as error:
                     if error.err_code == _WRONG_LAST_SEQUENCE:
-                        return await self._existing(subject)
-                    if error.code != 503:
+                        taken = True
+                        continue
+                    if error.code not in (503, None):  # nats-py gives none where nobody answers
                         raise BrokerError(f"the broker refused {subject}: {error.description}") from error
                 except (
                     nats.errors.TimeoutError,
+                    nats.errors.ConnectionReconnectingError,
                     nats.js.errors.NoStreamResponseError,
                     nats.errors.OutboundBufferLimitError,
                 ):
@@ -314,11 +316,15 @@ class Broker:
         found = await self.js.get_last_msg(stream, subject, direct=False)
         return Ack(stream, int(found.seq or 0), duplicate=True)
 
-    async def _check_in(self, event: Event, payload: bytes) -> bytes:
+    async def _fitting(self, subject: str, payload: bytes, event: str) -> bytes:
+        """`payload`, or where the server would not take it a claim check for it."""
+        if len(payload) + _HEADERS_MARGIN <= self.client.max_payload:
+            return payload
         digest = hashlib.sha256(payload).hexdigest()
-        await self.put_object(streams.CLAIMS_BUCKET, digest, payload)
+        bucket = streams.claims_bucket(streams.of_subject(subject))
+        await self.put_object(bucket, digest, payload)
         crash.point("broker.after_claim")
-        return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=wire_name(event)))
+        return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=event, bucket=bucket))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -363,7 +369,7 @@ class Broker:
     async def bury(self, message: Msg, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Move a message that no one can use to the dead letters, then let the consumer go on."""
         meta = message.metadata
-        payload = bytes(message.data)
+        payload = await self._whole(bytes(message.data))
         dead = DeadLettered(
             project="",
             stream=spec.stream,
@@ -387,16 +393,28 @@ class Broker:
 
     async def resolve(self, claim: ClaimCheck) -> AnyEvent:
         """The event that was checked in. Raises `HistoryGoneError` where its object is gone."""
-        whole = decode(await self.get_object(streams.CLAIMS_BUCKET, claim.object))
+        whole = decode(await self.get_object(claim.bucket, claim.object))
         if isinstance(whole, ClaimCheck):
             raise msgspec.DecodeError("a claim check that claims a claim check")
         return whole
+
+    async def _whole(self, payload: bytes) -> bytes:
+        """What a claim check stands for, as it may outlive its object; anything else, and what is gone, as it is."""
+        try:
+            event = decode(payload)
+            return (
+                await self.get_object(event.bucket, event.object)
+                if isinstance(event, ClaimCheck)
+                else payload
+            )
+        except (msgspec.DecodeError, HistoryGoneError):
+            return payload
 
     async def history(self, stream: str, subject: str, start_seq: int = 1) -> list[Recorded]:
         """Every event on `subject` (wildcards allowed) from `start_seq` on, in stream order."""
         out: list[Recorded] = []
         while True:
-            page, more = await self._direct_get(
+            page, more = await self.direct_get(
                 stream, {"seq": start_seq, "next_by_subj": subject, "batch": _DIRECT_GET_BATCH}
             )
             for message in page:
@@ -415,7 +433,7 @@ class Broker:
         """(sequence, subject, headers, payload) of what the stream still holds from `first` to `last`, undecoded."""
         while first <= last:
             batch = min(_DIRECT_GET_BATCH, last - first + 1)
-            page, _ = await self._direct_get(stream, {"seq": first, "next_by_subj": ">", "batch": batch})
+            page, _ = await self.direct_get(stream, {"seq": first, "next_by_subj": ">", "batch": batch})
             if not page:
                 return
             for message in page:
@@ -428,7 +446,7 @@ class Broker:
 
     async def last(self, stream: str, subject: str) -> Recorded | None:
         """The newest event on `subject`, or none."""
-        page, _ = await self._direct_get(stream, {"last_by_subj": subject})
+        page, _ = await self.direct_get(stream, {"last_by_subj": subject})
         for message in page:
             headers = dict(message.headers or {})
             seq = int(headers["Nats-Sequence"])
@@ -437,13 +455,13 @@ class Broker:
 
     async def get(self, stream: str, seq: int) -> Recorded:
         """The event at `seq`; raises `HistoryGoneError` where retention took it."""
-        page, _ = await self._direct_get(stream, {"seq": seq})
+        page, _ = await self.direct_get(stream, {"seq": seq})
         for message in page:
             headers = dict(message.headers or {})
             return Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
         raise HistoryGoneError(f"message {seq} of {stream}")
 
-    async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
+    async def direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
         """The server's batched direct get (NATS ADR-31): messages, and whether there are more."""
         inbox = self.client.new_inbox()
         sub = await self.client.subscribe(inbox)
@@ -486,16 +504,9 @@ class Broker:
     # -- objects -------------------------------------------------------------------------------------------------
 
     async def put_object(self, bucket: str, name: str, data: bytes) -> None:
-        """Store `data` under `name`; the same name and content again is a no-op in effect."""
-        store = await self.js.object_store(bucket)
-        crash.point("broker.before_upload")
-        await store.put(name, data)
+        """Store `data` under `name`; the same name and content again is a no-op in effect. Retries as `publish` does."""
+        await objects.put(self, bucket, name, data)
 
     async def get_object(self, bucket: str, name: str) -> bytes:
         """The object's bytes, digest checked; raises `HistoryGoneError` where it is not there."""
-        store = await self.js.object_store(bucket)
-        try:
-            result = await store.get(name)
-        except (nats.js.errors.ObjectNotFoundError, nats.js.errors.ObjectDeletedError) as error:
-            raise HistoryGoneError(f"object {name} of {bucket}") from error
-        return bytes(result.data or b"")
+        return await objects.get(self, bucket, name)

@@ -159,6 +159,9 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """File with the rubric, or the name of one that comes with Journeyman; empty: the general one."""
     concurrency: int = 16
     """Calls to the judge model at once."""
+    workers: int = 0
+    """Processes that call the judge model. Each makes up to about 150 calls a second, for which litellm takes a core; 0:
+    the judge's own process calls."""
     judgings: int = 2
     """At most so many judgings of a group, each in another order; from the second on it ends once they agree."""
     agreement: float = 0.1
@@ -254,7 +257,11 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     """Events to Parquet."""
 
     dir: str = "store"
-    """Folder under the run directory."""
+    """Folder under the run directory, or object storage as `s3://<bucket>/<prefix>` (the bucket has to be there)."""
+    s3_endpoint: str = ""
+    """URL of an S3-compatible server; empty: AWS. Credentials come from the AWS_* variables, never from here."""
+    s3_region: str = ""
+    """Empty: what AWS_REGION, AWS_DEFAULT_REGION or the credentials' file says."""
     flush_rows: int = 20_000
     flush_bytes: int = 64 * 1024 * 1024
     flush_s: float = 2.0
@@ -378,6 +385,8 @@ def _check(config: Config) -> None:
         raise ConfigError("judge.min_size: a group needs at least 2 members to compare")
     if config.judge.judgings < 1 or config.judge.attempts < 1 or config.judge.concurrency < 1:
         raise ConfigError("judge: judgings, attempts and concurrency are at least 1")
+    if config.judge.workers < 0:
+        raise ConfigError("judge.workers: 0 or more processes")
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):
         raise ConfigError("judge.rewards: two have the same name")

@@ -145,13 +145,8 @@ def streams_page() -> str:
             ),
             "## Buckets\n",
             _table(
-                ("bucket", "holds"),
-                iter(
-                    (
-                        (f"`{streams.ADAPTERS_BUCKET}`", "trained adapters, one uncompressed tar each"),
-                        (f"`{streams.CLAIMS_BUCKET}`", "events that exceed the payload limit"),
-                    )
-                ),
+                ("bucket", "holds", "kept"),
+                ((f"`{b.name}`", b.purpose, _days(b.max_age_s)) for b in streams.buckets()),
             ),
         )
     )

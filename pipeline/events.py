@@ -437,7 +437,9 @@ class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     sha256: str
     size: int
     event: str
-    """Tag of the event that was checked in."""
+    """Tag of the event that was checked in; empty: unknown bytes."""
+    bucket: str = "CLAIMS"
+    """Where the object lies."""
 
 
 AnyEvent = (

@@ -63,9 +63,44 @@ RETRY_HEADER = "Journeyman-Retry"
 
 ADAPTERS_BUCKET = "ADAPTERS"
 """Object store bucket of trained adapters."""
-CLAIMS_BUCKET = "CLAIMS"
-"""Object store bucket of events that exceed the payload limit."""
-BUCKETS = (ADAPTERS_BUCKET, CLAIMS_BUCKET)
+CLAIM_MARGIN_S = DAY_S
+"""An object is in its bucket before its message is in the stream, so it must stay that much longer."""
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """An object store bucket."""
+
+    name: str
+    purpose: str
+    max_age_s: float = 0.0
+    """0: kept for ever."""
+
+
+def claims_bucket(stream: str) -> str:
+    """Bucket of the events of `stream` that exceed the payload limit."""
+    return f"CLAIMS_{stream}"
+
+
+def buckets() -> tuple[BucketSpec, ...]:
+    """Every bucket; a claimed object lives as long as the longest-lived message that can name it, and then goes."""
+    claims = tuple(
+        BucketSpec(
+            claims_bucket(s.name),
+            f"events of `{s.name}` that exceed the payload limit",
+            s.max_age_s + CLAIM_MARGIN_S if s.max_age_s else 0.0,
+        )
+        for s in STREAMS
+    )
+    return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each"), *claims)
+
+
+def of_subject(subject: str) -> str:
+    """The stream that takes `subject`; `KeyError` where none does."""
+    for spec in STREAMS:
+        if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
+            return spec.name
+    raise KeyError(f"no stream takes {subject!r}")
 
 
 def stream(name: str) -> StreamSpec:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pipeline import schema
 from pipeline.log import get_logger
-from store.target import DamagedFileError, LocalTarget
+from store.target import DamagedFileError, Target
 
 log = get_logger("store.catalog")
 
@@ -96,7 +96,7 @@ class Intervals:
             self.add(first, last)
 
 
-def live(target: LocalTarget, tag: str) -> list[str]:
+def live(target: Target, tag: str) -> list[str]:
     """Files to read: all but those whose rows a compacted file beside them holds. Raises `DamagedFileError`."""
     while True:
         try:
@@ -105,7 +105,7 @@ def live(target: LocalTarget, tag: str) -> list[str]:
             continue  # compaction took a file between the listing and the look; list again
 
 
-def _live(target: LocalTarget, tag: str) -> list[str]:
+def _live(target: Target, tag: str) -> list[str]:
     names = target.names(tag)
     replaced: set[str] = set()
     for name in names:
@@ -115,7 +115,7 @@ def _live(target: LocalTarget, tag: str) -> list[str]:
     return [n for n in names if n not in replaced]
 
 
-def replaced_by(target: LocalTarget, tag: str, name: str) -> list[str]:
+def replaced_by(target: Target, tag: str, name: str) -> list[str]:
     """The files whose rows the compacted file `name` holds."""
     listed: list[str] = json.loads(target.metadata(tag, name).get(REPLACES, "[]"))
     return listed
@@ -124,7 +124,7 @@ def replaced_by(target: LocalTarget, tag: str, name: str) -> list[str]:
 class Catalog:
     """The sequences that files hold, by stream; the writers of one process share it."""
 
-    def __init__(self, target: LocalTarget) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
         self._held: dict[str, Intervals] = {}
         self._rows = functools.lru_cache(maxsize=32)(self._read_rows)

@@ -11,13 +11,13 @@ from pipeline.service import Ready
 from store.catalog import Catalog
 from store.compaction import Compactor
 from store.heal import heal
-from store.target import LocalTarget
+from store.target import open_target
 from store.writer import Writer, store_consumers
 
 
 async def serve(config: Config, ready: Ready) -> None:
     """Until cancelled. Raises `StoreBusyError` where another process writes to the folder."""
-    target = LocalTarget(config.path(config.store.dir))
+    target = open_target(config)
     with target.locked():
         catalog = Catalog(target)
         async with Broker.connect(config.nats, name="store") as broker:

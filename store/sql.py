@@ -22,7 +22,7 @@ from pipeline import schema
 from pipeline.config import Config, ConfigError, NatsConfig, load
 from pipeline.schema import Column
 from store.catalog import live
-from store.target import LocalTarget, StoreError
+from store.target import StoreError, Target, open_target
 from store.views import VIEWS
 
 _TYPES = {
@@ -69,9 +69,10 @@ def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
 def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
     """Let `connection` see the files that are there now."""
     config = run_dir if isinstance(run_dir, Config) else _config_of(Path(run_dir))
-    target = LocalTarget(config.path(config.store.dir))
-    if not target.root.is_dir():
+    target = open_target(config)
+    if not target.exists():
         raise NoStoreError(f"there is no store at {target}: has anything run there yet?")
+    target.attach(connection)
     for tag in schema.tables():
         connection.execute(table_sql(target, tag))
     for view in VIEWS:
@@ -82,7 +83,7 @@ def table_name(tag: str) -> str:
     return tag.replace(".", "_")
 
 
-def table_sql(target: LocalTarget, tag: str) -> str:
+def table_sql(target: Target, tag: str) -> str:
     """The view over one tag's files: every column of today's schema, null where a file is older than the column."""
     columns = schema.tables()[tag]
     nothing = "SELECT " + ", ".join(f'NULL::{sql_type(c)} AS "{c.name}"' for c in columns) + " WHERE false"
@@ -92,7 +93,7 @@ def table_sql(target: LocalTarget, tag: str) -> str:
     view = f"CREATE OR REPLACE VIEW {table_name(tag)} AS "
     if not names:
         return view + nothing
-    files = ", ".join(_quoted(str(target.path(tag, n))) for n in names)
+    files = ", ".join(_quoted(target.url(tag, n)) for n in names)
     wanted = ", ".join(f'"{c.name}"' for c in columns)
     # Names are quoted; columns come from the schema.
     every = f"SELECT * FROM ({nothing}) UNION ALL BY NAME SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608

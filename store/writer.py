@@ -6,7 +6,6 @@ what comes again although a file holds it is recognised by its sequence and stre
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ _FETCH = 2_000
 _RETRY_S = 1.0
 _REMAKE_S = 2.0
 _GOODBYE_S = 8.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -59,13 +57,19 @@ class Part:
 
 
 def position(message: Msg) -> tuple[int, int]:
-    """(stream sequence, stream time in microseconds), from the reply subject of a delivery.
+    """(stream sequence, stream time in microseconds) of a delivery."""
+    _, seq, at_us = told(message)
+    return seq, at_us
+
+
+def told(message: Msg) -> tuple[int, int, int]:
+    """(how often it was delivered, stream sequence, stream time in microseconds), from the reply subject of a delivery.
 
     `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash after
     `ACK` where the server is part of a larger system (NATS ADR-15)."""
     tokens = message.reply.split(".")
     at = 5 if len(tokens) == 9 else 7
-    return int(tokens[at]), int(tokens[at + 2]) // 1000
+    return int(tokens[at - 1]), int(tokens[at]), int(tokens[at + 2]) // 1000
 
 
 class Writer:
@@ -86,6 +90,7 @@ class Writer:
             task_status.started()
             try:
                 async with anyio.create_task_group() as tg:
+                    tg.start_soon(self._keep_alive)
                     while True:
                         await self._take(puller)
                         if self._due():
@@ -103,6 +108,16 @@ class Writer:
                         self._writing = None
                     await self._accept(puller.take_nowait())
                     await self._finish(self._part)
+
+    async def _keep_alive(self) -> None:
+        """What waits here (for a full disk, say) is not redelivered: only deaths count as deliveries that failed."""
+        interval = self.spec.ack_wait_s / 3
+        while True:
+            await anyio.sleep(interval)
+            for part in (self._writing, self._part):
+                if part is not None and part.taken and time.monotonic() - part.began > interval:
+                    for message in list(part.taken.values()):
+                        await self._broker.client.publish(message.reply, Msg.Ack.Progress)
 
     def _due(self) -> bool:
         part, config = self._part, self._config
@@ -183,6 +198,10 @@ class Writer:
         if not_for(message, self.spec):
             await message.ack()
             return
+        if (deliveries := told(message)[0]) > self.spec.max_deliver:
+            why = f"delivered {deliveries} times without success"
+            await self._broker.bury(message, self.spec, "max_deliver", why)
+            return
         try:
             event = decode(message.data)
             size = len(message.data)
@@ -232,14 +251,15 @@ class Writer:
                 await self._bury_unstorable(part, rows)
                 continue
             except OSError as error:
-                if error.errno not in _FULL:
+                if not self._catalog.target.heals(error):
                     raise
                 log.error(
-                    "disk full",
+                    "not written",
                     folder=str(self._catalog.target),
+                    why=str(error),
                     detail=f"{len(rows.events)} events of {tag} wait; they are not acknowledged and stay in the log",
                 )
-                await anyio.sleep(_RETRY_S)  # paces the retry; nothing says when a disk has room again
+                await anyio.sleep(_RETRY_S)  # paces the retry; nothing says when its cause is gone
                 continue
             self._catalog.add(tag, name, rows.seqs)
             self.written += len(rows.seqs)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from pyarrow import fs
 
 from pipeline.broker import Broker
 from pipeline.config import Config, NatsConfig, StoreConfig
@@ -174,3 +177,34 @@ def running_store(nats_config: NatsConfig, tmp_path: Path) -> StoreProcess:
             tg.cancel_scope.cancel()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """URL of an S3-compatible server with the bucket `journeyman`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.store.s3_server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
+
+
+@pytest.fixture
+def object_store(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Settings of `[store]` for a prefix of a test's own."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    client = fs.S3FileSystem(
+        endpoint_override=s3_server, scheme="http", region="us-east-1", allow_bucket_creation=True
+    )
+    client.create_dir("journeyman")
+    return {"dir": f"s3://journeyman/{tmp_path.name}", "s3_endpoint": s3_server, "s3_region": "us-east-1"}

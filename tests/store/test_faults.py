@@ -52,7 +52,7 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(20)])
         async with running_store():
-            fields = await until_said(caplog, "disk full")
+            fields = await until_said(caplog, "not written")
             assert str(tmp_path / "store") in fields["folder"]
             assert "20 events" in fields["detail"]
             assert await broker.lag("store-rollouts") == 20

@@ -1,0 +1,162 @@
+"""S3-compatible object storage as the store's target.
+
+An object appears when its upload is complete, so no temporary name is needed: a file is made in memory and uploaded with one call.
+A death before the end leaves parts of an upload that no reader sees. Reading goes through pyarrow's own S3 client, for DuckDB
+too (as a filesystem under `journeyman-s3://`), so nothing is downloaded at run time: DuckDB's own S3 support is an extension.
+
+Where the objects lie is `store.dir`, `s3://<bucket>/<prefix>`; who may, the AWS_* variables or files that every S3 client reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.arrow import ArrowFSWrapper
+from pyarrow import fs
+
+from pipeline import crash
+from pipeline.config import Config, ConfigError
+from store import target
+from store.target import DAMAGED, OBJECTS, SUFFIX, DamagedFileError, Target
+
+_PROTOCOL = "journeyman-s3"
+
+
+class _ForDuckDB(ArrowFSWrapper):  # type: ignore[misc]
+    """The S3 client as DuckDB takes one."""
+
+    protocol = _PROTOCOL
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix(f"{_PROTOCOL}://")
+
+
+def _client(config: Config) -> fs.S3FileSystem:
+    settings: dict[str, Any] = {
+        # A small file is one request, complete or not there.
+        "allow_delayed_open": True,
+        # The names of the tags are prefixes: no objects need to stand for them.
+        "check_directory_existence_before_creation": False,
+    }
+    if config.store.s3_endpoint:
+        scheme, _, _ = config.store.s3_endpoint.partition("://")
+        settings |= {"endpoint_override": config.store.s3_endpoint, "scheme": scheme}
+    if config.store.s3_region:
+        settings["region"] = config.store.s3_region
+    return fs.S3FileSystem(**settings)
+
+
+class ObjectTarget(Target):
+    """A prefix of a bucket; the bucket has to be there. Raises `ConfigError` where `store.dir` names none."""
+
+    def __init__(self, config: Config) -> None:
+        self.root = config.store.dir.removeprefix(OBJECTS).strip("/")
+        if not self.root:
+            raise ConfigError(f"store.dir: {config.store.dir!r} names no bucket")
+        self._lock = config.path("store.lock")
+        self._fs = _client(config)
+        self._infos: dict[tuple[str, str], fs.FileInfo] = {}
+        """Of the files that were listed last. They never change, so it is enough to ask once."""
+        self._footers: dict[tuple[str, str], dict[str, str]] = {}
+
+    def __str__(self) -> str:
+        return OBJECTS + self.root
+
+    def exists(self) -> bool:
+        found: list[fs.FileInfo] = self._fs.get_file_info(fs.FileSelector(self.root, allow_not_found=True))
+        return bool(found)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Guards against a second process on this machine and run; object storage has no locks."""
+        with target.locked_file(self._lock, str(self)):
+            yield
+
+    def _key(self, tag: str, name: str) -> str:
+        return f"{self.root}/{tag}/{name}"
+
+    def url(self, tag: str, name: str) -> str:
+        return f"{_PROTOCOL}://{self._key(tag, name)}"
+
+    def attach(self, connection: duckdb.DuckDBPyConnection) -> None:
+        if not connection.filesystem_is_registered(_PROTOCOL):
+            connection.register_filesystem(_ForDuckDB(self._fs))
+
+    def names(self, tag: str) -> list[str]:
+        selector = fs.FileSelector(f"{self.root}/{tag}", allow_not_found=True)
+        found = {i.base_name: i for i in self._fs.get_file_info(selector) if i.base_name.endswith(SUFFIX)}
+        for known in [k for k in self._infos if k[0] == tag and k[1] not in found]:
+            self._forget(*known)
+        self._infos.update({(tag, name): info for name, info in found.items()})
+        return sorted(found)
+
+    def _forget(self, tag: str, name: str) -> None:
+        self._infos.pop((tag, name), None)
+        self._footers.pop((tag, name), None)
+
+    def _info(self, tag: str, name: str) -> fs.FileInfo:
+        info = self._infos.get((tag, name))
+        if info is None:
+            info = self._fs.get_file_info(self._key(tag, name))
+            if info.type == fs.FileType.NotFound:
+                raise FileNotFoundError(self.url(tag, name))
+            self._infos[tag, name] = info
+        return info
+
+    def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
+        """In memory first: a stream into S3 that an exception breaks off would be closed, and with it complete."""
+        sink = pa.BufferOutputStream()
+        target.write_parquet(sink, tag, tables, metadata)
+        content = sink.getvalue()
+        crash.point("store.before_rename")
+        with self._fs.open_output_stream(self._key(tag, name)) as stream:
+            stream.write(content)
+        crash.point("store.after_rename")
+        self._forget(tag, name)
+
+    def heals(self, error: OSError) -> bool:
+        """The storage may come back, or let us in."""
+        return True
+
+    def check(self, tag: str, name: str) -> None:
+        """One small read, only at the first look at a file: what S3 holds it holds whole."""
+        self.metadata(tag, name)
+
+    def metadata(self, tag: str, name: str) -> dict[str, str]:
+        found = self._footers.get((tag, name))
+        if found is None:
+            found = self._footers[tag, name] = super().metadata(tag, name)
+        return found
+
+    def _open(self, tag: str, name: str) -> pq.ParquetFile:
+        try:
+            return pq.ParquetFile(self._fs.open_input_file(self._key(tag, name)))
+        except FileNotFoundError:
+            raise
+        except pa.ArrowInvalid as error:  # what the network does is an OSError, and no fault of the file
+            raise DamagedFileError(self.url(tag, name), str(error)) from error
+
+    def size(self, tag: str, name: str) -> int:
+        return int(self._info(tag, name).size)
+
+    def modified(self, tag: str, name: str) -> float:
+        return float(self._info(tag, name).mtime.timestamp())
+
+    def remove(self, tag: str, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.delete_file(self._key(tag, name))
+        self._forget(tag, name)
+
+    def set_aside(self, tag: str, name: str) -> str:
+        key = self._key(tag, name)
+        self._fs.copy_file(key, key + DAMAGED)
+        self._fs.delete_file(key)
+        self._forget(tag, name)
+        return f"{OBJECTS}{key}{DAMAGED}"
