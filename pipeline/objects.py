@@ -46,6 +46,8 @@ async def provision(broker: Broker) -> None:
             continue
         if (wanted.max_age or 0.0) != spec.max_age_s:
             wanted.max_age = spec.max_age_s
+            if spec.max_age_s:
+                wanted.duplicate_window = min(wanted.duplicate_window or spec.max_age_s, spec.max_age_s)
             await broker.js.update_stream(wanted)
 
 

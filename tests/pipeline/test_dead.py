@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 
 import anyio
+import msgspec
 import pytest
 
-from pipeline import dead
+from pipeline import dead, streams
 from pipeline.broker import Broker
 from pipeline.config import NatsConfig
-from pipeline.events import DeadLettered, TrajectoryCompleted, encode
+from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
 from tests.pipeline.test_broker import completed
 
 pytestmark = pytest.mark.anyio
@@ -95,3 +98,68 @@ def test_without_a_run_the_command_says_what_it_needs(
     monkeypatch.chdir(tmp_path_factory.mktemp("nothing"))
     assert dead.main(["list"]) == 2
     assert "--run-dir" in capfd.readouterr().err
+
+
+async def deliver_in_vain(broker: Broker, consumer: str, times: int) -> None:
+    """As `times` lives of a service that die over what they were given."""
+    spec = streams.consumer(consumer)
+    sub = await broker.js.pull_subscribe_bind(consumer=spec.name, stream=spec.stream)
+    for _ in range(times):
+        (message,) = await sub.fetch(1, timeout=5)
+        await message.nak()
+    await sub.unsubscribe()
+
+
+@pytest.mark.parametrize("consumer", ["judge", "trainer", "telemetry-rollouts", "telemetry-groups"])
+async def test_what_fails_max_deliver_times_is_a_dead_letter(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, consumer: str
+) -> None:
+    few = tuple(dataclasses.replace(c, max_deliver=3) for c in streams.CONSUMERS)
+    monkeypatch.setattr(streams, "CONSUMERS", few)
+    async with Broker.connect(nats_config) as broker:
+        bad: Event = completed("bad")
+        if streams.consumer(consumer).stream == "GROUPS":
+            bad = GroupScored(project="p", group="g", model="m", judge="j", members=())
+        ack = await broker.publish(bad)
+        await deliver_in_vain(broker, consumer, 2)
+        async with broker.consume(consumer) as messages:
+            # The third delivery is still one.
+            (delivery,) = await messages.batch(1)
+            assert delivery.deliveries == 3
+            await delivery.nak()
+            assert await messages.batch(1, wait_s=2.0) == []
+        (letter,) = await dead.letters(broker)
+        event = letter.event
+        assert isinstance(event, DeadLettered)
+        assert (event.reason, event.consumer, event.deliveries) == ("max_deliver", consumer, 4)
+        assert (event.stream, event.stream_seq, event.payload) == (ack.stream, ack.seq, encode(bad))
+        assert await broker.lag(consumer) == 0
+        # It does not block what comes after, and the retry counts from the start.
+        await dead.retry(broker, letter)
+        async with broker.consume(consumer) as messages:
+            (delivery,) = await messages.batch(1)
+            assert (delivery.event, delivery.deliveries) == (bad, 1)
+            await delivery.ack(confirmed=True)
+
+
+async def test_a_dead_letter_outlives_the_object_that_its_message_named(nats_config: NatsConfig) -> None:
+    """The claim is redeemed when the letter is written: it may be kept longer than the object."""
+    large = msgspec.structs.replace(completed(), metadata=b'"' + b"x" * 2_000_000 + b'"')
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(large)
+        async with broker.consume("judge") as judge:
+            (delivery,) = await judge.batch(1)
+            assert delivery._msg is not None
+            await broker.bury(delivery._msg, judge.spec, "max_deliver", "why")
+            judge.held.clear()
+        await (await broker.js.object_store("CLAIMS_ROLLOUTS")).delete(
+            hashlib.sha256(encode(large)).hexdigest()
+        )
+        (letter,) = await dead.letters(broker)
+        assert isinstance(letter.event, DeadLettered)
+        assert letter.event.payload == encode(large)
+        await dead.retry(broker, letter)
+        async with broker.consume("judge") as judge:
+            (delivery,) = await judge.batch(1)
+            assert delivery.event == large
+            await delivery.ack(confirmed=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import anyio
+import nats.js.errors
 import pytest
 
 from pipeline import streams
@@ -61,3 +63,40 @@ async def test_shorter_retention_lets_go_of_the_oldest_only(
         left = [r.seq for r in await broker.history("ROLLOUTS", "rollout.>")]
         assert 0 < len(left) < 40
         assert left == list(range(left[0], 41))
+
+
+async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tuple(
+        dataclasses.replace(s, max_age_s=1.5, duplicate_window_s=1.0) if s.name == "ROLLOUTS" else s
+        for s in streams.STREAMS
+    )
+    large = exchange(request=b'"' + b"x" * 2_000_000 + b'"')
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange(seq=7))  # a bucket that exists gets the new age
+    monkeypatch.setattr(streams, "STREAMS", short)
+    monkeypatch.setattr(streams, "CLAIM_MARGIN_S", 1.0)
+    async with Broker.connect(nats_config) as broker:
+        ack = await broker.publish(large)
+        with anyio.fail_after(20):
+            while True:
+                try:
+                    claim = (await broker.js.get_msg("ROLLOUTS", ack.seq)).data
+                except nats.js.errors.NotFoundError:
+                    break
+                assert claim is not None
+                # As long as the message is there, so is what it names.
+                assert await broker.read(claim) == large
+                await anyio.sleep(0.05)
+            while (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
+                await anyio.sleep(0.05)
+        assert (await broker.js.stream_info("OBJ_CLAIMS_POLICY")).config.max_age in (0, None)
+
+
+async def test_a_claimed_object_outlives_every_message_of_its_stream() -> None:
+    ages = {b.name: b.max_age_s for b in streams.buckets()}
+    for spec in streams.STREAMS:
+        age = ages[streams.claims_bucket(spec.name)]
+        assert age > spec.max_age_s if spec.max_age_s else age == 0
+    assert ages[streams.ADAPTERS_BUCKET] == 0

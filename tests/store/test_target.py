@@ -46,7 +46,9 @@ def target(config: Config) -> Iterator[Target]:
 
 def rows(first: int, count: int, at: int = 1_000) -> pa.Table:
     seqs = list(range(first, first + count))
-    return columns.table(TAG, [exchange("t", s, at=1) for s in seqs], seqs, [at + s for s in seqs], [""] * count)
+    return columns.table(
+        TAG, [exchange("t", s, at=1) for s in seqs], seqs, [at + s for s in seqs], [""] * count
+    )
 
 
 def put(target: Target, first: int, count: int = 5, **metadata: str) -> str:

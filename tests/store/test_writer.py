@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import anyio
 import nats.js.errors
 import pytest
 
-from pipeline import schema
+from pipeline import dead, schema, streams
 from pipeline.broker import Broker
 from pipeline.config import NatsConfig
+from pipeline.events import DeadLettered, decode, encode
 from store.catalog import Catalog, FileName, live
 from store.target import LocalTarget
+from tests.pipeline.test_dead import deliver_in_vain
 from tests.store.conftest import StoreProcess, exchange, publish, run_of_one_step
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +32,7 @@ def stored(folder: Path, tag: str) -> list[int]:
 async def until_acked(broker: Broker) -> None:
     """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
     with anyio.fail_after(20):
-        for spec in [s for s in broker_consumers() if s.name.startswith("store-")]:
+        for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
             while True:
                 try:
                     info = await broker.js.consumer_info(spec.stream, spec.name)
@@ -38,12 +41,6 @@ async def until_acked(broker: Broker) -> None:
                 if not info.num_pending and not info.num_ack_pending:
                     break
                 await anyio.sleep(0.02)
-
-
-def broker_consumers():  # type: ignore[no-untyped-def]
-    from pipeline import streams
-
-    return streams.CONSUMERS
 
 
 async def test_every_event_lands_once_and_is_acknowledged(
@@ -131,6 +128,47 @@ async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
         reasons = {d.event.reason for d in await broker.history("DEAD", "dead.>")}  # type: ignore[union-attr]
     assert reasons == {"unstorable", "undecodable"}
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 3]
+
+
+async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = tuple(dataclasses.replace(c, max_deliver=2) for c in streams.CONSUMERS)
+    monkeypatch.setattr(streams, "CONSUMERS", few)
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", 0)])
+        await deliver_in_vain(broker, "store-rollouts", 2)
+        await publish(broker, [exchange("t", 1)])
+        async with running_store():
+            await until_acked(broker)
+        (letter,) = await dead.letters(broker)
+        assert isinstance(letter.event, DeadLettered)
+        assert (letter.event.reason, letter.event.stream_seq, letter.event.deliveries) == (
+            "max_deliver",
+            1,
+            3,
+        )
+        assert letter.event.payload == encode(exchange("t", 0, at=decode(letter.event.payload).at))  # type: ignore[union-attr]
+        assert stored(tmp_path / "store", "rollout.exchange") == [2]
+        await dead.retry(broker, letter)
+        async with running_store():
+            await until_acked(broker)
+    assert stored(tmp_path / "store", "rollout.exchange") == [2, 3]
+
+
+async def test_what_waits_in_a_living_store_is_not_delivered_again(
+    nats_config: NatsConfig, running_store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = tuple(dataclasses.replace(c, ack_wait_s=0.5, max_deliver=1) for c in streams.CONSUMERS)
+    monkeypatch.setattr(streams, "CONSUMERS", quick)
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", seq) for seq in range(3)])
+        async with running_store(flush_s=2.5):
+            await until_acked(broker)
+        info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
+        assert info.delivered is not None
+        assert info.delivered.consumer_seq == 3
+        assert await dead.letters(broker) == []
 
 
 def test_file_names_carry_their_sequences() -> None:
