@@ -7,9 +7,9 @@ call whose answer was recorded but never arrived is given the recorded one, not 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -30,6 +30,8 @@ from rollout_gateway.upstream import Reply, UpstreamError, UpstreamTimeoutError
 from rollout_gateway.wire import Answer, Call, Sampled
 
 log = get_logger("rollout_gateway.chat")
+
+_DONE = b"data: [DONE]\n\n"
 
 Status = Literal["complete", "cancelled", "failed"]
 
@@ -57,6 +59,19 @@ class Caller:
 
     def when_gone(self, action: Callable[[], None] | None) -> None:
         self._on_gone = action
+
+
+class Listener(Protocol):
+    """The client of a streamed call."""
+
+    def start(self, flow: Callable[[bool], None]) -> None:
+        """The answer begins; `flow` is to be called with true where the client is too slow, with false when it may go on."""
+
+    def write(self, data: bytes) -> None:
+        """Whole server-sent events."""
+
+    def end(self) -> None:
+        """The answer has ended."""
 
 
 class ClientGoneError(Exception):
@@ -116,7 +131,7 @@ class _Exchange:
             prompt_ids=choice.prompt_ids or answer.prompt_ids,
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
-            forced=b"\x01" * (len(choice.ids) // 4) if self.call.constrained else b"",
+            forced=self.call.forced(choice),
             finish_reason=choice.finish_reason,
             status=status,
             side_call=self.caller.side_call,
@@ -169,87 +184,87 @@ class ChatHandler:
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def stream(
-        self, dialect: Dialect, call: Call, caller: Caller
-    ) -> tuple[int, AsyncIterator[bytes] | bytes]:
-        """Status and the events of the answer, or the body where it is an error. Raises as `plain` does.
+        self, dialect: Dialect, call: Call, caller: Caller, listener: Listener
+    ) -> tuple[int, bytes]:
+        """Status, and the body where it is an error; otherwise `listener` has had the whole stream.
 
-        The iterator must be run to its end, also when the client has gone (`caller.leave` ends it)."""
+        Raises as `plain` does, before the listener was started."""
         trajectory = self._captured(caller)
         if trajectory is None:
             attempt = await self._reach(dialect, call, caller, None)
             if attempt.status != 200:
                 return attempt.status, attempt.body
-            return 200, self._pass_through(attempt, caller)
+            await self._pass_through(attempt, caller, listener)
+            return 200, b""
         trajectory.begin()
+        streaming = False
         try:
             exchange = _Exchange(dialect, call, caller, trajectory, call.hash())
             before = await self._answered_before(exchange)
             if before is not None:
-                events = dialect.as_stream(before)
-            else:
-                attempt = await self._reach(dialect, call, caller, exchange)
-                if attempt.status == 200:
-                    return 200, self._capture_stream(exchange, attempt)
-        except BaseException:
-            trajectory.end()
-            raise
-        trajectory.end()
-        return (attempt.status, attempt.body) if before is None else (200, _replayed(events))
+                listener.start(_unhurried)
+                listener.write(b"".join(b"data: %b\n\n" % event for event in dialect.as_stream(before)))
+                listener.write(_DONE)
+                listener.end()
+                return 200, b""
+            attempt = await self._reach(dialect, call, caller, exchange)
+            if attempt.status != 200:
+                return attempt.status, attempt.body
+            streaming = True
+            await self._capture_stream(exchange, attempt, listener)
+            return 200, b""
+        finally:
+            if not streaming:
+                trajectory.end()
 
-    async def _pass_through(self, attempt: _Attempt, caller: Caller) -> AsyncIterator[bytes]:
+    async def _pass_through(self, attempt: _Attempt, caller: Caller, listener: Listener) -> None:
+        listener.start(attempt.reply.flow)
         try:
-            async for data in attempt.reply.chunks():
-                yield data
+            await attempt.reply.pipe(listener.write)
         except UpstreamError as error:
-            yield b"" if caller.gone else self._broken(attempt, error)
+            if not caller.gone:
+                listener.write(self._broken(attempt, error))
         finally:
             caller.when_gone(None)
-            attempt.reply.close()
             attempt.lease.release()
+        listener.end()
 
-    async def _capture_stream(self, exchange: _Exchange, attempt: _Attempt) -> AsyncIterator[bytes]:
+    async def _capture_stream(self, exchange: _Exchange, attempt: _Attempt, listener: Listener) -> None:
         capture = StreamCapture(exchange.dialect, exchange.call)
-        held: list[bytes] = []
-        last = b""
         status: Status = "failed"
+        broken = b""
+        listener.start(attempt.reply.flow)
+
+        def take(data: bytes) -> None:
+            if seen := capture.take(data):
+                listener.write(seen)
+
         try:
-            buffer = bytearray()
-            async for data in attempt.reply.chunks():
-                out: list[bytes] = []
-                for payload in wire.sse_events(buffer, data):
-                    if payload == b"[DONE]":
-                        status = "complete"
-                        break
-                    seen = capture.take(payload)
-                    if exchange.first_token_at == 0 and capture.sampled_any:
-                        exchange.first_token_at = now_us()
-                    if seen is not None:
-                        (held if capture.finished else out).append(b"data: %b\n\n" % seen)
-                if out:
-                    yield b"".join(out)
-                if status == "complete":
-                    break
-            else:
+            await attempt.reply.pipe(take)
+            if not capture.ended:
                 raise UpstreamError("the stream ended without its end", answered=True)
-            last = b"".join((*held, b"data: [DONE]\n\n"))
+            status = "complete"
         except (UpstreamError, msgspec.DecodeError) as error:
-            if exchange.caller.gone:
+            if capture.ended:
+                status = "complete"
+            elif exchange.caller.gone:
                 status = "cancelled"
             else:
-                last = self._broken(attempt, error)
+                broken = self._broken(attempt, error)
         finally:
             exchange.caller.when_gone(None)
-            attempt.reply.close()
             attempt.lease.release()
-            # As a task of its own: the record is made even where this generator is thrown away.
+            exchange.first_token_at = capture.first_token_at
+            # As a task of its own: the record is made even where this one is cancelled.
             recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
             self._background.add(recording)
             recording.add_done_callback(self._background.discard)
         try:
             await asyncio.shield(recording)
         except ApiError as error:
-            last = b"data: %b\n\n" % error.body()
-        yield last
+            broken = b"data: %b\n\n" % error.body()
+        listener.write(broken or capture.held + _DONE)
+        listener.end()
 
     async def _record_stream(self, exchange: _Exchange, capture: StreamCapture, status: Status) -> None:
         try:
@@ -412,5 +427,5 @@ def _read_answer(dialect: Dialect, body: bytes, call: Call) -> Answer:
         ) from error
 
 
-async def _replayed(events: list[bytes]) -> AsyncIterator[bytes]:
-    yield b"".join(b"data: %b\n\n" % event for event in events) + b"data: [DONE]\n\n"
+def _unhurried(_: bool) -> None:
+    """Flow control of a stream that is there as a whole."""

@@ -6,10 +6,8 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
 
 import anyio
-import uvicorn
 
 from pipeline.broker import Broker, Recorded
 from pipeline.config import Config, ConfigError
@@ -30,6 +28,7 @@ from rollout_gateway.policies import Policies
 from rollout_gateway.promotion import Promotion, described
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
+from rollout_gateway.server import serving
 from rollout_gateway.trajectories import Keys, Registry
 from rollout_gateway.watchers import Watchers
 
@@ -37,51 +36,6 @@ log = get_logger("rollout_gateway")
 
 DRAIN_S = 10
 """How long running calls may take to end when the gateway stops."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn under our own signal handling."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _serving(app: App, listener: socket.socket) -> AsyncIterator[None]:
-    """`app` answers on `listener` while the block runs; running calls end before it is left."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            # Clients keep connections too, and one that is closed as a request goes out on it fails that request.
-            timeout_keep_alive=600,
-            timeout_graceful_shutdown=DRAIN_S,
-            backlog=4096,
-        )
-    )
-    async with anyio.create_task_group() as tg:
-        stopped = anyio.Event()
-
-        async def serve() -> None:
-            with anyio.CancelScope(shield=True):
-                await server.serve(sockets=[listener])
-                stopped.set()
-
-        tg.start_soon(serve)
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            with anyio.CancelScope(shield=True):
-                await stopped.wait()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -137,7 +91,7 @@ async def serve(config: Config, ready: Ready) -> None:
         control = Control(config.project, policies, fleet, registry, router, pacing)
         inference = None
         if config.gateway.infer:
-            inference = Inference(config.project, registry, config.gateway.infer_idle_s)
+            inference = Inference(config.project, registry, config.gateway)
             chat.on_answered.append(inference.answered)
         identity = Identity(config.project, ring, registry, router, inference)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
@@ -155,16 +109,14 @@ async def serve(config: Config, ready: Ready) -> None:
             watchers.tell(wire_name(recorded.event), described(recorded.event))
 
         adapters.on_loaded.append(loaded)
-        app = App(
-            chat, control, promotion, identity, router, watchers, metrics, config.gateway.max_body_bytes
-        )
+        app = App(chat, control, promotion, identity, router, watchers, metrics)
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
                 tg.start_soon(policies.follow, broker, changed)
                 if inference is not None:
-                    tg.start_soon(inference.complete_idle)
-                async with _serving(app, listener):
+                    tg.start_soon(inference.run)
+                async with serving(app, listener, max_body=config.gateway.max_body_bytes, grace_s=DRAIN_S):
                     host, port = listener.getsockname()[:2]
                     ready(url=f"http://{host}:{port}")
                     try:

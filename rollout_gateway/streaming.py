@@ -2,21 +2,41 @@
 
 From the chunk on that carries the last finish reason, chunks are held back until the exchange is on the log: a client
 that acts on the end of a reply can rely on its being recorded.
+
+Nearly every chunk of a chat is one more piece of content and has one shape. Such a chunk is recognised as a whole by a
+pattern, cut where the gateway's own fields are, and its values are kept as they came; they are read all at once at the
+end. Whatever else comes is decoded (`_decoded`), and both ways lead to the same record.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
 from dataclasses import dataclass, field
 
 import msgspec
 
+from pipeline.events import now_us
 from rollout_gateway import wire
-from rollout_gateway.dialects import Dialect, choices_decoder
+from rollout_gateway.dialects import CHAT, Dialect, choices_decoder
 from rollout_gateway.wire import Answer, Call, Fields, Raw, Sampled
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
+_ids_decoder = msgspec.json.Decoder(list[int])
 _NULL = Raw(b"null")
+
+_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
+_PIECE = re.compile(
+    rb'data: (\{"id":"[^"\\]*","object":"chat\.completion\.chunk","created":\d+,"model":"[^"\\]*",'
+    rb'"choices":\[\{"index":0,"delta":\{"content":)(' + _STRING + rb')(\},"logprobs":)'
+    rb'\{"content":\[\{"token":' + _STRING + rb',"logprob":(-?[0-9.eE+-]+),"bytes":(?:\[[0-9,]*\]|null),'
+    rb'"top_logprobs":\[\]\}\]\}'
+    rb',"finish_reason":null,"token_ids":\[(\d+)\]\}\]\}',
+    re.DOTALL,
+)
+"""A chunk of one token of the only choice. Groups: up to the content, the content, up to the logprobs, the logprob, the
+token. Not more than vLLM's own order of fields: another server's chunks are decoded."""
 
 
 @dataclass(eq=False)
@@ -32,26 +52,95 @@ class _Choice:
 
 
 class StreamCapture:
-    """Takes the chunks of one reply."""
+    """Takes one reply, in whatever portions it arrives."""
 
     def __init__(self, dialect: Dialect, call: Call) -> None:
         self._dialect, self._asked, self._expected = dialect, call.asked, call.choices
+        self._buffer = b""
         self._prompt_ids = b""
         self._top: Fields = {}
         self._usage: Raw | None = None
         self._choices: dict[int, _Choice] = {}
         self._finished = 0
-        self.sampled_any = False
+        self._held: list[bytes] = []
+        self.ended = False
+        """The end mark has come."""
+        self.first_token_at = 0
+        self._plain = (
+            dialect is CHAT
+            and call.choices == 1
+            and not call.asked.wants_logprobs
+            and not call.asked.return_token_ids
+        )
+        """Whether a chunk may be cut rather than decoded: the client sees neither ids nor logprobs."""
+        self._contents: list[bytes] = []
+        self._tokens: list[bytes] = []
+        self._token_logprobs: list[bytes] = []
 
     @property
-    def finished(self) -> bool:
-        """Every choice has its finish reason."""
-        return self._finished >= self._expected
+    def held(self) -> bytes:
+        """What the client is to see once the exchange is on the log."""
+        return b"".join(self._held)
 
-    def take(self, payload: bytes) -> bytes | None:
-        """Note a chunk; give what the client is to see of it, none where it held only what the gateway asked for.
+    def take(self, data: bytes) -> bytes:
+        """Note what arrived; give what the client is to see of it now.
 
         Raises `msgspec.DecodeError` where it is no chunk."""
+        if self._buffer:
+            data, self._buffer = self._buffer + data, b""
+        out: list[bytes] = []
+        start = 0
+        while not self.ended:
+            end = data.find(b"\n\n", start)
+            if end < 0:
+                self._buffer = data[start:]
+                break
+            self._take_event(data, start, end, out)
+            start = end + 2
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    def _take_event(self, data: bytes, start: int, end: int, out: list[bytes]) -> None:
+        if self._plain and self._top and not self._finished:
+            piece = _PIECE.fullmatch(data, start, end)
+            if piece is not None:
+                head, content, middle, logprob, token = piece.groups()
+                self._contents.append(content)
+                self._tokens.append(token)
+                self._token_logprobs.append(logprob)
+                if not self.first_token_at:
+                    self.first_token_at = now_us()
+                if content != b'""':
+                    out.append(b'data: %b%b%bnull,"finish_reason":null}]}\n\n' % (head, content, middle))
+                return
+        event = data[start:end]
+        if not event.startswith(b"data:"):
+            return
+        payload = event[6:] if event.startswith(b"data: ") else event[5:].lstrip()
+        if payload == b"[DONE]":
+            self.ended = True
+            return
+        self._flush()
+        seen = self._decoded(payload)
+        if seen is not None:
+            (self._held if self._finished >= self._expected else out).append(b"data: %b\n\n" % seen)
+
+    def _flush(self) -> None:
+        """Read what was cut out so far into the choice."""
+        if not self._tokens:
+            return
+        state = self._choices.setdefault(0, _Choice())
+        state.ids += array("i", _ids_decoder.decode(b"[%b]" % b",".join(self._tokens))).tobytes()
+        state.logprobs += array("f", map(float, self._token_logprobs)).tobytes()
+        # JSON strings can be joined as they are, inside of their quotation marks.
+        said = b"".join([content[1:-1] for content in self._contents])
+        if said:
+            state.pieces.append(Raw(b'{"content":"%b"}' % said))
+        self._tokens.clear()
+        self._token_logprobs.clear()
+        self._contents.clear()
+
+    def _decoded(self, payload: bytes) -> bytes | None:
+        """Note a chunk; give what the client is to see of it, none where it held only what the gateway asked for."""
         fields = _fields_decoder.decode(payload)
         if "choices" not in fields:  # an error in mid-stream
             return payload
@@ -77,7 +166,8 @@ class StreamCapture:
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         packed = wire.pack_ids(ids)
         if packed:
-            self.sampled_any = True
+            if not self.first_token_at:
+                self.first_token_at = now_us()
             state.ids += packed
             state.logprobs += self._dialect.logprobs(logprobs)[-len(packed) :]
         if self._asked.wants_logprobs and logprobs is not None and not wire.is_null(logprobs):
@@ -99,6 +189,7 @@ class StreamCapture:
 
     def answer(self) -> Answer:
         """The reply as if it had not been streamed, as far as it came."""
+        self._flush()
         fields = dict(self._top)
         if fields:
             fields["object"] = Raw(self._dialect.whole)

@@ -3,7 +3,6 @@ completions their calls are captured like any other."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -77,26 +76,32 @@ def parsed_arguments(text: str) -> Any:
     return value if isinstance(value, dict) else {"_raw": value}
 
 
-async def translated(translation: Translation, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A chat completion's stream as the stream of another API."""
-    yield translation.begin()
-    buffer = bytearray()
-    failed = False
-    async for data in events:
+class TranslatedStream:
+    """A chat completion's stream as the stream of another API: `begin`, what `take` makes of each piece, `end`."""
+
+    def __init__(self, translation: Translation) -> None:
+        self._translation = translation
+        self._buffer = bytearray()
+        self._failed = False
+
+    def begin(self) -> bytes:
+        return self._translation.begin()
+
+    def take(self, data: bytes) -> bytes:
         out = bytearray()
-        for payload in wire.sse_events(buffer, data):
+        for payload in wire.sse_events(self._buffer, data):
             if payload == b"[DONE]":
                 continue
             chunk = msgspec.json.decode(payload)
             if "error" in chunk:
-                failed = True
-                out += translation.stream_error(chunk["error"])
+                self._failed = True
+                out += self._translation.stream_error(chunk["error"])
             else:
-                out += translation.take(chunk)
-        if out:
-            yield bytes(out)
-    if not failed:
-        yield translation.end()
+                out += self._translation.take(chunk)
+        return bytes(out)
+
+    def end(self) -> bytes:
+        return b"" if self._failed else self._translation.end()
 
 
 def sse(event: str, data: dict[str, Any]) -> bytes:

@@ -10,16 +10,19 @@ Errors: `UpstreamError`; `answered` says whether any byte of a reply had come.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-_HIGH_WATER = 1 << 20
-"""Bytes of a streamed reply held for a slow reader before reading from the server pauses."""
+_SWEEP_S = 0.25
+"""How often timeouts are looked for: a timer for each request would cost more than all of them together."""
+
+Sink = Callable[[bytes], None]
 
 
 class UpstreamError(Exception):
@@ -40,21 +43,20 @@ class _Connection(asyncio.Protocol):
     def __init__(self, pool: Upstream) -> None:
         self.pool = pool
         self.loop = pool.loop
+        self.parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport | None = None
         self.reused = False
         self.closed = False
-        self.error: UpstreamError | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.error: Exception | None = None
+        self.deadline = math.inf
         self._reset()
 
     def _reset(self) -> None:
-        self.parser = httptools.HttpResponseParser(self)
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.body: list[bytes] = []
-        self.buffered = 0
-        self.streaming = False
-        self.paused = False
+        self.sink: Sink | None = None
+        self.keep_alive = False
         self.answered = False
         self.head_done = False
         self.done = False
@@ -67,7 +69,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self.answered:
-            if self.waiter is None and self.done:
+            if self.deadline == math.inf:
                 self.abort("it spoke without being asked")
                 return
             self.answered = True
@@ -76,11 +78,17 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.abort(f"its reply is not HTTP: {error}")
             return
-        if self.streaming and self.buffered > _HIGH_WATER and not self.paused and not self.done:
-            assert self.transport is not None
-            self.paused = True
-            self.transport.pause_reading()
-        self._wake()
+        if self.sink is None:
+            self._wake()
+            return
+        if self.body:
+            try:
+                self.sink(self.take())
+            except Exception as error:  # noqa: BLE001 - the reader's own: raised where it waits
+                self.error = error
+                self.close()
+        if self.done or self.error is not None:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -100,22 +108,25 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self.body.append(body)
-        self.buffered += len(body)
 
     def on_message_complete(self) -> None:
         if self.status < 200:  # an interim reply, such as 100 Continue
             self.head_done = False
+            self.headers.clear()
             return
         self.done = True
+        self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it after this
 
     # -- one exchange
 
-    def send(self, head: bytes, body: bytes, timeout_s: float) -> None:
+    def send(self, data: bytes, timeout_s: float) -> None:
         assert self.transport is not None
-        self._timer = self.loop.call_later(timeout_s, self._on_timeout)
-        self.transport.write(head + body)
+        self.deadline = self.loop.time() + timeout_s
+        self.transport.write(data)
 
-    def _on_timeout(self) -> None:
+    def expire(self) -> None:
+        if self.done:
+            return
         self.error = UpstreamTimeoutError("the reply was not complete in time", answered=self.answered)
         self.close()
         self._wake()
@@ -151,21 +162,17 @@ class _Connection(asyncio.Protocol):
 
     def finish(self) -> None:
         """Give the connection back, or close it where it can't be used again."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.deadline = math.inf
+        self.sink = None
         self.pool._done(self)
 
     def take(self) -> bytes:
         """What has arrived of the body and was not taken yet."""
-        if not self.body:
+        body = self.body
+        if not body:
             return b""
-        data = self.body[0] if len(self.body) == 1 else b"".join(self.body)
-        self.body.clear()
-        self.buffered = 0
-        if self.paused and self.transport is not None and not self.closed:
-            self.paused = False
-            self.transport.resume_reading()
+        data = body[0] if len(body) == 1 else b"".join(body)
+        body.clear()
         return data
 
 
@@ -197,29 +204,37 @@ class Reply:
         finally:
             self.close()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
+    async def pipe(self, sink: Sink) -> None:
+        """Give each piece of the body to `sink` as it arrives, until its end; what `sink` raises ends it too."""
         connection = self._connection
         if connection is None:
             return
-        connection.streaming = True
         try:
-            while True:
-                if data := connection.take():
-                    yield data
-                elif connection.done:
-                    return
-                elif connection.error is not None:
+            if data := connection.take():
+                sink(data)
+            connection.sink = sink
+            while not connection.done or connection.error is not None:
+                if connection.error is not None:
                     raise connection.error
-                else:
-                    await connection.wait()
+                await connection.wait()
         finally:
             self.close()
 
+    def flow(self, stop: bool) -> None:
+        """Stop reading from the server, where the reader is slower than it, or go on."""
+        connection = self._connection
+        if connection is not None and connection.transport is not None and not connection.closed:
+            if stop:
+                connection.transport.pause_reading()
+            else:
+                connection.transport.resume_reading()
+
     def close(self) -> None:
         """Let go of the connection; an unfinished reply is broken off, which tells the server to stop."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
         if connection is not None:
+            self.flow(stop=False)
+            self._connection = None
             connection.finish()
 
 
@@ -240,6 +255,7 @@ class Upstream:
         self._all: set[_Connection] = set()
         self._max_idle = max_idle
         self._heads: dict[tuple[str, str], bytes] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
         self.loop = asyncio.get_running_loop()
 
     def _head(self, method: str, path: str, length: int, headers: bytes) -> bytes:
@@ -268,10 +284,12 @@ class Upstream:
         function that breaks the exchange off, which the server takes as a reason to stop.
 
         Raises `UpstreamError`; with `answered` false the request may be sent again."""
-        head = self._head(method, path, len(body), headers)
+        data = self._head(method, path, len(body), headers) + body
+        if self._sweeper is None:
+            self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         while True:
-            connection = await self._connect(timeout_s)
-            connection.send(head, body, timeout_s)
+            connection = self._take_idle() or await self._connect(timeout_s)
+            connection.send(data, timeout_s)
             if on_sent is not None:
                 on_sent(connection.break_off)
             try:
@@ -296,13 +314,16 @@ class Upstream:
         reply = await self.request(method, path, body, timeout_s=timeout_s)
         return reply.status, await reply.read()
 
-    async def _connect(self, timeout_s: float) -> _Connection:
+    def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
                 connection.reused = True
                 connection._reset()
                 return connection
+        return None
+
+    async def _connect(self, timeout_s: float) -> _Connection:
         try:
             async with asyncio.timeout(min(timeout_s, 10.0)):
                 _, connection = await self.loop.create_connection(
@@ -319,7 +340,7 @@ class Upstream:
             connection.done
             and not connection.closed
             and connection.error is None
-            and connection.parser.should_keep_alive()
+            and connection.keep_alive
             and len(self._idle) < self._max_idle
         )
         if keep:
@@ -332,7 +353,19 @@ class Upstream:
         self._all.discard(connection)
         # An idle one is dropped when it is taken out; removing it here would cost a search.
 
+    def _sweep(self) -> None:
+        now, self._sweeper = self.loop.time(), None
+        busy = False
+        for connection in list(self._all):
+            if connection.deadline < now:
+                connection.expire()
+            busy = busy or connection.deadline < math.inf
+        if busy:
+            self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+
     def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for connection in list(self._all):
             connection.close()
         self._idle.clear()
