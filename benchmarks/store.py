@@ -92,7 +92,7 @@ async def fetch_floor(broker: Broker, events: int) -> float:
     spec = dataclasses.replace(
         streams.consumer("store-rollouts"), name="floor", subjects=("rollout.>",), max_ack_pending=200_000
     )
-    await broker._provision_consumer(spec)
+    await broker.provision_consumer(spec)
     sub = await broker.js.pull_subscribe_bind(
         consumer="floor", stream="ROLLOUTS", pending_msgs_limit=-1, pending_bytes_limit=-1
     )

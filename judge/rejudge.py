@@ -2,7 +2,7 @@
 
     journeyman rejudge --run-dir runs/x --set judge.rubric=stricter.md [--branch NAME] [--limit N]
 
-Every scored group of the branch it reads (`main`) is judged by the judge of the settings and published on another
+Every scored group of the branch it reads (`--from-branch`, `main` by default) is judged by the judge of the settings and published on another
 branch, with its origin; the trainer reads `main` only, so nothing trains twice. Agents' own rewards are not passed
 through here where a judge model is set: asking that model is the point. A group that is on the branch already is
 skipped, so the command can be stopped and run again. What the log no longer holds is recorded as discarded.
@@ -162,12 +162,12 @@ class Rejudge:
         )  # fmt: skip
 
 
-async def _run(config: Config, branch: str, limit: int) -> Report:
+async def _run(config: Config, branch: str, source: str, limit: int) -> Report:
     async with (
         Broker.connect(config.nats, name="rejudge", provision=False) as broker,
         open_composer(config, broker) as composer,
     ):
-        return await Rejudge(broker, config, composer, branch=branch).run(limit)
+        return await Rejudge(broker, config, composer, branch=branch, source=source).run(limit)
 
 
 def settings(run_dir: str, file: str, overrides: Sequence[str], nats_url: str) -> Config:
@@ -196,15 +196,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nats-url", default="", help="the log; default: the run's")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
+    parser.add_argument("--from-branch", default="main", help="line of history to judge again")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     try:
         if args.branch:
             check_name(args.branch)
-        report = anyio.run(
-            _run, settings(args.run_dir, args.config, args.overrides, args.nats_url), args.branch, args.limit
-        )
+        config = settings(args.run_dir, args.config, args.overrides, args.nats_url)
+        report = anyio.run(_run, config, args.branch, args.from_branch, args.limit)
     except (ConfigError, BrokerError, InvalidNameError) as error:
         sys.stderr.write(f"journeyman: {error}\n")
         raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error

@@ -233,10 +233,11 @@ class Broker:
             except nats.js.errors.NotFoundError:
                 await self.js.add_stream(wanted)
         for consumer in streams.CONSUMERS:
-            await self._provision_consumer(consumer)
+            await self.provision_consumer(consumer)
         await objects.provision(self)
 
-    async def _provision_consumer(self, spec: streams.ConsumerSpec) -> None:
+    async def provision_consumer(self, spec: streams.ConsumerSpec) -> None:
+        """Make a consumer what `spec` says; what it has acknowledged stays so."""
         policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
         await self.js.add_consumer(
             spec.stream,
@@ -329,9 +330,14 @@ class Broker:
     # -- reading -------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def consume(self, name: str) -> AsyncIterator[Consumption]:
-        """The durable consumer `name` of `pipeline.streams`. What is held when the block ends goes back at once."""
-        spec = streams.consumer(name)
+    async def consume(self, which: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
+        """A durable consumer: one of `pipeline.streams` by its name, or another, which is made where it is not there. What
+        is held when the block ends goes back at once."""
+        if isinstance(which, str):
+            spec = streams.consumer(which)
+        else:
+            spec = which
+            await self.provision_consumer(spec)
         sub = await self.js.pull_subscribe_bind(
             consumer=spec.name, stream=spec.stream, pending_msgs_limit=-1, pending_bytes_limit=-1
         )
@@ -452,6 +458,25 @@ class Broker:
             seq = int(headers["Nats-Sequence"])
             return Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
         return None
+
+    async def subjects(self, stream: str, subject: str) -> list[str]:
+        """The subjects within `subject` (wildcards allowed) that hold something: names without the events."""
+        out: list[str] = []
+        while True:
+            request = {"subjects_filter": subject, "offset": len(out)}
+            try:
+                reply = await self.client.request(
+                    f"$JS.API.STREAM.INFO.{stream}", msgspec.json.encode(request), timeout=self.config.ack_timeout_s
+                )
+            except (nats.errors.TimeoutError, nats.errors.NoRespondersError) as error:
+                raise BrokerUnavailableError(f"{stream} did not answer: is the NATS server up?") from error
+            info = msgspec.json.decode(reply.data)
+            if "error" in info:
+                raise BrokerError(f"subjects of {stream}: {info['error'].get('description', '')}")
+            page = info["state"].get("subjects") or {}
+            out += page
+            if not page or len(out) >= int(info.get("total", 0)):
+                return out
 
     async def get(self, stream: str, seq: int) -> Recorded:
         """The event at `seq`; raises `HistoryGoneError` where retention took it."""

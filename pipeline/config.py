@@ -116,6 +116,10 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Calls that name no trajectory are made into trajectories by the continuity of their messages."""
     infer_idle_s: float = 60.0
     """An inferred trajectory without a call for so long is complete."""
+    infer_outcome: Literal["scored", "masked", "no_result"] = "scored"
+    """What a run that went silent counts as; `scored` leaves its reward to the judge."""
+    max_calls: int = 0
+    """Model calls that may be under way at once in this replica before further ones are told to wait (429); 0: no limit."""
     max_groups_ahead: int = 0
     """Groups that may be open or untrained before new ones are told to wait (429); 0: no limit. Bounds staleness at the
     start of a run, where the trainer would otherwise discard at its end."""
@@ -249,6 +253,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     keep_checkpoints: int = 3
     """Newest checkpoint folders that stay on disk (the log's object store keeps every adapter)."""
     seed: int = 0
+    branch: str = "main"
+    """Line of history to train from; another one than `main` is made by `journeyman replay` or `rejudge`, begins at the
+    base model and has checkpoints of its own, which the gateway does not serve."""
     checkpoints: str = "checkpoints"
     """Folder under the run directory."""
 

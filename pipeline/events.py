@@ -329,6 +329,13 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}"
 
 
+def checkpoint_subject(project: str, model: str, step: str = "*", branch: str = "main") -> str:
+    """Of a checkpoint, or (`*`) of every checkpoint of a model on a branch."""
+    names = [project, model, *([] if step == "*" else [step])]
+    tokens = [subject_token(n) for n in names] + (["*"] if step == "*" else [])
+    return ".".join(("policy.checkpoint", *tokens, *([] if branch == "main" else [subject_token(branch)])))
+
+
 class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoint"):
     """One optimizer step, committed: its adapter is in the object store and its inputs are named."""
 
@@ -355,13 +362,14 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     metrics: dict[str, float] = {}
     started_at: Micros = 0
     branch: str = "main"
+    """The line of history it was trained from; versions of different branches are different, though named alike."""
 
     def subject(self) -> str:
-        names = (self.project, self.model, str(self.step))
-        return ".".join(("policy.checkpoint", *(subject_token(n) for n in names)))
+        return checkpoint_subject(self.project, self.model, str(self.step), self.branch)
 
     def message_id(self) -> str:
-        return f"{self.project}/{self.version}"
+        other = "" if self.branch == "main" else f"/{self.branch}"
+        return f"{self.project}/{self.version}{other}"
 
 
 class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):

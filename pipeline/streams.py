@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
+
+from pipeline.names import subject_token
 
 DAY_S = 86_400.0
 
@@ -101,6 +105,19 @@ def of_subject(subject: str) -> str:
         if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
             return spec.name
     raise KeyError(f"no stream takes {subject!r}")
+
+
+def trainer_consumer(branch: str) -> ConsumerSpec:
+    """What the trainer of a branch takes; that of `main` takes everything, and passes by what is not its own."""
+    spec = consumer("trainer")
+    if branch == "main":
+        return spec
+    token = subject_token(branch)
+    subjects = (f"group.scored.*.*.*.*.{token}", f"group.scored.*.*.*.*.{token}.*")
+    digest = hashlib.sha256(branch.encode()).hexdigest()[:12]  # a consumer's name takes fewer characters
+    return dataclasses.replace(
+        spec, name=f"trainer-{digest}", subjects=subjects, purpose=f"takes optimizer steps on branch {branch}"
+    )
 
 
 def stream(name: str) -> StreamSpec:

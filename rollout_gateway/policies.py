@@ -108,6 +108,8 @@ class Policies:
         self.next_seq = max(self.next_seq, recorded.seq + 1)
         if not isinstance(event, CheckpointPublished | PolicyPromoted) or event.model not in self.models:
             return False
+        if isinstance(event, CheckpointPublished) and event.branch != "main":
+            return False  # trained beside the main line, under names that are taken here
         model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
             return model.decide(event, recorded.seq)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import pyarrow as pa
 from pipeline import log as logs
 from pipeline.broker import Broker, BrokerError
 from pipeline.config import ConfigError, NatsConfig
-from pipeline.events import Event, GroupScored, now_us
+from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
 from pipeline.names import check_name
 from pipeline.streams import RETRY_HEADER
 from store import rebuild, sql
@@ -70,30 +70,41 @@ def choose(
     return [Chosen(group, seq) for group, seq in rows]
 
 
-def onto(chosen: Chosen, branch: str) -> GroupScored:
-    """The same group as an event of `branch`."""
+def onto(chosen: Chosen, branch: str, ends: Mapping[str, int]) -> GroupScored:
+    """The same group as an event of `branch`; `ends` says where the members' `rollout.completed` lie now."""
     group = chosen.group
     origin = group.origin or f"{group.branch}/{chosen.seq}"
-    fresh = {"branch": branch, "origin": origin, "offline": True, "closed_by": "replay"}
-    return msgspec.structs.replace(group, **fresh)
+    members = tuple(
+        msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq))
+        for m in group.members
+    )
+    return msgspec.structs.replace(
+        group, branch=branch, origin=origin, offline=True, closed_by="replay", members=members
+    )
 
 
-async def put_back(broker: Broker, connection: duckdb.DuckDBPyConnection, group: GroupScored) -> int:
-    """What the log no longer holds of a group's trajectories, from Parquet; returns how many events.
+async def put_back(
+    broker: Broker, connection: duckdb.DuckDBPyConnection, group: GroupScored
+) -> tuple[int, dict[str, int]]:
+    """What the log no longer holds of a group's trajectories, from Parquet; returns how many events, and where each
+    trajectory's end lies now.
 
     They are marked as no consumer's: whoever follows the log has had them once; only those who read a trajectory's history
     find them."""
-    put = 0
+    put, ends = 0, {}
     for member in group.members:
         kept = rebuild.trajectory(connection, group.project, member.trajectory)
         for subject, events in _by_subject(kept).items():
-            held = {r.event.message_id() for r in await broker.history("ROLLOUTS", subject)}
+            held = {r.event.message_id(): r.seq for r in await broker.history("ROLLOUTS", subject)}
             for event in events:
-                if event.message_id() not in held:
+                seq = held.get(event.message_id())
+                if seq is None:
                     again = f"put-back/{event.message_id()}/{now_us()}"
-                    await broker.publish(event, {RETRY_HEADER: "replay"}, message_id=again)
+                    seq = (await broker.publish(event, {RETRY_HEADER: "replay"}, message_id=again)).seq
                     put += 1
-    return put
+                if isinstance(event, TrajectoryCompleted):
+                    ends[member.trajectory] = seq
+    return put, ends
 
 
 def _by_subject(events: Iterable[Event]) -> dict[str, list[Event]]:
@@ -110,8 +121,9 @@ async def replay(
     counts = {"groups": 0, "already": 0, "put_back": 0}
     async with Broker.connect(nats, name="replay") as broker:
         for chosen in groups:
-            counts["put_back"] += await put_back(broker, connection, chosen.group)
-            ack = await broker.publish(onto(chosen, branch))
+            put, ends = await put_back(broker, connection, chosen.group)
+            counts["put_back"] += put
+            ack = await broker.publish(onto(chosen, branch, ends))
             counts["already" if ack.duplicate else "groups"] += 1
     return counts
 

@@ -69,6 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     started_at: int
     written_at: int
+    branch: str = "main"
     trace: dict[str, str] = {}
     """Headers under which the event is published (W3C trace context)."""
 
@@ -78,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             parent=self.parent, batch_id=self.batch_id, groups=self.groups, group_seqs=pack_seqs(self.group_seqs),
             config_hash=self.config_hash, base_model=self.base_model, adapter=self.adapter,
             adapter_sha256=self.adapter_sha256, adapter_bytes=self.adapter_bytes, files=self.files,
-            metrics=self.metrics, started_at=self.started_at,
+            metrics=self.metrics, started_at=self.started_at, branch=self.branch,
         )  # fmt: skip
 
 
@@ -155,7 +156,9 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: Config, model: str) -> Checkpoints:
-        return cls(config.path(config.trainer.checkpoints, subject_token(model).replace("/", "%2F")))
+        branch = config.trainer.branch
+        line = () if branch == "main" else ("branches", subject_token(branch).replace("/", "%2F"))
+        return cls(config.path(config.trainer.checkpoints, *line, subject_token(model).replace("/", "%2F")))
 
     def open_to_write(self) -> None:
         """Make the folder, and clear what a crash left half-written; only the one writer may call it."""

@@ -18,8 +18,7 @@ import anyio
 from pipeline import log, streams
 from pipeline.broker import Broker
 from pipeline.config import Config, NatsConfig
-from pipeline.events import CheckpointPublished
-from pipeline.names import subject_token
+from pipeline.events import CheckpointPublished, checkpoint_subject
 from trainer import cli
 from trainer.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
 
@@ -79,9 +78,10 @@ class Fetch:
         return anyio.run(self._get, step)
 
     async def _get(self, step: int) -> bytes:
-        names = (subject_token(n) for n in (self._config.project, self._model, str(step)))
+        config = self._config
+        subject = checkpoint_subject(config.project, self._model, str(step), config.trainer.branch)
         async with Broker.connect(NatsConfig(url=self._url), name="export", provision=False) as broker:
-            found = await broker.last("POLICY", ".".join(("policy.checkpoint", *names)))
+            found = await broker.last("POLICY", subject)
             if found is None or not isinstance(found.event, CheckpointPublished):
                 raise CheckpointError(
                     f"the log has no {self._model}@{step} of project {self._config.project}"

@@ -226,6 +226,7 @@ class Learner:
             metrics=metrics,
             started_at=started_at,
             written_at=now_us(),
+            branch=self.config.trainer.branch,
             trace=trace,
         )
         crash.point("trainer.before_checkpoint")

@@ -19,6 +19,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
+from pipeline import streams
 from pipeline.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.config import Config, TrainerConfig
 from pipeline.events import (
@@ -27,6 +28,7 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
+    checkpoint_subject,
     encode,
     unpack_seqs,
 )
@@ -109,10 +111,10 @@ class Trainer:
     async def recover(self) -> None:
         """Bring every model to its newest committed step and publish a checkpoint whose event never went out."""
         for name, queue in self.queues.items():
-            subject = f"policy.checkpoint.{subject_token(self.config.project)}.{subject_token(name)}"
+            subject = checkpoint_subject(self.config.project, name, branch=self.config.trainer.branch)
             published = [
                 r.event
-                for r in await self.broker.history("POLICY", f"{subject}.*")
+                for r in await self.broker.history("POLICY", subject)
                 if isinstance(r.event, CheckpointPublished)
             ]
             for event in published:
@@ -125,7 +127,8 @@ class Trainer:
     async def _take_over(self) -> None:
         """Queue, from the log itself and in its order, what a dead predecessor held: its deliveries come back only
         after `ack_wait`, behind newer groups."""
-        info = await self.broker.js.consumer_info("GROUPS", "trainer")
+        spec = streams.trainer_consumer(self.config.trainer.branch)
+        info = await self.broker.js.consumer_info("GROUPS", spec.name)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
         if not info.num_ack_pending:
@@ -162,7 +165,11 @@ class Trainer:
                 await delivery.ack()
             return
         queue = self.queues.get(event.model)
-        if queue is None or event.project != self.config.project or event.branch != "main":
+        if (
+            queue is None
+            or event.project != self.config.project
+            or event.branch != self.config.trainer.branch
+        ):
             log.warning(
                 "not ours to train",
                 group=event.group,
@@ -379,9 +386,11 @@ async def train(config: Config, ready: Ready) -> None:
     async with Broker.connect(config.nats, name="trainer") as broker:
         learners = await anyio.to_thread.run_sync(make_learners, config, scratch)
         trainer = Trainer(config, broker, learners)
+        spec = streams.trainer_consumer(config.trainer.branch)
+        await broker.provision_consumer(spec)
         await trainer.recover()
         ready(step=max(q.step for q in trainer.queues.values()))
-        async with broker.consume("trainer") as consumption, anyio.create_task_group() as tg:
+        async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
             tg.start_soon(trainer.intake, consumption)
             await trainer.run_steps()
             tg.cancel_scope.cancel()

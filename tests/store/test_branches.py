@@ -1,0 +1,132 @@
+"""A branch is of use: what was replayed onto it is judged again and trained on, and `main` notices nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from judge.rejudge import Rejudge
+from pipeline.broker import Broker
+from pipeline.config import Config, NatsConfig
+from pipeline.events import (
+    CheckpointPublished,
+    GroupScored,
+    TrajectoryCompleted,
+    checkpoint_subject,
+    unpack_seqs,
+)
+from rollout_gateway.policies import Policies
+from store import replay, sql
+from tests.store.conftest import StoreProcess
+from tests.store.test_writer import until_acked
+from tests.trainer import kit
+from trainer.service import train
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(200)]
+
+GROUPS = 6
+
+
+@pytest.fixture(scope="module")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return kit.make_model(tmp_path_factory.mktemp("tiny"))
+
+
+async def experience(broker: Broker) -> None:
+    """Groups as gateway and judge leave them on the log."""
+    rng = np.random.default_rng(0)
+    for i in range(GROUPS):
+        group = kit.group(f"g{i}", rng.random(2).tolist())
+        members = []
+        for k, member in enumerate(group.members):
+            for event in kit.turns(member.trajectory, 10 * i + k):
+                await broker.publish(event)
+            ended = TrajectoryCompleted(
+                project="p", trajectory=member.trajectory, model=kit.MODEL, group=group.group, exchanges=2,
+                reward=1.0 - member.reward,
+            )  # fmt: skip
+            ack = await broker.publish(ended)
+            members.append(msgspec.structs.replace(member, completed_seq=ack.seq))
+        await broker.publish(msgspec.structs.replace(group, members=tuple(members)))
+
+
+async def checkpoints(broker: Broker, branch: str) -> list[CheckpointPublished]:
+    found = await broker.history("POLICY", checkpoint_subject("p", kit.MODEL, branch=branch))
+    return [r.event for r in found if isinstance(r.event, CheckpointPublished)]
+
+
+async def scored(broker: Broker, branch: str) -> dict[int, GroupScored]:
+    """Groups of a branch by their stream sequence."""
+    found = await broker.history("GROUPS", "group.scored.>")
+    return {r.seq: r.event for r in found if isinstance(r.event, GroupScored) and r.event.branch == branch}
+
+
+async def trained(broker: Broker, config: Config, branch: str, steps: int) -> list[CheckpointPublished]:
+    """The branch's checkpoints once a trainer has taken it to `steps`; they consumed groups of that branch, each once."""
+    settings = msgspec.structs.replace(config.trainer, branch=branch, max_steps=steps)
+    with anyio.fail_after(120):
+        await train(msgspec.structs.replace(config, trainer=settings), lambda **_: None)
+    events = await checkpoints(broker, branch)
+    assert [(e.step, e.branch) for e in events] == [(n + 1, branch) for n in range(steps)]
+    consumed = [s for e in events for s in unpack_seqs(e.group_seqs).tolist()]
+    assert len(set(consumed)) == len(consumed) == 2 * steps
+    assert set(consumed) <= set(await scored(broker, branch))
+    return events
+
+
+async def test_a_replayed_branch_is_judged_again_and_trained_on(
+    nats_config: NatsConfig, running_store: StoreProcess, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker:
+        await experience(broker)
+        main = await trained(broker, config, "main", 2)
+        async with running_store():
+            await until_acked(broker)
+            await broker.js.purge_stream("ROLLOUTS")  # the log has let go of everything
+            with sql.connect(tmp_path) as connection:
+                chosen = replay.choose(connection, where="reward_mean > 0")
+                counts = await replay.replay(nats_config, connection, chosen, "colder")
+        assert counts == {"groups": GROUPS, "already": 0, "put_back": GROUPS * 2 * 3}
+
+        # The same experience, another judge: here the agents' own rewards, which say the opposite.
+        report = await Rejudge(broker, config, None, branch="judged", source="colder").run()
+        assert (report.rejudged, report.failed, report.gone) == (GROUPS, 0, 0)
+        colder, judged = await scored(broker, "colder"), await scored(broker, "judged")
+        before = {(e.group, m.trajectory): m.reward for e in colder.values() for m in e.members}
+        after = {(e.group, m.trajectory): m.reward for e in judged.values() for m in e.members}
+        assert after == {k: pytest.approx(1.0 - v) for k, v in before.items()}
+        assert all(e.offline for e in (*colder.values(), *judged.values()))
+
+        # Each branch is trained from its own groups, and goes on after a stop.
+        await trained(broker, config, "colder", 1)
+        once = await trained(broker, config, "colder", 3)
+        again = await trained(broker, config, "judged", 3)
+        assert once[0].groups == again[0].groups == main[0].groups
+        assert once[0].adapter_sha256 != again[0].adapter_sha256
+        assert once[0].parent == again[0].parent == f"{kit.MODEL}@0"
+
+        # The main line is as it was, goes on, and is all that the gateway serves.
+        assert await checkpoints(broker, "main") == main
+        policies = Policies("p", [kit.MODEL])
+        await policies.rebuild(broker)
+        assert policies.newest(kit.MODEL) == f"{kit.MODEL}@2"
+        assert policies.checkpoint(f"{kit.MODEL}@1").event == main[0]
+        folders = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+        assert folders == {kit.MODEL, "branches"}
+
+
+async def test_the_main_trainer_passes_other_branches_by(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker:
+        await experience(broker)
+        for seq, event in (await scored(broker, "main")).items():
+            await broker.publish(msgspec.structs.replace(event, branch="other", origin=f"main/{seq}"))
+        await trained(broker, config, "main", 3)
+        await trained(broker, config, "other", 3)
