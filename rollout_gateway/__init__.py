@@ -9,7 +9,7 @@
 | `wire`, `dialects` | calls and answers; what is added to a request and taken off a reply |
 | `streaming` | a streamed reply, cleaned as it passes and put together again |
 | `translate`, `messages_api`, `responses_api` | Anthropic's messages and OpenAI's responses, as chat and back |
-| `routes` | the control API's table; `/openapi.json` |
+| `routes`, `openapi` | the control API's table; `/openapi.json` |
 | `control`, `promotion`, `watchers`, `metrics` | what these routes do |
 | `trajectories` | open runs, rebuilt from the log; keys; sequence numbers |
 | `policies` | versions and promotions, from the POLICY stream |

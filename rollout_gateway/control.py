@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from pipeline.broker import BrokerError
 from pipeline.events import Outcome, TrajectoryCompleted, TrajectoryOpened
-from pipeline.names import InvalidNameError, check_name, new_id, parse_version
+from pipeline.names import MAX_NAME, InvalidNameError, check_name, new_id, parse_version
 from rollout_gateway.errors import ApiError, invalid_json, unavailable, unknown_model
 from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
@@ -17,18 +17,25 @@ from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Completion, Registry, Trajectory
 
+_CHARACTER = r"([^\p{C}\p{Z}]| )"
+Name = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{1,{MAX_NAME}}}$"})]
+"""What `pipeline.names` takes, as the API's document has it."""
+OptionalName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{0,{MAX_NAME}}}$"})]
+Count = Annotated[float, msgspec.Meta(ge=0, lt=2**31, multiple_of=1)]
+"""A whole number; to JSON 3.0 is one too."""
+
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/trajectories`."""
 
     model: str
-    group: str = ""
+    group: OptionalName = ""
     """Empty: a group of its own."""
     task: str = ""
-    id: str = ""
+    id: OptionalName = ""
     split: Literal["train", "val"] = "train"
-    group_size: int = 0
-    attempt: int = 0
+    group_size: Count = 0
+    attempt: Count = 0
     metadata: dict[str, Any] = {}
     pinned: str = ""
 
@@ -40,13 +47,13 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     metadata: dict[str, Any] = {}
-    outcome: str = "scored"
+    outcome: Outcome = "scored"
 
 
 class GroupMember(CompletionBody, frozen=True, kw_only=True):
     """One trajectory of a group, with its result."""
 
-    id: str
+    id: Name
 
 
 class GroupBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +104,6 @@ class Control:
             raise ApiError(400, str(error), code="invalid_name") from error
         if opening.pinned:
             self._check_pinned(opening)
-        if opening.group_size < 0 or opening.attempt < 0:
-            raise ApiError(400, "group_size and attempt can't be negative.", code="invalid_body")
         self._pacing.admit(opening.model, opening.group or trajectory, opening.split)
         key = self._registry.keys.make(trajectory)
         event = TrajectoryOpened(
@@ -107,9 +112,9 @@ class Control:
             model=opening.model,
             group=opening.group or trajectory,
             task=opening.task,
-            attempt=opening.attempt,
+            attempt=int(opening.attempt),
             split=opening.split,
-            group_size=opening.group_size,
+            group_size=int(opening.group_size),
             key_hash=self._registry.keys.hash(key),
             pinned=opening.pinned,
             metadata=msgspec.json.encode(opening.metadata),
@@ -136,13 +141,6 @@ class Control:
         return await self._complete(trajectory, read_body(body, CompletionBody))
 
     async def _complete(self, trajectory: str, read: CompletionBody) -> dict[str, Any]:
-        if read.outcome not in get_args(Outcome):
-            raise ApiError(
-                400,
-                f"outcome is one of {', '.join(get_args(Outcome))}.",
-                code="invalid_body",
-                param="outcome",
-            )
         completion = Completion(
             reward=read.reward,
             rewards=read.rewards,

@@ -64,7 +64,12 @@ class Identity:
         key = key_of(headers)
         named = _named(url, headers, call.asked.metadata)
         if key.startswith(Keys.prefix):
-            found = await self._registry.by_key(key)
+            try:
+                found = await self._registry.by_key(key)
+            except InvalidNameError as error:  # a key that is none may name anything
+                raise ApiError(
+                    401, "This API key belongs to no trajectory.", kind="authentication_error", code="invalid_api_key"
+                ) from error  # fmt: skip
             if named.trajectory and named.trajectory != found.id:
                 raise ApiError(
                     403,
@@ -85,6 +90,8 @@ class Identity:
         """A call that names a group too opens its trajectory where there is none yet."""
         try:
             return await self._registry.find(named.trajectory)
+        except InvalidNameError as error:
+            raise ApiError(400, str(error), code="invalid_name") from error
         except ApiError as error:
             if error.code != "trajectory_not_found" or not named.group:
                 raise

@@ -7,7 +7,7 @@ the decision is published: no call waits for it.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -31,7 +31,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Exact version; `rollback` may leave it out: the one before the present one."""
     other: str = ""
     """`split`: who gets the rest."""
-    percent: float = 100.0
+    percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
     """`split`: share of trajectories that goes to `version`."""
     by: str = ""
     reason: str = ""
@@ -59,8 +59,6 @@ class Promotion:
             version = self._before(model)
         if action == "split":
             other, percent = decision.other, decision.percent
-            if not 0 <= percent <= 100:
-                raise ApiError(400, "percent lies between 0 and 100.", code="invalid_body", param="percent")
             await self._load(model, other, "other")
         if action != "follow":
             await self._load(model, version, "version")

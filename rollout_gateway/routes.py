@@ -1,12 +1,10 @@
-"""The control API's table: one row a route, from which requests are dispatched and `/openapi.json` is written."""
+"""The control API's table: one row a route, from which requests are dispatched and `openapi` writes its document."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote
-
-import msgspec
 
 from rollout_gateway.control import CompletionBody, GroupBody, Opening
 from rollout_gateway.errors import ApiError
@@ -15,7 +13,7 @@ from rollout_gateway.promotion import Decision
 
 @dataclass(frozen=True)
 class Route:
-    """`name` is what `App` calls it."""
+    """`name` is what `App` calls it; `answer` names the schema of its answer in `openapi`."""
 
     method: str
     path: str
@@ -24,6 +22,9 @@ class Route:
     body: type[Any] | None = None
     status: int = 200
     query: tuple[str, ...] = ()
+    answer: str = ""
+    errors: tuple[int, ...] = ()
+    """Statuses it may answer with beside those that any route may."""
     key: Literal["", "agent", "operator", "trajectory"] = "agent"
     """Whose key it takes, where keys are configured; `trajectory`: an agent's or that of the trajectory in the path."""
     parts: tuple[str, ...] = field(init=False)
@@ -32,27 +33,43 @@ class Route:
         object.__setattr__(self, "parts", tuple(self.path.strip("/").split("/")))
 
 
+_DECIDED: dict[str, Any] = {
+    "body": Decision, "key": "operator", "answer": "Decided", "errors": (400, 404, 409, 413, 503),
+}  # fmt: skip
+
 ROUTES = (
-    Route("GET", "/health", "health", "Whether the gateway answers, and which inference servers can", key=""),
+    Route("GET", "/health", "health", "Whether the gateway answers, and which inference servers can", key="", answer="Health"),
     Route("GET", "/metrics", "metrics", "Counts in Prometheus' format", key="operator"),
-    Route("GET", "/openapi.json", "openapi", "This document", key=""),
-    Route("GET", "/v1/models", "models", "Names that `model` may hold"),
-    Route("GET", "/v1/models/{model}", "model", "One of them"),
-    Route("GET", "/v1/policies", "policies", "What each model's name stands for now, and what is loaded"),
+    Route("GET", "/openapi.json", "openapi", "This document", key="", answer="Anything"),
+    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer="ModelList"),
+    Route("GET", "/v1/models/{model}", "model", "One of them", answer="Model", errors=(404,)),
+    Route("GET", "/v1/policies", "policies", "What each model's name stands for now, and what is loaded", answer="PolicyList"),
     Route("GET", "/v1/policies/events", "watch", "Server-sent events: versions published, loaded, promoted"),
-    Route("POST", "/v1/policies/{model}/promote", "decide", "Serve this version under the model's name", Decision, key="operator"),
-    Route("POST", "/v1/policies/{model}/pin", "decide", "Keep serving this version, whatever is trained", Decision, key="operator"),
-    Route("POST", "/v1/policies/{model}/rollback", "decide", "Go back to this or the previous version", Decision, key="operator"),
-    Route("POST", "/v1/policies/{model}/split", "decide", "Share trajectories out over two versions", Decision, key="operator"),
-    Route("POST", "/v1/policies/{model}/follow", "decide", "Serve the newest version again", Decision, key="operator"),
-    Route("POST", "/v1/trajectories", "open", "Open a trajectory", Opening, 201),
+    Route("POST", "/v1/policies/{model}/promote", "decide", "Serve this version under the model's name", **_DECIDED),
+    Route("POST", "/v1/policies/{model}/pin", "decide", "Keep serving this version, whatever is trained", **_DECIDED),
+    Route("POST", "/v1/policies/{model}/rollback", "decide", "Go back to this or the previous version", **_DECIDED),
+    Route("POST", "/v1/policies/{model}/split", "decide", "Share trajectories out over two versions", **_DECIDED),
+    Route("POST", "/v1/policies/{model}/follow", "decide", "Serve the newest version again", **_DECIDED),
+    Route(
+        "POST", "/v1/trajectories", "open", "Open a trajectory", Opening, 201, answer="Opened",
+        errors=(400, 404, 409, 413, 429, 503),
+    ),
     Route(
         "GET", "/v1/trajectories", "list", "Open trajectories that this gateway replica knows, newest first",
-        query=("group", "model", "limit"),
+        query=("group", "model", "limit"), answer="TrajectoryList", errors=(400,),
     ),
-    Route("GET", "/v1/trajectories/{trajectory}", "get", "A trajectory as the log has it", key="trajectory"),
-    Route("POST", "/v1/trajectories/{trajectory}/complete", "complete", "End a trajectory", CompletionBody, key="trajectory"),
-    Route("POST", "/v1/groups/{group}/complete", "complete_group", "End all trajectories of a group at once", GroupBody),
+    Route(
+        "GET", "/v1/trajectories/{trajectory}", "get", "A trajectory as the log has it", key="trajectory",
+        answer="Trajectory", errors=(400, 404, 503),
+    ),
+    Route(
+        "POST", "/v1/trajectories/{trajectory}/complete", "complete", "End a trajectory", CompletionBody, key="trajectory",
+        answer="Completed", errors=(400, 404, 409, 413, 503),
+    ),
+    Route(
+        "POST", "/v1/groups/{group}/complete", "complete_group", "End all trajectories of a group at once", GroupBody,
+        answer="GroupCompleted", errors=(400, 404, 409, 413, 503),
+    ),
 )  # fmt: skip
 
 MODEL_CALLS = {
@@ -100,60 +117,3 @@ def _match(route: Route, parts: list[str]) -> list[str] | None:
         elif part != want:
             return None
     return values
-
-
-def openapi() -> dict[str, Any]:
-    """OpenAPI 3.1 of everything the gateway answers."""
-    bodies = [route.body for route in ROUTES if route.body is not None]
-    _, components = msgspec.json.schema_components(
-        dict.fromkeys(bodies), ref_template="#/components/schemas/{name}"
-    )
-    paths: dict[str, Any] = {}
-    for route in ROUTES:
-        operation: dict[str, Any] = {
-            "summary": route.summary,
-            "operationId": route.path.strip("/").replace("/", "_").translate({123: None, 125: None, 46: 95}) + "_" + route.method.lower(),
-            "responses": {str(route.status): {"description": "OK"}, "default": _ERROR},
-        }  # fmt: skip
-        if route.body is not None:
-            schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
-            operation["requestBody"] = {"content": {"application/json": {"schema": schema}}, "required": True}
-        named = [part[1:-1] for part in route.parts if part.startswith("{")]
-        operation["parameters"] = [_parameter(name, "path") for name in named]
-        operation["parameters"] += [_parameter(name, "query") for name in route.query]
-        paths.setdefault(route.path, {})[route.method.lower()] = operation
-    for path, summary in MODEL_CALLS.items():
-        body = {
-            "content": {"application/json": {"schema": {"type": "object", "required": ["model"]}}},
-            "required": True,
-        }
-        call = {
-            "summary": summary,
-            "requestBody": body,
-            "responses": {"200": {"description": "OK"}, "default": _ERROR},
-        }
-        paths[path] = {"post": call}
-        paths["/t/{trajectory}" + path] = {
-            "post": {
-                **call,
-                "summary": f"{summary}, for a trajectory",
-                "parameters": [_parameter("trajectory", "path")],
-            }
-        }
-    error = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Journeyman gateway", "version": "1"},
-        "paths": paths,
-        "components": {"schemas": {**components, "Error": error}},
-    }
-
-
-_ERROR = {
-    "description": "An error in OpenAI's format",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-}
-
-
-def _parameter(name: str, where: str) -> dict[str, Any]:
-    return {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
