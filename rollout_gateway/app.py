@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from typing import cast
@@ -17,7 +18,7 @@ from rollout_gateway import openapi, routes, wire
 from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
 from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
-from rollout_gateway.errors import ApiError, unavailable
+from rollout_gateway.errors import ApiError, too_many_calls, unavailable
 from rollout_gateway.identity import Identity
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
 from rollout_gateway.metrics import Metrics
@@ -57,7 +58,9 @@ class App:
         router: Router,
         watchers: Watchers,
         metrics: Metrics,
+        max_calls: int,
     ) -> None:
+        self._calls, self._max_calls = 0, max_calls or sys.maxsize
         self._chat, self._control, self._promotion = chat, control, promotion
         self._identity, self._router = identity, router
         self._watchers, self._metrics = watchers, metrics
@@ -151,13 +154,13 @@ class App:
     async def _model_call(self, path: str, request: Request, named: str | None) -> None:
         """A call of any of the four endpoints, counted."""
         started, status = time.perf_counter(), 500
+        self._calls += 1
         try:
-            body = _body(request)
             dialect = _DIALECTS.get(path)
             if dialect is None:
-                status = await self._translated_call(path, body, request, named)
+                status = await self._translated_call(path, request, named)
                 return
-            call = dialect.read(body)
+            call = dialect.read(self._read(request))
             caller = await self._caller(call, named, request)
             if call.stream:
                 status, answer = await self._chat.stream(dialect, call, caller, _Listener(request))
@@ -172,7 +175,14 @@ class App:
             status = 499
             raise
         finally:
+            self._calls -= 1
             self._metrics.call(path, status, time.perf_counter() - started)
+
+    def _read(self, request: Request) -> bytes:
+        """The body of a call that was counted; raises a 429 `ApiError` where there are too many at once."""
+        if self._calls > self._max_calls:
+            raise too_many_calls()
+        return _body(request)
 
     async def _caller(self, call: wire.Call, named: str | None, request: Request) -> Caller:
         headers = request.headers
@@ -188,10 +198,10 @@ class App:
         caller.gone = request.gone
         return caller
 
-    async def _translated_call(self, path: str, body: bytes, request: Request, named: str | None) -> int:
+    async def _translated_call(self, path: str, request: Request, named: str | None) -> int:
         """A call of another API: as a chat completion there, and back. The status."""
         try:
-            translation = _TRANSLATED[path](body)
+            translation = _TRANSLATED[path](self._read(request))
             call = CHAT.read(_encode(translation.chat()), path)
             caller = await self._caller(call, named, request)
             if call.stream:

@@ -21,7 +21,7 @@ from pipeline.log import get_logger
 from pipeline.names import parse_version
 from rollout_gateway import wire
 from rollout_gateway.dialects import Dialect
-from rollout_gateway.errors import ApiError, error_body, unavailable
+from rollout_gateway.errors import ApiError, error_body, timed_out, unavailable
 from rollout_gateway.replicas import Fleet, Lease, Replica, least_loaded
 from rollout_gateway.routing import Router
 from rollout_gateway.streaming import StreamCapture
@@ -166,12 +166,7 @@ class ChatHandler:
             before = await self._answered_before(exchange)
             if before is not None:
                 return 200, msgspec.json.encode(before)
-            try:
-                attempt = await self._reach(dialect, call, caller, exchange)
-            except ClientGoneError:
-                if exchange.version:
-                    await self._record(exchange, Answer({}, b"", []), "cancelled")
-                raise
+            attempt = await self._ask_recorded(dialect, call, caller, exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             answer = _read_answer(dialect, attempt.body, call)
@@ -180,6 +175,18 @@ class ChatHandler:
             return 200, answer.client_body()
         finally:
             trajectory.end()
+
+    async def _ask_recorded(
+        self, dialect: Dialect, call: Call, caller: Caller, exchange: _Exchange
+    ) -> _Attempt:
+        """`_reach`; a call that was sampled for and got no answer is on the log as what it was."""
+        try:
+            return await self._reach(dialect, call, caller, exchange)
+        except (ClientGoneError, ApiError) as error:
+            if exchange.version:
+                gone = isinstance(error, ClientGoneError)
+                await self._record(exchange, Answer({}, b"", []), "cancelled" if gone else "failed")
+            raise
 
     # -- streamed ------------------------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class ChatHandler:
                 listener.write(_DONE)
                 listener.end()
                 return 200, b""
-            attempt = await self._reach(dialect, call, caller, exchange)
+            attempt = await self._ask_recorded(dialect, call, caller, exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             streaming = True
@@ -276,7 +283,9 @@ class ChatHandler:
             exchange.trajectory.end()
 
     def _broken(self, attempt: _Attempt, error: Exception) -> bytes:
-        """The server broke off in mid-stream: suspect it, and give the event that says so."""
+        """The server broke off in mid-stream: suspect it, and give the event that says so. A slow one is not suspected."""
+        if isinstance(error, UpstreamTimeoutError):
+            return b"data: %b\n\n" % timed_out().body()
         log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
         attempt.lease.replica.suspect()
         message = f"The inference server broke off: {error}"
@@ -395,12 +404,9 @@ class ChatHandler:
                 attempt.body = await reply.read()
             return attempt
         except UpstreamTimeoutError as error:
-            raise ApiError(
-                504,
-                "The inference server did not answer in time.",
-                kind="timeout_error",
-                code="upstream_timeout",
-            ) from error
+            if exchange is not None:
+                exchange.version, exchange.replica = lease.version, lease.replica.name
+            raise timed_out() from error
         except UpstreamError as error:
             if caller.has_left():
                 if exchange is not None:

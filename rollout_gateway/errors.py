@@ -72,3 +72,19 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
         code=code,
         headers=((b"retry-after", str(retry_after_s).encode()),),
     )
+
+
+def too_many_calls() -> ApiError:
+    return ApiError(
+        429,
+        "This gateway has as many calls under way as gateway.max_calls allows.",
+        kind="rate_limit_error",
+        code="too_many_calls",
+        headers=((b"retry-after", b"1"),),
+    )
+
+
+def timed_out() -> ApiError:
+    return ApiError(
+        504, "The inference server did not answer in time.", kind="timeout_error", code="upstream_timeout"
+    )

@@ -5,8 +5,9 @@ begins one, in the group of its first user turn. A run without a call for `idle_
 (`gateway.infer`), because two runs that have said exactly the same can't be told apart: which goes on as which is then
 arbitrary, and harmless, since up to there they are equal.
 
-What is known of a run's messages is in memory only: after a restart its next call begins a new run, and the old one stays
-open in the log and is never trained.
+A gateway that starts takes over the inferred runs that the log holds open: what was said so far is in their last
+exchange, so a run goes on across the restart, and one that does not is completed when it has been silent for long enough.
+Where gateways share a log, each knows what it served and what it took over: route an agent's calls to one of them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import msgspec
 
+from pipeline.broker import BrokerError
+from pipeline.config import GatewayConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log import get_logger
-from pipeline.names import new_id
+from pipeline.names import InvalidNameError, new_id
 from rollout_gateway.errors import ApiError
 from rollout_gateway.trajectories import Completion, Registry, Trajectory
 from rollout_gateway.wire import Answer, Call
@@ -28,31 +31,40 @@ from rollout_gateway.wire import Answer, Call
 log = get_logger("rollout_gateway.inference")
 
 _CHECK_S = 1.0
+_PREFIX = "i"
 
 
 class Inference:
     """The runs that are being inferred."""
 
-    def __init__(self, project: str, registry: Registry, idle_s: float) -> None:
-        self._project, self._registry, self._idle_s = project, registry, idle_s
+    def __init__(self, project: str, registry: Registry, config: GatewayConfig) -> None:
+        self._project, self._registry = project, registry
+        self._idle_s, self._outcome = config.infer_idle_s, config.infer_outcome
+        # A run of another gateway may have a call in flight that only its end will show.
+        self._taken_over_idle_s = config.infer_idle_s + config.request_timeout_s
         self._states: dict[bytes, list[Trajectory]] = {}
         """What was said up to a run's last answer, to the runs of which that holds."""
         self._state_of: dict[str, bytes] = {}
         self._runs: dict[str, Trajectory] = {}
+        self._taken_over: set[str] = set()
+        """Runs of before this gateway's start that have not been called since."""
+        self._rebuilt = asyncio.Event()
 
     async def find(self, call: Call, model: str) -> Trajectory:
         """The run that this call goes on with, or a new one."""
+        await self._rebuilt.wait()
         messages = _messages(call)
         for state in reversed(_states(model, messages[:-1])):
             for trajectory in self._states.get(state, ()):
                 if not trajectory.in_flight and not trajectory.completing:
                     self._forget_state(trajectory)
+                    self._taken_over.discard(trajectory.id)
                     return trajectory
         first = next((m for m in messages if m[0] == "user"), messages[0] if messages else ("", "", ""))
         group = hashlib.sha256(msgspec.msgpack.encode((model, first))).hexdigest()[:20]
         event = TrajectoryOpened(
             project=self._project,
-            trajectory=new_id("i"),
+            trajectory=new_id(_PREFIX),
             model=model,
             group=f"i-{group}",
             metadata=b'{"inferred":true}',
@@ -66,7 +78,10 @@ class Inference:
         if trajectory.id not in self._runs or not answer.choices:
             return
         said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
-        state = _states(trajectory.opened.model, [*_messages(call), _canonical(said)])[-1]
+        self._note(trajectory, _messages(call), said)
+
+    def _note(self, trajectory: Trajectory, messages: list[Canonical], said: dict[str, Any]) -> None:
+        state = _states(trajectory.opened.model, [*messages, _canonical(said)])[-1]
         self._forget_state(trajectory)
         self._states.setdefault(state, []).append(trajectory)
         self._state_of[trajectory.id] = state
@@ -79,20 +94,59 @@ class Inference:
             if not runs:
                 del self._states[state]
 
-    async def complete_idle(self) -> None:
-        """For ever: complete the runs that went silent."""
+    # -- runs that end --------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """For ever: take over what the log holds open, then complete the runs that go silent."""
+        await self._rebuild()
+        self._rebuilt.set()
         while True:
             await asyncio.sleep(min(_CHECK_S, self._idle_s / 2))
-            silent = time.monotonic() - self._idle_s
-            for trajectory in [t for t in self._runs.values() if not t.in_flight and t.used_at < silent]:
-                await self._complete(trajectory)
+            now = time.monotonic()
+            for trajectory in list(self._runs.values()):
+                taken_over = trajectory.id in self._taken_over
+                patience = self._taken_over_idle_s if taken_over else self._idle_s
+                if not trajectory.in_flight and trajectory.used_at < now - patience:
+                    await self._complete(trajectory)
+
+    async def _rebuild(self) -> None:
+        while True:
+            try:
+                names = await self._registry.unfinished(f"{_PREFIX}-")
+                break
+            except BrokerError as error:
+                log.warning("inferred runs wait for the log", error=str(error))
+                await asyncio.sleep(_CHECK_S)
+        for name in names:
+            try:
+                trajectory = await self._registry.find(name)
+                if not msgspec.json.decode(bytes(trajectory.opened.metadata)).get("inferred"):
+                    continue
+                said = await self._registry.last_answer(trajectory)
+            except (ApiError, BrokerError, InvalidNameError) as error:
+                log.warning("an inferred run was not taken over", trajectory=name, error=str(error))
+                continue
+            self._runs[name] = trajectory
+            self._taken_over.add(name)
+            if said is not None:
+                request = msgspec.json.decode(said.request)
+                (choice,) = msgspec.json.decode(said.response)["choices"]
+                self._note(trajectory, _canonicals(request.get("messages")), choice.get("message") or {})
+        log.info("inferred runs taken over", runs=len(self._runs))
 
     async def _complete(self, trajectory: Trajectory) -> None:
         try:
-            await self._registry.complete(trajectory.id, Completion(inferred=True))
+            if trajectory.id in self._taken_over and await self._registry.refresh(trajectory):
+                trajectory.used_at = time.monotonic()  # another gateway goes on with it
+                return
+            await self._registry.complete(trajectory.id, Completion(outcome=self._outcome, inferred=True))
+        except BrokerError as error:
+            log.warning("an inferred run is completed later", trajectory=trajectory.id, error=str(error))
+            return
         except ApiError as error:
             log.warning("an inferred run was not completed", trajectory=trajectory.id, error=error.message)
         self._forget_state(trajectory)
+        self._taken_over.discard(trajectory.id)
         self._runs.pop(trajectory.id, None)
 
 
@@ -102,8 +156,11 @@ Canonical = tuple[str, str, str]
 
 def _messages(call: Call) -> list[Canonical]:
     raw = call.fields.get("messages")
-    decoded = msgspec.json.decode(raw) if raw is not None else []
-    return [_canonical(m) for m in decoded if isinstance(m, dict)] if isinstance(decoded, list) else []
+    return _canonicals(msgspec.json.decode(raw) if raw is not None else [])
+
+
+def _canonicals(messages: Any) -> list[Canonical]:
+    return [_canonical(m) for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
 
 
 def _canonical(message: dict[str, Any]) -> Canonical:

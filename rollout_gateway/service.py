@@ -109,7 +109,7 @@ async def serve(config: Config, ready: Ready) -> None:
             watchers.tell(wire_name(recorded.event), described(recorded.event))
 
         adapters.on_loaded.append(loaded)
-        app = App(chat, control, promotion, identity, router, watchers, metrics)
+        app = App(chat, control, promotion, identity, router, watchers, metrics, config.gateway.max_calls)
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)

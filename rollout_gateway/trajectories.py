@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -235,6 +236,29 @@ class Registry:
         if found is None:
             raise unknown_trajectory(trajectory)
         return found, await self.completion(found.opened)
+
+    async def last_answer(self, found: Trajectory) -> ExchangeRecorded | None:
+        """The newest complete exchange of an open trajectory; its first choice, where it has several."""
+        for request_hash in reversed(found.recent):
+            return (await self.recorded_call(found, request_hash))[0]
+        return None
+
+    async def unfinished(self, prefix: str) -> list[str]:
+        """Names, of those that begin with `prefix`, that the log holds opened and not completed. Reads all subjects."""
+        project = subject_token(self.project)
+        names: dict[str, set[str]] = {}
+        for kind in ("opened", "completed"):
+            filtered = f"rollout.{kind}.{project}.>"
+            subjects = await self._patiently(partial(self._broker.subjects, _STREAM, filtered))
+            tokens = (subject.rpartition(".")[2] for subject in subjects)
+            names[kind] = {name_of_token(t) for t in tokens if t.startswith(prefix)}
+        return sorted(names["opened"] - names["completed"])
+
+    async def refresh(self, found: Trajectory) -> bool:
+        """Take in what other replicas recorded; whether there was anything."""
+        before = found.exchanges
+        await self._read_exchanges(found)
+        return found.exchanges > before
 
     async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
         """The exchange events (one a choice) of a recent call; empty where there is none."""

@@ -11,7 +11,8 @@ import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -44,6 +45,10 @@ def _type_of(raw: msgspec.Raw | None) -> str:
         return msgspec.json.decode(raw or b"{}", type=_Typed).type
     except msgspec.ValidationError:
         return ""  # the inference server will say what is wrong with it
+
+
+class _Message(msgspec.Struct):
+    tool_calls: list[msgspec.Raw] | None = None
 
 
 class Asked(msgspec.Struct):
@@ -89,25 +94,32 @@ class Call:
             digest.update(b"\0%b\0%b" % (name.encode(), self.fields[name]))
         return digest.hexdigest()
 
-    @property
-    def constrained(self) -> bool:
-        """Whether a grammar has a say in what is sampled: an output format, or a tool that must be called.
+    def forced(self, said: Sampled) -> bytes:
+        """The mask, a byte a token, of what of a reply was sampled under a grammar; empty: nothing.
 
-        Then every token of the reply counts as constrained: which of them the grammar left as they were can't be told
-        from the reply, and their logprobs are those of the grammar's distribution, not of the policy's."""
+        Which tokens a grammar left as they were can't be told from a reply, and the logprobs of the others are those of
+        the grammar's distribution, not of the policy's: all count as forced (docs/decisions/0004-forced-tokens.md)."""
+        bound = self._bound
+        if not bound or (bound == "calls" and said.ended_without_call()):
+            return b""
+        return b"\x01" * (len(said.ids) // 4)
+
+    @cached_property
+    def _bound(self) -> Literal["", "calls", "all"]:
+        """What a grammar has a say in: nothing, tool calls if there are any (`strict` tools), or the whole reply."""
         fields = self.fields
         if any(not is_null(fields.get(name)) for name in _GRAMMARS):
-            return True
+            return "all"
         form = fields.get("response_format")
         if not is_null(form) and _type_of(form) != "text":
-            return True
+            return "all"
         tools, choice = fields.get("tools"), fields.get("tool_choice")
         if tools is None or is_null(tools):
-            return False
+            return ""
         chosen = msgspec.json.decode(choice) if choice is not None else None
         if isinstance(chosen, dict) or chosen == "required":
-            return True
-        return chosen != "none" and _STRICT.search(bytes(tools)) is not None
+            return "all"
+        return "calls" if chosen != "none" and _STRICT.search(bytes(tools)) else ""
 
 
 def is_null(raw: msgspec.Raw | None) -> bool:
@@ -141,6 +153,13 @@ class Sampled:
     """The choice as the client gets it."""
     prompt_ids: bytes = b""
     """Where each choice has a prompt of its own; else the answer's holds."""
+
+    def ended_without_call(self) -> bool:
+        """The model itself ended the reply, and it holds no tool call: a call once begun ends only when it is whole."""
+        if self.finish_reason != "stop" or not is_null(self.fields.get("stop_reason")):
+            return False
+        message = self.fields.get("message")
+        return message is not None and not msgspec.json.decode(message, type=_Message).tool_calls
 
 
 @dataclass(eq=False)

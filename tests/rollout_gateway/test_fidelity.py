@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "an output format": {**FORMAT, "max_tokens": 40},
     "greedy with penalties": {"temperature": 0, "frequency_penalty": 0.5, "top_p": 0.9},
 }
+ALWAYS_FORCED = ("a tool that must be called", "several calls in one", "an output format")
 
 
 def ask(server: VllmServer, body: dict[str, Any]) -> dict[str, Any]:
@@ -135,14 +136,31 @@ async def test_plain_and_streamed_record_what_was_sampled(
         assert tools_of(got.message.model_dump()) == tools_of(choice["message"])
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == said["usage"]["completion_tokens"]
-    constrained = case in (
-        "a tool that must be called",
-        "a tool that may be called",
-        "several calls in one",
-        "an output format",
-    )
     for event in events:
-        assert unpack_mask(event.forced).tolist() == [1] * (len(event.sampled_ids) // 4) * constrained
+        (recorded,) = json.loads(event.response)["choices"]
+        free = event.finish_reason == "stop" and not recorded["message"].get("tool_calls")
+        forced = case in ALWAYS_FORCED or (case == "a tool that may be called" and not free)
+        assert unpack_mask(event.forced).tolist() == [1] * (len(event.sampled_ids) // 4) * forced
+
+
+async def test_a_strict_tool_that_is_left_alone_forces_nothing(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+) -> None:
+    """The proof: vLLM samples the same, with the same logprobs, as where there is no tool at all."""
+    body = {**ASK, "max_tokens": 40, "seed": 3}
+    without = ask(vllm_server, body)
+    assert without["choices"][0]["finish_reason"] == "stop"
+    client = gateway.agent(gateway.open(id="free"))
+    client.chat.completions.create(**body, tools=[TOOL])
+    list(client.chat.completions.create(**body, tools=[TOOL], stream=True))
+    client.chat.completions.create(**{**body, "max_tokens": 1, "stop": ["zz"]}, tools=[TOOL])
+    async with Broker.connect(nats_config) as broker:
+        plain, streamed, cut = await exchanges(broker, "free")
+    for event in (plain, streamed):
+        check_tokens(event, without)
+        assert event.forced == b""
+    assert cut.finish_reason == "length"
+    assert unpack_mask(cut.forced).tolist() == [1]
 
 
 async def test_a_token_inside_a_character_is_recorded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import anyio
@@ -142,6 +143,34 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
         assert sorted(groups.count(g) for g in set(groups)) == [3, 3]
         for event in events:
             assert [e.seq for e in await exchanges(broker, event.trajectory)] == [0, 1, 2]
+
+
+@pytest.mark.vllm
+async def test_inferred_runs_outlive_the_gateway(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    """One run goes on across the gateway's death, another is abandoned and ends as the settings say."""
+    gateway = start_gateway(infer=True, infer_idle_s=2.0, infer_outcome="masked", request_timeout_s=3.0)
+    gateway.open(id="i-own")  # an agent's own, and so none to take over
+    client = gateway.client()
+    first: list[Any] = [{"role": "user", "content": "a1=x"}]
+    reply = client.chat.completions.create(**{**ASK, "messages": first})
+    text = client.responses.create(model="tictactoe", input="b2=o", max_output_tokens=4).output_text
+    gateway.kill()
+    gateway.start()
+    said = reply.choices[0].message.model_dump(exclude_none=True)
+    second = [*first, said, {"role": "user", "content": "b1=o"}]
+    client.chat.completions.create(**{**ASK, "messages": second})
+    async with Broker.connect(nats_config) as broker:
+        with anyio.fail_after(30):
+            while len(done := await broker.history("ROLLOUTS", "rollout.completed.>")) < 2:
+                await anyio.sleep(0.1)  # until both have been silent for long enough
+        events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
+        assert [e.exchanges for e in events] == [2, 1]  # the abandoned one is given longer
+        assert [(e.outcome, e.inferred) for e in events] == [("masked", True)] * 2
+        (alone,) = await exchanges(broker, events[1].trajectory)
+        assert json.loads(alone.response)["choices"][0]["message"]["content"] == text
+    assert httpx.get(f"{gateway.url}/v1/trajectories/i-own").json()["status"] == "open"
 
 
 @pytest.mark.vllm
