@@ -14,7 +14,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from judge.llm import Complete, Router
+from judge.callers import open_complete
+from judge.llm import Complete
 from judge.rubrics import load_rubric
 from judge.ruler import LlmRuler, Load
 from judge.sandbox import RewardFunction, RewardFunctionError
@@ -203,6 +204,6 @@ async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Compose
         }
         rulers: dict[str, LlmRuler] = {}
         if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
-            rulers = make_rulers(judge, await Router.make(judge), read)
+            rulers = make_rulers(judge, await stack.enter_async_context(open_complete(judge)), read)
             await recall(broker, config, rulers)
         yield Composed(judge, rulers, functions, read)
