@@ -8,7 +8,8 @@ The demo's task (tic-tac-toe, the same model, groups of one opening each), with 
 the lag is exact: step s trains on games played by version max(0, s - lag). Every run sees the same number of games. The
 measure is the mean reward of `--games` held-out games, the same for all runs, with the final adapter. At lag 0 every ratio
 is 1 and all corrections are one computation: it is run once per seed, and once more with each correction on the first
-seed to show that. Seeds come one after the other, so that a sweep that is stopped has every cell of the seeds it ended.
+seed to show that. Where no ratio of a truncating run was ever beyond the bound, the masking run is the same one too and is
+not computed again. Seeds come one after the other, so that a sweep that is stopped has every cell of the seeds it ended.
 Finished runs are kept in the file: started again, it goes on.
 """
 
@@ -147,6 +148,7 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
     line = engine.new_line()
     versions = {0: line.weights}
     rewards, ratios, cut, differences = [], [], [], []
+    highest = {"token": 1.0, "sequence": 1.0}
     opening = 0
     for step in range(args.steps):
         prepared: list[PreparedGroup] = []
@@ -169,6 +171,8 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
             result = engine.step(line, examples(prepared, engine.config), indices)
             line = result.line
             ratios.append(result.metrics["ratio_p95"])
+            for level, name in (("token", "ratio_max"), ("sequence", "ratio_sequence_max")):
+                highest[level] = max(highest[level], result.metrics[name])
             cut.append(result.metrics["clip_share"])
             differences.append(result.metrics["kl_sampler"])
         versions[step + 1] = line.weights
@@ -184,6 +188,8 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
         "ratio_p95": statistics.mean(ratios),
         "clip_share": statistics.mean(cut),
         "kl_sampler": statistics.mean(differences),
+        "token_ratio_max": highest["token"],
+        "sequence_ratio_max": highest["sequence"],
         "first_training_reward": rewards[0],
         "seconds": time.perf_counter() - began,
     }
@@ -243,13 +249,23 @@ class Worker:
     def start(cls, args: argparse.Namespace, config: TrainerConfig) -> None:
         cls.here = cls(args, config)
 
-    @classmethod
-    def run(cls, key: str) -> tuple[str, dict[str, float]]:
+    def one(self, key: str) -> dict[str, float]:
         correction, lag, seed = key.split("/")
-        self = cls.here
         self.engine.put(self.fresh)
         self.engine.use(msgspec.structs.replace(self.config, sampler_correction=correction))
-        return key, one_run(self.engine, self.args.base, int(lag), int(seed), self.args)
+        return one_run(self.engine, self.args.base, int(lag), int(seed), self.args)
+
+    @classmethod
+    def run(cls, keys: tuple[str, ...]) -> dict[str, dict[str, float]]:
+        """The runs `keys`: one, or a truncating one and its masking twin, which is the same where no ratio of the first
+        was ever beyond the bound and is not computed again then."""
+        first, *twin = keys
+        out = {first: cls.here.one(first)}
+        for key in twin:
+            level = key.partition("_")[0]
+            same = out[first][f"{level}_ratio_max"] <= cls.here.config.correction_max
+            out[key] = out[first] if same else cls.here.one(key)
+        return out
 
 
 def wanted(args: argparse.Namespace) -> list[str]:
@@ -299,11 +315,17 @@ def main() -> None:
     if out.exists() and (before := json.loads(out.read_text()))["settings"] == settings:
         report["runs"] = before["runs"]
     missing = [key for key in wanted(args) if key not in report["runs"]]
+    twins = {
+        key: key.replace("truncate", "mask") for key in missing if "truncate" in key and "/0/" not in key
+    }
+    twins = {key: twin for key, twin in twins.items() if twin in missing}
+    tasks = [(key, twins[key]) if key in twins else (key,) for key in missing if key not in twins.values()]
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(args.workers, Worker.start, (args, config)) as pool:
-        for key, run in pool.imap_unordered(Worker.run, missing):
-            report["runs"][key] = run
-            print(key, {k: round(v, 4) for k, v in run.items()}, flush=True)
+        for runs in pool.imap_unordered(Worker.run, tasks):
+            report["runs"] |= runs
+            for key, run in runs.items():
+                print(key, {k: round(v, 4) for k, v in run.items()}, flush=True)
             report["table"] = table(report["runs"], sorted(set(args.lags)))
             report["against_token_truncate"] = paired(report["runs"])
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@
 | --- | --- |
 | `loss` | TRL's loss of the whole batch |
 | `ratio_*` | importance ratio, trainer over sampler probability per token: mean, percentiles, largest |
+| `ratio_sequence_max` | the largest ratio of a whole sequence, the product of its tokens' |
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
 | `clip_share` | share of tokens whose ratio exceeds `trainer.correction_max` |
 | `staleness_mean`, `staleness_max` | steps between a token's sampling and its training |
@@ -29,6 +30,7 @@ class Measured:
         self.steps: list[np.ndarray[Any, np.dtype[np.int32]]] = []
         self.cut = 0
         self.kl = 0.0
+        self.longest = 0.0
 
     def add(
         self, loss: torch.Tensor, logprobs_SK: torch.Tensor, inside: Sequence[TokenSequence], maximum: float
@@ -39,6 +41,7 @@ class Measured:
             difference = np.nan_to_num(computed[row, : s.trained_tokens] - s.logprobs[s.trained])
             ratio = np.exp(difference)
             self.kl += float((ratio - 1 - difference).sum())
+            self.longest = max(self.longest, float(difference.sum()))
             self.ratios.append(ratio.astype(np.float32))
             self.steps.append(s.steps[s.trained])
             self.cut += int((ratio > maximum).sum())
@@ -54,6 +57,7 @@ class Measured:
             "ratio_p50": float(p50),
             "ratio_p95": float(p95),
             "ratio_max": float(ratios.max()),
+            "ratio_sequence_max": float(np.exp(min(self.longest, 700.0))),
             "kl_sampler": self.kl / len(ratios),
             "clip_share": self.cut / len(ratios),
             "staleness_mean": float(lags.mean()),
