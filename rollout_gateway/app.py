@@ -23,7 +23,7 @@ from rollout_gateway.identity import Identity
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
 from rollout_gateway.metrics import Metrics
 from rollout_gateway.promotion import Action, Decision, Promotion
-from rollout_gateway.responses_api import ResponsesTranslation
+from rollout_gateway.responses_api import ResponsesTranslation, previous_not_found
 from rollout_gateway.routing import Router
 from rollout_gateway.server import Headers, Request
 from rollout_gateway.translate import TranslatedStream, Translation
@@ -203,7 +203,10 @@ class App:
         try:
             translation = _TRANSLATED[path](self._read(request))
             call = CHAT.read(_encode(translation.chat()), path)
-            caller = await self._caller(call, named, request)
+            if isinstance(translation, ResponsesTranslation) and translation.previous:
+                caller, call = await self._continued(translation, call, named, request)
+            else:
+                caller = await self._caller(call, named, request)
             if call.stream:
                 listener = _TranslatedListener(request, translation)
                 status, answer = await self._chat.stream(CHAT, call, caller, listener)
@@ -221,6 +224,19 @@ class App:
                 answer = messages_error(error.body())
             request.answer(error.status, answer, error.headers)
             return error.status
+
+    async def _continued(
+        self, translation: ResponsesTranslation, call: wire.Call, named: str | None, request: Request
+    ) -> tuple[Caller, wire.Call]:
+        """A response that goes on from another: with the messages of that one, from the log."""
+        del call.fields["messages"]  # they are not all, and so say nothing of whose call it is
+        caller = await self._caller(call, named, request)
+        before = None
+        if caller.trajectory is not None:
+            before = await self._chat.answered(caller.trajectory, translation.previous)
+        if before is None:
+            raise previous_not_found(translation.request.previous_response_id or "")
+        return caller, CHAT.read(_encode(translation.chat(before)), translation.path)
 
 
 class _Listener:

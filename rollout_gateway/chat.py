@@ -339,6 +339,10 @@ class ChatHandler:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    async def answered(self, trajectory: Trajectory, reply: str) -> ExchangeRecorded | None:
+        """The complete exchange of an open trajectory whose reply has the id `reply`."""
+        return await self._registry.exchange_of(trajectory, reply)
+
     # -- the inference servers -----------------------------------------------------------------------------------
 
     async def _reach(

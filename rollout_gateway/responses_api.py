@@ -1,4 +1,9 @@
-"""OpenAI's `/v1/responses`, as chat completions and back. Stateless: `previous_response_id` is refused."""
+"""OpenAI's `/v1/responses`, as chat completions and back.
+
+Nothing is kept for `previous_response_id`: a response's id holds that of the chat completion it was, and a trajectory's
+completions are on the log. So it works for calls that name their trajectory, on any replica, for as long as the log goes
+back; `store` makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,13 @@ from typing import Any
 
 import msgspec
 
+from pipeline.events import ExchangeRecorded
 from rollout_gateway.errors import ApiError
 from rollout_gateway.translate import passed, read, sse
+
+_INSTRUCTED, _BARE = "resp_i", "resp_n"
+"""How ids begin; the first where the first message was the call's `instructions`."""
+_KINDS = (_INSTRUCTED, _BARE)
 
 
 class _Part(msgspec.Struct):
@@ -66,12 +76,10 @@ class ResponsesTranslation:
     def __init__(self, body: bytes) -> None:
         self.request = read(body, _Request)
         self._passed = passed(body)
-        for name in ("previous_response_id", "background"):
-            if getattr(self.request, name):
-                raise ApiError(
-                    400, f"{name} is not supported: send the whole input.", code="unsupported", param=name
-                )
-        self.id = f"resp_{secrets.token_hex(12)}"
+        if self.request.background:
+            raise ApiError(400, "background is not supported.", code="unsupported", param="background")
+        self.id = ""
+        """Known once the chat completion's is."""
         self._created = int(time.time())
         self._number = 0
         self._items: list[dict[str, Any]] = []
@@ -82,11 +90,27 @@ class ResponsesTranslation:
         self._finish = "stop"
         self._usage: dict[str, Any] | None = None
 
-    def chat(self) -> dict[str, Any]:
+    @property
+    def previous(self) -> str:
+        """Id of the chat completion that the call goes on from, or nothing. Raises a 400 `ApiError` on what is no id."""
+        asked = self.request.previous_response_id
+        if not asked:
+            return ""
+        kind, _, completion = asked.partition("-")
+        if kind not in _KINDS or not completion:
+            raise previous_not_found(asked)
+        return completion
+
+    def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
+        """The request; `before` is the exchange that `previous` names."""
         asked = self.request
         messages: list[dict[str, Any]] = []
         if asked.instructions:
             messages.append({"role": "system", "content": asked.instructions})
+        if before is not None:
+            # As OpenAI has it, instructions are not carried over.
+            instructed = str(asked.previous_response_id).startswith(_INSTRUCTED)
+            messages += _said_before(before)[1 if instructed else 0 :]
         if isinstance(asked.input, str):
             messages.append({"role": "user", "content": asked.input})
         else:
@@ -121,6 +145,7 @@ class ResponsesTranslation:
         return out
 
     def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
+        self._name(completion)
         choice = completion["choices"][0]
         message = choice["message"]
         items = []
@@ -159,7 +184,8 @@ class ResponsesTranslation:
             "top_p": asked.top_p,
             "tool_choice": asked.tool_choice or "auto",
             "tools": [msgspec.to_builtins(tool) for tool in asked.tools or ()],
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
+            "store": True,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "usage": _usage(usage) if usage else None,
         }
@@ -171,13 +197,24 @@ class ResponsesTranslation:
         self._number += 1
         return sse(kind, event)
 
+    def _name(self, completion: dict[str, Any]) -> None:
+        self.id = f"{_INSTRUCTED if self.request.instructions else _BARE}-{completion.get('id', '')}"
+
     def begin(self) -> bytes:
+        return b""  # the first event holds an id, which the first chunk brings
+
+    def _begun(self) -> bytes:
+        """The first events, unless they have been."""
+        if self._number:
+            return b""
         response = {**self._response([], "stop", None), "status": "in_progress"}
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
     def take(self, chunk: dict[str, Any]) -> bytes:
-        out = b""
+        if not self.id:
+            self._name(chunk)
+        out = self._begun()
         self._model = chunk.get("model", self._model)
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
@@ -253,7 +290,7 @@ class ResponsesTranslation:
         return out + self._event("response.output_item.done", output_index=self._at, item=item)
 
     def end(self) -> bytes:
-        out = self._close()
+        out = self._begun() + self._close()
         response = self._response(self._items, self._finish, self._usage)
         kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
         return out + self._event(kind, response=response)
@@ -266,7 +303,30 @@ class ResponsesTranslation:
             **self._response(self._items, "stop", None), "status": "failed",
             "error": {"code": "server_error", "message": error.get("message")},
         }  # fmt: skip
-        return self._event("response.failed", response=response)
+        return self._begun() + self._event("response.failed", response=response)
+
+
+def previous_not_found(name: str) -> ApiError:
+    return ApiError(
+        400,
+        f"Previous response {name!r} is not of this trajectory, or the log no longer holds it: send the whole input.",
+        code="previous_response_not_found",
+        param="previous_response_id",
+    )
+
+
+def _said_before(exchange: ExchangeRecorded) -> list[dict[str, Any]]:
+    """The messages of an exchange, its answer last, as a client would send them back."""
+    messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
+    (choice,) = msgspec.json.decode(exchange.response)["choices"]
+    said = choice["message"]
+    answer: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
+    if said.get("tool_calls"):
+        answer["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": call["function"]}
+            for call in said["tool_calls"]
+        ]
+    return [*messages, answer]
 
 
 def _id(prefix: str) -> str:

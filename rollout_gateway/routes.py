@@ -75,7 +75,7 @@ ROUTES = (
 MODEL_CALLS = {
     "/v1/chat/completions": "OpenAI's chat completion, plain or streamed",
     "/v1/completions": "OpenAI's completion, plain or streamed",
-    "/v1/responses": "OpenAI's response, stateless, plain or streamed",
+    "/v1/responses": "OpenAI's response, plain or streamed",
     "/v1/messages": "Anthropic's message, plain or streamed",
 }
 

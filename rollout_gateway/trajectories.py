@@ -260,6 +260,23 @@ class Registry:
         await self._read_exchanges(found)
         return found.exchanges > before
 
+    async def exchange_of(self, found: Trajectory, reply: str) -> ExchangeRecorded | None:
+        """The complete exchange whose reply has the id `reply`; the newest are looked at first."""
+        for seqs in reversed(found.recent.values()):
+            event = (await self._get(seqs[0])).event
+            if isinstance(event, ExchangeRecorded) and _reply_id(event) == reply:
+                return event
+        subject = self._exchange_subject(found)
+        for recorded in await self._patiently(lambda: self._broker.history(_STREAM, subject)):
+            event = recorded.event
+            if (
+                isinstance(event, ExchangeRecorded)
+                and event.status == "complete"
+                and _reply_id(event) == reply
+            ):
+                return event
+        return None
+
     async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
         """The exchange events (one a choice) of a recent call; empty where there is none."""
         seqs = found.recent.get(request_hash, [])
@@ -374,6 +391,14 @@ class Registry:
         if before is None or not same_completion(before, _completed(found, body)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
+
+
+class _Reply(msgspec.Struct):
+    id: str = ""
+
+
+def _reply_id(event: ExchangeRecorded) -> str:
+    return msgspec.json.decode(event.response, type=_Reply).id
 
 
 def _same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:
