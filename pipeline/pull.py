@@ -1,6 +1,6 @@
 """Messages of a durable consumer in bulk, without nats-py's wait per message.
 
-A callback collects what comes; one request is open at a time, bounded in messages and bytes, and the next is sent when it is
+What comes is collected where it arrives (`pipeline.wire`); one request is open at a time, bounded in messages and bytes, and the next is sent when it is
 filled. What has come stays here when a wait is cancelled, so that a stopping service loses nothing it was given.
 Request and status messages: NATS ADR-13 and ADR-37.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -18,6 +18,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pipeline import streams
+from pipeline.wire import Pulled, Splitter, subscription_id
 
 _EXPIRES_S = 2.0
 _BYTES = 16 * 1024 * 1024
@@ -32,19 +33,23 @@ class Puller:
 
     def __init__(self, client: Client, spec: streams.ConsumerSpec, inbox: str, batch: int) -> None:
         self._client, self.spec, self._inbox, self._batch = client, spec, inbox, batch
-        self._arrived: deque[Msg] = deque()
+        self._arrived: deque[Pulled] = deque()
         self._news = anyio.Event()
         self._open = 0
         """Messages that the open request may still bring."""
         self._asked_at = 0.0
         self._gone = ""
 
+    def _on_delivery(self, message: Pulled) -> None:
+        self._arrived.append(message)
+        self._open -= 1
+        if len(self._arrived) == 1 or self._open <= 0:
+            self._news.set()
+
     async def _on_message(self, message: Msg) -> None:
+        """What came through nats-py: a word on the request, or a delivery without headers."""
         if message.reply:
-            self._arrived.append(message)
-            self._open -= 1
-            if len(self._arrived) == 1 or self._open <= 0:
-                self._news.set()
+            self._on_delivery(Pulled.of(message))
             return
         headers = message.headers or {}
         status, text = headers.get("Status", ""), headers.get("Description", "")
@@ -76,7 +81,7 @@ class Puller:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.spec.stream}.{self.spec.name}"
         await self._client.publish(subject, msgspec.json.encode(request), reply=self._inbox)
 
-    async def take(self, limit: int, wait_s: float) -> list[Msg]:
+    async def take(self, limit: int, wait_s: float) -> list[Pulled]:
         """Up to `limit` messages; an empty list where none came within `wait_s`. Raises `ConsumerGoneError`."""
         with anyio.move_on_after(wait_s):
             while not self._arrived:
@@ -94,17 +99,10 @@ class Puller:
             await self._ask()
         return taken
 
-    def take_nowait(self, limit: int = 2**31) -> list[Msg]:
+    def take_nowait(self, limit: int = 2**31) -> list[Pulled]:
         """What has come already."""
         arrived = self._arrived
         return [arrived.popleft() for _ in range(min(limit, len(arrived)))]
-
-
-async def acknowledge(client: Client, messages: Sequence[Msg]) -> None:
-    """Acknowledge all of them; a lost acknowledgement leads to redelivery."""
-    publish = client.publish
-    for message in messages:
-        await publish(message.reply)
 
 
 @asynccontextmanager
@@ -113,8 +111,11 @@ async def pulling(client: Client, spec: streams.ConsumerSpec, batch: int = 2_000
     inbox = client.new_inbox()
     puller = Puller(client, spec, inbox, batch)
     sub = await client.subscribe(inbox, cb=puller._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+    splitter = Splitter.of(client)
+    splitter.hand(subscription_id(sub), puller._on_delivery)
     try:
         yield puller
     finally:
+        splitter.forget(subscription_id(sub))
         if not client.is_closed:
             await sub.unsubscribe()

@@ -19,16 +19,18 @@ from anyio.abc import TaskStatus
 from nats.aio.msg import Msg
 
 from pipeline import crash, streams
-from pipeline.broker import Broker, HistoryGoneError, not_for
+from pipeline.broker import Broker, HistoryGoneError
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, wire_name
 from pipeline.log import get_logger
-from pipeline.pull import ConsumerGoneError, Puller, acknowledge, pulling
+from pipeline.pull import ConsumerGoneError, Puller, pulling
+from pipeline.wire import Pulled, acknowledge
 from store import columns
 from store.catalog import Catalog, FileName
 
 log = get_logger("store.writer")
 
+_RETRY = streams.RETRY_HEADER.encode()
 _FETCH = 2_000
 _RETRY_S = 1.0
 _REMAKE_S = 2.0
@@ -50,19 +52,19 @@ class Part:
     """What one flush writes and acknowledges."""
 
     tags: dict[str, Rows] = field(default_factory=dict)
-    taken: dict[tuple[int, int], Msg] = field(default_factory=dict)
+    taken: dict[tuple[int, int], Pulled] = field(default_factory=dict)
     """(sequence, stream time) to the newest message that brought it."""
     size: int = 0
     began: float = 0.0
 
 
-def position(message: Msg) -> tuple[int, int]:
+def position(message: Pulled) -> tuple[int, int]:
     """(stream sequence, stream time in microseconds) of a delivery."""
     _, seq, at_us = told(message)
     return seq, at_us
 
 
-def told(message: Msg) -> tuple[int, int, int]:
+def told(message: Pulled) -> tuple[int, int, int]:
     """(how often it was delivered, stream sequence, stream time in microseconds), from the reply subject of a delivery.
 
     `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash after
@@ -170,7 +172,7 @@ class Writer:
             return False
         return True
 
-    async def _accept(self, batch: Sequence[Msg]) -> None:
+    async def _accept(self, batch: Sequence[Pulled]) -> None:
         if not batch:
             return
         part = self._part
@@ -185,22 +187,22 @@ class Writer:
             for place, message in zip(places, batch, strict=True)
             if place not in known and place not in writing
         ]
-        for place, message in zip(places, batch, strict=True):
-            if place in known:
-                await message.ack()
+        if known:
+            old = [m.reply for place, m in zip(places, batch, strict=True) if place in known]
+            await acknowledge(self._broker.client, old)
         for place, message in fresh:
             if place in part.taken:
                 part.taken[place] = message  # came again while it waits here
             else:
                 await self._admit(part, place, message)
 
-    async def _admit(self, part: Part, place: tuple[int, int], message: Msg) -> None:
-        if not_for(message, self.spec):
-            await message.ack()
+    async def _admit(self, part: Part, place: tuple[int, int], message: Pulled) -> None:
+        if message.header(_RETRY) not in ("", self.spec.name):
+            await acknowledge(self._broker.client, [message.reply])
             return
         if (deliveries := told(message)[0]) > self.spec.max_deliver:
             why = f"delivered {deliveries} times without success"
-            await self._broker.bury(message, self.spec, "max_deliver", why)
+            await self._broker.bury(message.message(), self.spec, "max_deliver", why)
             return
         try:
             event = decode(message.data)
@@ -209,13 +211,13 @@ class Writer:
                 size = event.size
                 event = await self._broker.resolve(event)
         except (msgspec.DecodeError, HistoryGoneError) as error:
-            await self._broker.bury(message, self.spec, "undecodable", str(error))
+            await self._broker.bury(message.message(), self.spec, "undecodable", str(error))
             return
         rows = part.tags.setdefault(wire_name(event), Rows())
         rows.events.append(event)
         rows.seqs.append(place[0])
         rows.ats.append(place[1])
-        rows.traces.append((message.headers or {}).get("traceparent", ""))
+        rows.traces.append(message.header(b"traceparent"))
         part.taken[place] = message
         part.size += size
 
@@ -231,7 +233,7 @@ class Writer:
             if await self._write_tag(part, tag):
                 del part.tags[tag]
                 crash.point("store.between_tags")
-        messages = list(part.taken.values())
+        messages = [m.reply for m in part.taken.values()]
         crash.point("store.before_ack")
         half = len(messages) // 2
         await acknowledge(self._broker.client, messages[:half])
@@ -280,7 +282,7 @@ class Writer:
             if not reason:
                 continue
             message = part.taken.pop((rows.seqs[i], rows.ats[i]))
-            await self._broker.bury(message, self.spec, "unstorable", reason)
+            await self._broker.bury(message.message(), self.spec, "unstorable", reason)
             for values in (rows.events, rows.seqs, rows.ats, rows.traces):
                 values.pop(i)
         if not any(reasons):
