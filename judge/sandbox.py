@@ -1,18 +1,20 @@
 """Reward functions in a process of their own: a function that hangs, crashes or eats memory fails its own score only.
 
-The process gets no environment but the search path (so no keys) and its address space is bounded; a call that
-takes longer than its timeout is killed with the process. It is a guard against accidents, not a jail against malice:
-the function runs as the same user and can read files and reach the network.
+The process gets no environment but the search path (so no keys), its address space is bounded, and a call that takes longer
+than its timeout is killed with every process it began. Where the kernel permits it without privileges, the process also gives
+up the network, writing to files, and reading anything but Python, the system's libraries and the search path
+(`judge.confine`); where it does not, a warning says what is missing, or with `isolate = "require"` the function does not run.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ class RewardFunction:
         self._process: anyio.abc.Process | None = None
         self._answers: BufferedByteReceiveStream | None = None
         self._turn = anyio.Lock()
+        self._warned = False
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFunction]:
@@ -100,7 +103,14 @@ class RewardFunction:
             return self._process
         paths = [p for p in (str(Path.cwd()), os.environ.get("PYTHONPATH", "")) if p]
         self._process = await anyio.open_process(
-            [sys.executable, "-u", _WORKER, self._config.entry, str(self._config.memory_mb)],
+            [
+                sys.executable,
+                "-u",
+                _WORKER,
+                self._config.entry,
+                str(self._config.memory_mb),
+                self._config.isolate,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None,
@@ -128,6 +138,9 @@ class RewardFunction:
         if "error" in hello:
             await self._stop()
             raise RewardFunctionError(f"{self._config.entry} can't be imported: {hello['error']}")
+        if (missing := tuple(hello.get("missing", ()))) and not self._warned:
+            self._warned = True
+            log.warning("reward function is not confined", entry=self._config.entry, missing=missing)
         return self._process
 
     async def _stop(self) -> None:
@@ -135,7 +148,8 @@ class RewardFunction:
         if process is None:
             return
         with anyio.CancelScope(shield=True):
-            if process.returncode is None:
-                process.kill()
+            # Its whole session: what the function began ends with it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             await process.aclose()

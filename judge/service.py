@@ -50,7 +50,11 @@ async def serve(config: Config, ready: Ready) -> None:
         anchors = read_labelled(Path(config.judge.anchors)) if config.judge.anchors else []
         async with anyio.create_task_group() as tg:
             if composer is not None:
-                tg.start_soon(Watch(config.judge, config.path("judge.json"), composer.rulers, anchors).run)
+                watch = Watch(
+                    config.judge, config.path("judge.json"), composer.rulers, anchors, broker.publish,
+                    project=config.project, judge=judge_hash(config.judge),
+                )  # fmt: skip
+                tg.start_soon(watch.run)
             ready()
             await judge.run(messages)
 

@@ -142,6 +142,9 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Of one call of the function; its process is killed then."""
     memory_mb: int = 1024
     """Address space of the function's process."""
+    isolate: Literal["auto", "require", "off"] = "auto"
+    """`auto`: the function can reach no network, write no file and read only Python, system libraries and the search path,
+    as far as the kernel permits (a warning says where it does not); `require`: else it does not run; `off`: all is open."""
 
 
 class JudgeConfig(Section, frozen=True, kw_only=True):

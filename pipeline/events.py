@@ -329,6 +329,49 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}"
 
 
+class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
+    """What a judge found out about itself: its bias and agreement with itself, or with groups of known rewards."""
+
+    kind: Literal["groups", "anchors"]
+    """`groups`: over all groups that this judge process scored so far; `anchors`: one run over the anchor groups."""
+    judge: str
+    """Hash of the judge configuration, as in `group.scored`."""
+    model: str
+    """The judge model as configured."""
+    ruler: str
+    """Name of the reward whose judge it is; `default` where rewards are not composed."""
+    rubric: str = ""
+    rubric_hash: str = ""
+    groups: int = 0
+    """How many groups it rests on."""
+    failed: int = 0
+    """Judgings (or anchor groups) that gave no scores."""
+    calls: int = 0
+    asked_again: int = 0
+    """Calls that were needed because a reply could not be read."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float = 0.0
+    self_agreement: float | None = None
+    """Share of pairs that two judgings of a group put into the same order."""
+    position_bias: float | None = None
+    """What the first place in the list is worth over the others, in points of score, before it is taken out."""
+    kendall_tau: float | None = None
+    """Agreement with the known rewards of the anchors."""
+    pairwise_accuracy: float | None = None
+    sign_flips: float | None = None
+    """Share of anchor trajectories whose advantage has the wrong sign."""
+    alarm: bool = False
+    """The judge has left the bound `judge.anchor_min_tau`."""
+
+    def subject(self) -> str:
+        names = (self.project, self.ruler, self.kind)
+        return ".".join(("group.measured", *(subject_token(n) for n in names)))
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"
+
+
 def checkpoint_subject(project: str, model: str, step: str = "*", branch: str = "main") -> str:
     """Of a checkpoint, or (`*`) of every checkpoint of a model on a branch."""
     names = [project, model, *([] if step == "*" else [step])]
@@ -456,6 +499,7 @@ AnyEvent = (
     | TrajectoryCompleted
     | GroupScored
     | GroupDiscarded
+    | JudgeMeasured
     | CheckpointPublished
     | PolicyLoaded
     | PolicyPromoted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from typing import Any
@@ -47,6 +48,29 @@ def nothing(_: dict[str, Any]) -> float:
 
 def environment(_: dict[str, Any]) -> float:
     return float("SECRET_KEY" in os.environ)
+
+
+def connects(trajectory: dict[str, Any]) -> float:
+    socket.create_connection(("127.0.0.1", int(trajectory["task"])), timeout=2).close()
+    return 1.0
+
+
+def writes(trajectory: dict[str, Any]) -> float:
+    with open(str(trajectory["task"]), "w") as file:  # noqa: PTH123
+        file.write("x")
+    return 1.0
+
+
+def reads(trajectory: dict[str, Any]) -> float:
+    with open(str(trajectory["task"])) as file:  # noqa: PTH123
+        return float(len(file.read()))
+
+
+def leaves_a_child(trajectory: dict[str, Any]) -> float:
+    if trajectory["id"] == "bad" and os.fork() == 0:
+        time.sleep(60)
+    time.sleep(30 if trajectory["id"] == "bad" else 0)
+    return 0.5
 
 
 def floods(_: dict[str, Any]) -> float:

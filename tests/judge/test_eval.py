@@ -15,7 +15,8 @@ from judge.labelled import LabelledError, agreement, read_labelled
 from judge.scoring_server import Scorer
 from judge.watch import Watch
 from pipeline.config import JudgeConfig
-from tests.judge.helpers import Model, ruler
+from pipeline.events import JudgeMeasured
+from tests.judge.helpers import Model, ruler, transcript
 
 pytestmark = pytest.mark.anyio
 
@@ -112,8 +113,26 @@ async def test_anchors_raise_the_alarm_when_the_judge_leaves_the_truth(
 ) -> None:
     anchors = read_labelled(labelled(tmp_path / "anchors.jsonl", wrong=wrong))
     judge = ruler(Model(Scorer()))
-    watch = Watch(JudgeConfig(model="test/judge"), tmp_path / "run" / "judge.json", {"": judge}, anchors)
+    said: list[JudgeMeasured] = []
+
+    async def publish(event: JudgeMeasured) -> None:
+        said.append(event)
+
+    path = tmp_path / "run" / "judge.json"
+    watch = Watch(
+        JudgeConfig(model="test/judge"), path, {"": judge}, anchors, publish, project="p", judge="j"
+    )
     await watch.check("", judge)
+    await watch.say()
+    (event,) = said  # nothing was judged but the anchors
+    assert (event.kind, event.ruler, event.alarm, event.rubric) == ("anchors", "default", alarm, "general")
+    assert event.kendall_tau == pytest.approx(-1.0 if wrong else 1.0)
+    await judge.judge([transcript(f"t{i}", f"quality=0.{i + 1}") for i in range(3)])
+    await watch.say()
+    await watch.say()
+    (_, event) = said
+    assert (event.kind, event.groups, event.calls) == ("groups", 1, judge.measured.calls)
+    assert (event.self_agreement, event.position_bias) == (1.0, pytest.approx(0.0, abs=1e-6))
     watch.write()
     state: dict[str, Any] = msgspec.json.decode((tmp_path / "run" / "judge.json").read_bytes())
     assert (state["alarm"], state["anchors"][0]["kendall_tau"]) == (
@@ -121,12 +140,18 @@ async def test_anchors_raise_the_alarm_when_the_judge_leaves_the_truth(
         pytest.approx(-1.0 if wrong else 1.0),
     )
     assert state["rulers"]["default"]["rubric"] == "general"
-    assert state["rulers"]["default"]["groups"] == 0  # anchors don't count as judged groups
+    assert state["rulers"]["default"]["groups"] == 1  # anchors don't count as judged groups
 
 
 async def test_anchors_that_can_t_be_judged_are_an_alarm_too(tmp_path: Path) -> None:
     anchors = read_labelled(labelled(tmp_path / "anchors.jsonl"))
     judge = ruler(Model(lambda _: 500))
-    watch = Watch(JudgeConfig(model="test/judge"), tmp_path / "judge.json", {"": judge}, anchors)
+    said: list[JudgeMeasured] = []
+
+    async def publish(event: JudgeMeasured) -> None:
+        said.append(event)
+
+    watch = Watch(JudgeConfig(model="test/judge"), tmp_path / "judge.json", {"": judge}, anchors, publish)
     await watch.check("", judge)
     assert watch.anchor_runs[0]["alarm"]
+    assert (said[0].alarm, said[0].groups, said[0].kendall_tau) == (True, 0, None)
