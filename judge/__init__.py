@@ -6,14 +6,14 @@
 | `groups` | which trajectories belong together and when a group closes |
 | `scoring` | from a closed group to its event: agents' own rewards, or what a composer says |
 | `compose` | rewards of several parts: agents', metrics, Python functions, RULER with rubrics |
-| `sandbox`, `sandbox_worker` | Python reward functions in a process of their own |
+| `sandbox`, `sandbox_worker`, `confine` | Python reward functions in a process of their own, without network and files |
 | `ruler` | RULER: calls, asking again, several orders, subsets, retries, accounting |
 | `transcripts`, `prompt`, `replies` | what a judge reads, how it is asked, how its answer is read |
 | `merge` | several judgings to one score, without the effect of places |
 | `rubrics`, `rubrics/` | what a judge looks for: files, named by their hash |
-| `llm` | the judge model, through litellm's router |
+| `llm`, `callers` | the judge model, through litellm's router, here or in processes of their own |
 | `labelled`, `eval` | agreement with ground truth; `journeyman judge eval` |
-| `watch` | anchors judged again and again, the alarm, `judge.json` |
+| `watch` | anchors judged again and again, the alarm, `judge.json`, `group.measured` |
 | `rejudge` | history scored again as a verdict set; `journeyman rejudge` |
 | `scenarios` | tasks to train on from a description; `journeyman scenarios` |
 | `scoring_server` | stands in for a judge model in tests, benchmarks and demos |

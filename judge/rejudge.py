@@ -4,8 +4,10 @@
 
 Every scored group of the branch it reads (`--from-branch`, `main` by default) is judged by the judge of the settings and published on another
 branch, with its origin; the trainer reads `main` only, so nothing trains twice. Agents' own rewards are not passed
-through here where a judge model is set: asking that model is the point. A group that is on the branch already is
-skipped, so the command can be stopped and run again. What the log no longer holds is recorded as discarded.
+through here where a judge model is set: asking that model is the point. So is every group that the judge discarded as
+unscored or too small, if this judge can score it: a judge model that was away, or was not set, is no reason to lose the
+group. A group that is on the branch already is skipped, so the command can be stopped and run again. What the log no longer
+holds is recorded as discarded.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import msgspec
 from rich.console import Console
 
 from judge.compose import open_composer
+from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import agreement
-from judge.scoring import Composer, Scores, UnscoredError, agents_own, judge_hash, member_of
+from judge.scoring import Composer, Scores, UnscoredError, agents_own, judge_hash, member_of, score
 from pipeline.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.config import Config, ConfigError, load
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted, now_us
@@ -31,6 +34,11 @@ from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, check_name, subject_token
 
 log = get_logger("judge.rejudge")
+
+
+def _name(event: object) -> tuple[str, str, str]:
+    assert isinstance(event, GroupScored | GroupDiscarded)
+    return event.model, event.group, event.split
 
 
 @dataclass
@@ -43,6 +51,8 @@ class Report:
     skipped: int = 0
     failed: int = 0
     gone: int = 0
+    rescued: int = 0
+    """Of the rejudged ones, those that had been discarded."""
     pairs: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
     """Old and new rewards of each group."""
 
@@ -54,6 +64,7 @@ class Report:
             "skipped": self.skipped,
             "failed": self.failed,
             "gone": self.gone,
+            "rescued": self.rescued,
             "agreement_with_before": asdict(agreement(self.pairs)),
         }
 
@@ -88,21 +99,75 @@ class Rejudge:
             if isinstance(r.event, GroupScored)
             and (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
         }
+        found += await self._discarded({_name(r.event) for r in found})
+        found.sort(key=lambda r: r.seq)
         slots = anyio.CapacityLimiter(self._config.judge.concurrency)
 
-        async def one(recorded: Recorded, event: GroupScored) -> None:
+        async def one(recorded: Recorded) -> None:
             async with slots:
-                await self._group(recorded, event)
+                match recorded.event:
+                    case GroupScored() as event:
+                        await self._group(recorded, event)
+                    case GroupDiscarded() as event:
+                        await self._rescue(recorded, event)
 
         async with anyio.create_task_group() as tg:
             for recorded in found[-limit:] if limit else found:
-                event = recorded.event
-                assert isinstance(event, GroupScored)
-                if (event.model, event.group, event.split) in done:
+                if _name(recorded.event) in done:
                     self.report.skipped += 1
                 else:
-                    tg.start_soon(one, recorded, event)
+                    tg.start_soon(one, recorded)
         return self.report
+
+    async def _discarded(self, scored: set[tuple[str, str, str]]) -> list[Recorded]:
+        """What the judge discarded for want of scores, but for groups that are scored too."""
+        history = await self._broker.history(
+            "GROUPS", f"group.discarded.{subject_token(self._config.project)}.>"
+        )
+        return [
+            r
+            for r in history
+            if isinstance(r.event, GroupDiscarded)
+            and (r.event.by, r.event.branch) == ("judge", self._source)
+            and r.event.reason in ("unscored", "too_small")
+            and _name(r.event) not in scored
+        ]
+
+    async def _rescue(self, recorded: Recorded, event: GroupDiscarded) -> None:
+        """Score a group that was discarded, where this judge can."""
+        group = Group(
+            GroupKey(event.project, event.model, event.group, event.split), 0.0, closed_by="timeout"
+        )
+        for trajectory in event.trajectories:
+            completed = await self._completion(event, trajectory)
+            if completed is None:
+                self.report.gone += 1
+                await self._discard(event, f"the end of trajectory {trajectory}")
+                return
+            group.arrivals[trajectory] = Arrival(*completed, [])
+        result = await score(group, self._config.judge, self.report.judge, self._composer)
+        if isinstance(result, GroupDiscarded):
+            self.report.failed += result.reason == "unscored"
+            log.info("still not scored", group=event.group, reason=result.reason, detail=result.detail[:300])
+            return
+        await self._broker.publish(
+            msgspec.structs.replace(
+                result, branch=self.report.branch, closed_by="replay", offline=True,
+                origin=f"{self._source}/{recorded.seq}",
+            )
+        )  # fmt: skip
+        self.report.rejudged += 1
+        self.report.rescued += 1
+
+    async def _completion(
+        self, event: GroupDiscarded, trajectory: str
+    ) -> tuple[TrajectoryCompleted, int] | None:
+        names = (event.project, event.model, trajectory)
+        subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
+        for recorded in await self._broker.history("ROLLOUTS", subject):
+            if isinstance(recorded.event, TrajectoryCompleted):
+                return recorded.event, recorded.seq
+        return None
 
     async def _group(self, recorded: Recorded, event: GroupScored) -> None:
         try:
@@ -152,11 +217,16 @@ class Rejudge:
             raise HistoryGoneError(f"the end of trajectory {trajectory}")
         return recorded.event
 
-    async def _discard(self, event: GroupScored, detail: str) -> None:
+    async def _discard(self, event: GroupScored | GroupDiscarded, detail: str) -> None:
+        members = (
+            tuple(m.trajectory for m in event.members)
+            if isinstance(event, GroupScored)
+            else event.trajectories
+        )
         await self._broker.publish(
             GroupDiscarded(
                 project=event.project, model=event.model, group=event.group, split=event.split,
-                trajectories=tuple(m.trajectory for m in event.members), reason="history_gone", by="rejudge",
+                trajectories=members, reason="history_gone", by="rejudge",
                 detail=detail, branch=self.report.branch,
             )
         )  # fmt: skip
@@ -213,7 +283,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         console.print_json(msgspec.json.encode(report.as_dict()).decode())
     else:
         console.print(
-            f"{report.rejudged} groups judged again on branch {report.branch}; {report.skipped} were there already, "
+            f"{report.rejudged} groups judged again on branch {report.branch} ({report.rescued} of them had been "
+            f"discarded); {report.skipped} were there already, "
             f"{report.failed} failed, {report.gone} are no longer in the log"
         )
         console.print(f"agreement with the rewards before: {agreement(report.pairs)}")

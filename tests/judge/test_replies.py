@@ -215,6 +215,19 @@ def test_scores_out_of_range_are_clamped() -> None:
     assert got.scores == {"abc101": 1.0, "def202": 0.0, "ghj303": 1.0, "kmn404": 0.0}
 
 
+def test_small_numbers_are_on_the_scale_that_the_prompt_states() -> None:
+    """They could be tenths of a judge that found all of them bad; the prompt asks for 0 to 1, so that is what they are."""
+    for said, scale in [
+        ([1, 0, 1, 0], 1.0),
+        ([1.5, 0.5, 1, 0], 1.0),
+        ([2, 0, 1, 0], 10.0),
+        ([11, 0, 1, 0], 100.0),
+    ]:
+        got = read(json.dumps(dict(zip(IDS, said, strict=True))), IDS)
+        assert got.scale == scale
+        assert list(got.scores.values()) == [min(v / scale, 1.0) for v in said]
+
+
 def test_explanations_are_kept() -> None:
     got = read('{"scores": [{"id": "abc101", "explanation": "won in four moves", "score": 1}]}', ["abc101"])
     assert got.explanations == {"abc101": "won in four moves"}
