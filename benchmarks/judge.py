@@ -1,7 +1,7 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - a benchmark waits for other processes, and polls what it measures
 """How fast and how trustworthy the judge is: writes benchmarks/results/judge.json.
 
-    python -m benchmarks.judge [--groups 1000] [--concurrency 2] [--out benchmarks/results/judge.json]
+    python -m benchmarks.judge [--groups 1000] [--concurrency 4] [--workers 1] [--out benchmarks/results/judge.json]
 
 A real NATS server, the judge as a process with litellm, and the scoring server (no language model: it answers in 50 ms
 what the trajectories' own text says) as another process. Every group has 8 trajectories and is judged twice, in
@@ -89,13 +89,16 @@ async def process(
 
 async def until(broker: Broker, groups: int) -> None:
     """Returns once so many groups are scored."""
-    while (await broker.js.stream_info("GROUPS")).state.messages < groups:
+    while True:
+        info = await broker.js.stream_info("GROUPS", subjects_filter="group.scored.>")
+        if len(info.state.subjects or {}) >= groups:
+            return
         await anyio.sleep(0.1)
 
 
-async def scored(broker: Broker) -> list[str]:
+async def scored(broker: Broker) -> list[GroupScored]:
     history = await broker.history("GROUPS", "group.scored.>")
-    return [r.event.group for r in history if isinstance(r.event, GroupScored)]
+    return [r.event for r in history if isinstance(r.event, GroupScored)]
 
 
 def memory_mb(pid: int) -> float:
@@ -106,7 +109,19 @@ def memory_mb(pid: int) -> float:
     return psutil.Process(pid).memory_info().rss / 2**20
 
 
-async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process and its children have used."""
+    process = psutil.Process(pid)
+    return sum(sum(p.cpu_times()[:2]) for p in [process, *process.children(recursive=True)])
+
+
+def resident_mb(pid: int) -> float:
+    """What a process and its children hold now."""
+    process = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
+
+
+async def measure(groups: int, concurrency: int, workers: int, kill: bool) -> dict[str, Any]:
     """One run over `groups`; with `kill`, the judge dies once in the middle."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -127,6 +142,7 @@ async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
                     model="openai/scorer",
                     api_base=json.loads(line)["url"],
                     concurrency=concurrency,
+                    workers=workers,
                     judgings=JUDGINGS,
                 )
                 save(Config(nats=settings, run_dir=folder, judge=judge), config)
@@ -141,19 +157,27 @@ async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
                     running,
                     _,
                 ):
-                    began = time.monotonic()
+                    began, cpu_began = time.monotonic(), cpu_s(running.pid)
                     done = len(await scored(broker))
+                    await until(broker, done + (groups - done) // 4)
+                    early = resident_mb(running.pid)
                     await until(broker, groups)
-                    took = time.monotonic() - began
+                    late = resident_mb(running.pid)
+                    took, cpu = time.monotonic() - began, cpu_s(running.pid) - cpu_began
                     while await broker.lag("judge"):
                         await anyio.sleep(0.1)
-                    memory = memory_mb(running.pid)
-                found = await scored(broker)
+                    children = psutil.Process(running.pid).children(recursive=True)
+                    memory = memory_mb(running.pid) + sum(memory_mb(c.pid) for c in children)
+                events = await scored(broker)
+                found = [e.group for e in events]
                 other = len(await broker.history("GROUPS", "group.discarded.>"))
                 return {
                     "groups_per_s": (groups - done) / took,
                     "wall_s": took,
                     "peak_rss_mb": memory,
+                    "rss_growth_mb": late - early,
+                    "cpu_ms_per_group": 1000 * cpu / (groups - done),
+                    "call_s": mean(v.latency_s / v.attempts for e in events for v in e.verdicts),
                     "exactly_once": len(found) == len(set(found)) == groups and other == 0,
                     "scored_before": done,
                 }
@@ -190,10 +214,11 @@ async def injections() -> tuple[int, int]:
     return gained, len(ATTACKS)
 
 
-async def run(groups: int, concurrency: int) -> dict[str, Any]:
+async def run(groups: int, concurrency: int, workers: int) -> dict[str, Any]:
     random.seed(0)
-    plain = await measure(groups, concurrency, kill=False)
-    killed = await measure(groups, concurrency, kill=True)
+    load = os.getloadavg()[0]
+    plain = await measure(groups, concurrency, workers, kill=False)
+    killed = await measure(groups, concurrency, workers, kill=True)
     ideal = concurrency / (JUDGINGS * DELAY_S)
     gained, attacks = await injections()
     return {
@@ -201,12 +226,18 @@ async def run(groups: int, concurrency: int) -> dict[str, Any]:
         "members": MEMBERS,
         "judgings": JUDGINGS,
         "concurrency": concurrency,
+        "workers": workers,
+        "cpus": os.cpu_count(),
+        "load_before": load,
         "judge_latency_s": DELAY_S,
         "groups_per_s": plain["groups_per_s"],
         "ideal_groups_per_s": ideal,
         "times_ideal": ideal / plain["groups_per_s"],
         "peak_rss_mb": plain["peak_rss_mb"],
+        "rss_growth_mb_last_three_quarters": plain["rss_growth_mb"],
+        "cpu_ms_per_group": plain["cpu_ms_per_group"],
         "exactly_once": plain["exactly_once"],
+        "call_s": plain["call_s"],
         "exactly_once_after_kill": killed["exactly_once"],
         "scored_before_kill": killed["scored_before"],
         **await position_bias(),
@@ -219,10 +250,14 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge")
     parser.add_argument("--groups", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=1, help="processes that call the judge model")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/judge.json"))
     args = parser.parse_args()
-    result = anyio.run(run, args.groups, args.concurrency)
+    result = anyio.run(run, args.groups, args.concurrency, args.workers)
+    for name in ("exactly_once", "exactly_once_after_kill"):
+        if not result[name]:
+            raise SystemExit(f"{name} does not hold: {result}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
