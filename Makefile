@@ -38,4 +38,4 @@ lock:
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/compat.txt
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .venv-compat tests/rollout_gateway/agents/node/node_modules runs build *.egg-info

@@ -131,8 +131,8 @@ def unload_all(server: VllmServer) -> None:
             httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": card["id"]}, timeout=30)
 
 
-def make_adapter(seed: int, scale: float = 0.1) -> bytes:
-    """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish. `scale` 0 changes nothing."""
+def adapter_tensors(seed: int, scale: float = 0.1) -> bytes:
+    """The weights of `make_adapter`, as safetensors."""
     model = json.loads((VllmServer.base / "config.json").read_text())
     hidden, heads = model["hidden_size"], model["num_attention_heads"] * model["head_dim"]
     random = np.random.default_rng(seed)
@@ -142,6 +142,11 @@ def make_adapter(seed: int, scale: float = 0.1) -> bytes:
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{prefix}.lora_A.weight"] = random.normal(size=(8, hidden)).astype(np.float32)
             tensors[f"{prefix}.lora_B.weight"] = (scale * random.normal(size=(heads, 8))).astype(np.float32)
+    return save(tensors)
+
+
+def make_adapter(seed: int, scale: float = 0.1) -> bytes:
+    """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish. `scale` 0 changes nothing."""
     settings = {
         "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none",
         "task_type": "CAUSAL_LM", "base_model_name_or_path": str(VllmServer.base),
@@ -150,7 +155,7 @@ def make_adapter(seed: int, scale: float = 0.1) -> bytes:
     with tarfile.open(fileobj=out, mode="w") as archive:
         for file, data in (
             ("adapter_config.json", json.dumps(settings).encode()),
-            ("adapter_model.safetensors", save(tensors)),
+            ("adapter_model.safetensors", adapter_tensors(seed, scale)),
         ):
             member = tarfile.TarInfo(file)
             member.size = len(data)

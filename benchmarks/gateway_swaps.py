@@ -1,0 +1,288 @@
+"""Adapter swaps under load, on a real vLLM: does a stream fail or stall, and is every exchange labelled with the truth?
+
+    python -m benchmarks.gateway_swaps                 200 swaps under 64 streams, about five minutes on two cores
+    python -m benchmarks.gateway_swaps --swaps 20
+
+64 clients stream one completion after the other through one gateway, first on one version, then while a trainer's
+checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine: vLLM
+(CPU build) with the demo's model, NATS, the gateway and the clients, so the gaps are vLLM's own more than the gateway's;
+what counts is their ratio. Labels are proved twice: by the `model` that vLLM itself put into each reply, and by the
+recorded logprobs, which only the labelled version's weights give again (computed with transformers, one exchange of each
+version). Results go to benchmarks/results/gateway_swaps.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from safetensors.numpy import load as load_tensors
+from transformers import AutoModelForCausalLM
+
+from pipeline.broker import Broker
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
+from tests.conftest import NatsServer, VllmServer, free_port
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tensors, publish_adapter
+
+RESULTS = Path(__file__).parent / "results" / "gateway_swaps.json"
+TOKENS = 24
+"""Of every streamed reply."""
+LORA_SCALE = 16 / 8
+_PATIENCE_S = 60.0
+
+
+@dataclass(eq=False)
+class Streams:
+    """What the clients saw."""
+
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """(when, seconds) between a chunk and the one before it in the same stream."""
+    first: list[tuple[float, float]] = field(default_factory=list)
+    """(when, seconds) from a request to its first chunk."""
+    replies: dict[str, set[str]] = field(default_factory=dict)
+    """Id of a complete reply to the `model` of its chunks, which is vLLM's own."""
+    failures: list[str] = field(default_factory=list)
+    begun: set[str] = field(default_factory=set)
+    """Versions that a reply has begun with."""
+    stopping: bool = False
+
+    async def client(self, url: str, trajectory: str, number: int) -> None:
+        """One stream after the other on one connection, until `stopping`."""
+        body = {
+            "model": "tictactoe", "stream": True, "max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True,
+            "messages": [{"role": "user", "content": f"a1=x b2=o {number % 9}"}],
+        }  # fmt: skip
+        parts = httpx.URL(url)
+        reader, writer = await asyncio.open_connection(parts.host, parts.port)
+        data = json.dumps(body).encode()
+        head = f"POST /t/{trajectory}/v1/chat/completions HTTP/1.1\r\nHost: {parts.host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        try:
+            while not self.stopping:
+                writer.write(head.encode() + data)
+                await self._one(reader, time.perf_counter())
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.failures.append(f"connection: {error!r}")
+        finally:
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, asked: float) -> None:
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in answer.split(b"\r\n", 1)[0]:
+            self.failures.append(answer.decode())
+            raise ConnectionResetError(answer.split(b"\r\n", 1)[0].decode())
+        before, models, name, done = asked, set(), "", False
+        async for event in _events(reader):
+            now = time.perf_counter()
+            if event == b"[DONE]":
+                done = True
+                continue
+            (self.first if before is asked else self.gaps).append((now, now - before))
+            before = now
+            chunk = json.loads(event)
+            if "error" in chunk:
+                self.failures.append(event.decode())
+                continue
+            models.add(chunk["model"])
+            self.begun.add(chunk["model"])
+            name = chunk["id"]
+        if not done:
+            self.failures.append(f"{name} ended without its end")
+        self.replies[name] = models
+
+
+async def _events(reader: asyncio.StreamReader) -> Any:
+    """The payloads of a chunked reply's events, each when it has come whole."""
+    buffer = b""
+    while True:
+        size = int(await reader.readuntil(b"\r\n"), 16)
+        data = await reader.readexactly(size + 2)
+        if not size:
+            return
+        buffer += data[:-2]
+        *whole, buffer = buffer.split(b"\n\n")
+        for event in whole:
+            yield event.removeprefix(b"data: ")
+
+
+def _quantile(values: list[tuple[float, float]], share: float, start: float, end: float) -> float:
+    """Milliseconds."""
+    chosen = [seconds for when, seconds in values if start <= when < end]
+    return float(np.quantile(chosen, share)) * 1000
+
+
+async def measure(
+    gateway: GatewayProcess, broker: Broker, *, swaps: int, streams: int, calm_s: float
+) -> tuple[dict[str, Any], Streams]:
+    """The clients' view, without and with swaps. Leaves `streams` trajectories `swap-<n>` open."""
+    seen = Streams()
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as control:
+
+        async def serving(version: str) -> float:
+            deadline = time.perf_counter() + _PATIENCE_S
+            while True:
+                (policy,) = (await control.get("/v1/policies")).json()["data"]
+                if policy["version"] == version:
+                    return time.perf_counter()
+                if time.perf_counter() > deadline:
+                    raise TimeoutError(f"{version} did not serve within {_PATIENCE_S:.0f} s")
+                await asyncio.sleep(0.05)
+
+        await publish_adapter(broker, 1)
+        await serving("tictactoe@1")
+        for number in range(streams):
+            opened = await control.post(
+                "/v1/trajectories", json={"model": "tictactoe", "id": f"swap-{number}"}
+            )
+            opened.raise_for_status()
+        clients = [asyncio.ensure_future(seen.client(gateway.url, f"swap-{n}", n)) for n in range(streams)]
+        try:
+            await _until(lambda: len(seen.replies) >= streams, seen)
+            calm_from = time.perf_counter()
+            await asyncio.sleep(calm_s)
+            calm_to = time.perf_counter()
+            took = []
+            for step in range(2, swaps + 2):
+                started = time.perf_counter()
+                version = await publish_adapter(broker, step)
+                took.append(await serving(version) - started)
+                # A swap is one that calls were answered by.
+                await _until(lambda version=version: version in seen.begun, seen)
+            swapped_to = time.perf_counter()
+        finally:
+            seen.stopping = True
+            await asyncio.gather(*clients)
+    calm, swapped = (calm_from, calm_to), (calm_to, swapped_to)
+    out: dict[str, Any] = {
+        "swaps": swaps, "streams": streams, "requests": len(seen.replies), "failures": len(seen.failures),
+        "calm_s": calm_to - calm_from, "swap_s": swapped_to - calm_to,
+        "publish_to_serving_p50_s": float(np.median(took)), "publish_to_serving_max_s": max(took),
+    }  # fmt: skip
+    for name, values in (("gap", seen.gaps), ("first_chunk", seen.first)):
+        for share, label in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
+            out[f"calm_{name}_{label}_ms"] = _quantile(values, share, *calm)
+            out[f"swap_{name}_{label}_ms"] = _quantile(values, share, *swapped)
+    out["swap_p99_gap_ratio"] = out["swap_gap_p99_ms"] / out["calm_gap_p99_ms"]
+    return out, seen
+
+
+async def _until(true: Any, seen: Streams) -> None:
+    deadline = time.perf_counter() + _PATIENCE_S
+    while not true():
+        if seen.failures or time.perf_counter() > deadline:
+            raise RuntimeError(f"the streams do not go on: {seen.failures[:3]}")
+        await asyncio.sleep(0.05)
+
+
+async def check_labels(broker: Broker, seen: Streams, streams: int) -> dict[str, Any]:
+    """Compare the log with what vLLM said of itself, and with what the versions' weights give."""
+    recorded: dict[str, ExchangeRecorded] = {}
+    for number in range(streams):
+        for r in await broker.history("ROLLOUTS", f"rollout.exchange.{PROJECT}.swap-{number}"):
+            if isinstance(r.event, ExchangeRecorded):
+                recorded[json.loads(r.event.response)["id"]] = r.event
+    wrong = [
+        name
+        for name, models in seen.replies.items()
+        if name not in recorded or models != {recorded[name].policy_version}
+    ]
+    one_each = {e.policy_version: e for e in recorded.values()}
+    weights = Weights()
+    own, other = [], []
+    for version, event in sorted(one_each.items(), key=lambda kv: kv[1].step):
+        said = unpack_logprobs(event.logprobs)
+        own.append(float(np.abs(weights.logprobs(event, event.step) - said).max()))
+        other.append(float(np.abs(weights.logprobs(event, event.step + 1) - said).max()))
+        if own[-1] > 1e-3:
+            wrong.append(version)
+    return {
+        "exchanges": len(recorded), "versions": len(one_each), "mislabelled": len(wrong),
+        "logprob_diff_own_max": max(own), "logprob_diff_next_version_min": min(other),
+    }  # fmt: skip
+
+
+class Weights:
+    """The base model with any version's adapter merged into it."""
+
+    def __init__(self) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(VllmServer.base, dtype=torch.float32)
+        self._base = {name: value.clone() for name, value in self._model.state_dict().items()}
+
+    @torch.inference_mode()
+    def logprobs(self, event: ExchangeRecorded, step: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Of an exchange's sampled tokens, as version `step` gives them."""
+        state = self._model.state_dict()
+        tensors = load_tensors(adapter_tensors(step))
+        for name, base in self._base.items():
+            key = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{key}.lora_A.weight" in tensors:
+                a, b = (torch.from_numpy(tensors[f"{key}.lora_{x}.weight"].copy()) for x in "AB")
+                state[name].copy_(base + LORA_SCALE * (b @ a))
+        prompt, sampled = unpack_ids(event.prompt_ids), unpack_ids(event.sampled_ids)
+        ids = torch.tensor([*prompt.tolist(), *sampled.tolist()])
+        logits = self._model(ids[None, :-1]).logits[0, len(prompt) - 1 :]
+        chosen = torch.log_softmax(logits, -1).gather(1, ids[len(prompt) :, None])
+        return np.asarray(chosen[:, 0])
+
+
+async def run(folder: Path, vllm_port: int, swaps: int, streams: int, calm_s: float) -> dict[str, Any]:
+    server = VllmServer(folder, vllm_port, args=("--max-loras", "4"))
+    nats = NatsServer(folder)
+    nats.start()
+    try:
+        if not vllm_port:
+            server.start()
+        config = Config(
+            project=PROJECT,
+            run_dir=str(folder / "run"),
+            nats=NatsConfig(url=nats.url),
+            # One slot of the server stays empty: see docs/operations.md.
+            vllm=VllmConfig(urls=(server.url,), max_loras=3),
+            models=(ModelConfig(name="tictactoe", base=str(server.base)),),
+            gateway=GatewayConfig(port=free_port()),
+        )
+        gateway = GatewayProcess(config)
+        gateway.start()
+        try:
+            async with Broker.connect(config.nats) as broker:
+                out, seen = await measure(gateway, broker, swaps=swaps, streams=streams, calm_s=calm_s)
+                out |= await check_labels(broker, seen, streams)
+        finally:
+            gateway.stop()
+    finally:
+        server.stop()
+        nats.stop()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_swaps", description=__doc__)
+    parser.add_argument("--swaps", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--calm-s", type=float, default=30.0)
+    parser.add_argument("--vllm-port", type=int, default=0, help="of one started by hand, as the tests' is")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = asyncio.run(run(Path(folder), args.vllm_port, args.swaps, args.streams, args.calm_s))
+    out = {"cpus": os.cpu_count(), "python": platform.python_version(), **out}
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(out, indent=2) + "\n")
+    print(json.dumps(out, indent=2))
+    if out["failures"] or out["mislabelled"]:
+        raise SystemExit("calls failed or were mislabelled")
+
+
+if __name__ == "__main__":
+    main()
