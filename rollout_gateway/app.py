@@ -75,7 +75,7 @@ class App:
         except ClientGoneError:
             pass  # what there was to record is recorded, and no one listens
         except BrokerError as error:
-            _refuse(request, unavailable(f"The log does not answer: {error}", "log_unavailable"))
+            _refuse(request, _no_log(error))
 
     async def _route(self, request: Request) -> None:
         path, _, query = request.target.partition("?")
@@ -217,7 +217,8 @@ class App:
             if not request.started:
                 request.answer(status, translation.error(answer))
             return status
-        except ApiError as error:
+        except (ApiError, BrokerError) as failed:
+            error = failed if isinstance(failed, ApiError) else _no_log(failed)
             answer = error.body()
             if path == MessagesTranslation.path:
                 error.kind = error_type(error.status)
@@ -284,6 +285,10 @@ def _body(request: Request) -> bytes:
 def _refuse(request: Request, error: ApiError) -> None:
     if not request.started:
         request.answer(error.status, error.body(), error.headers)
+
+
+def _no_log(error: BrokerError) -> ApiError:
+    return unavailable(f"The log does not answer: {error}", "log_unavailable")
 
 
 def _traceparent(headers: Headers) -> str:
