@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import crash
 from pipeline.config import Config
 from store import columns
+
+if TYPE_CHECKING:
+    import duckdb  # the writer does not need it
 
 SUFFIX = ".parquet"
 DAMAGED = ".damaged"

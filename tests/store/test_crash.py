@@ -24,7 +24,7 @@ import pytest
 
 from pipeline import crash, schema, streams
 from pipeline.broker import Broker
-from pipeline.config import NatsConfig
+from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import (
     Event,
     GroupDiscarded,
@@ -34,14 +34,14 @@ from pipeline.events import (
     decode,
 )
 from store.catalog import live
-from store.target import LocalTarget
+from store.target import Target, open_target
 from tests.conftest import NatsServer
 from tests.store.conftest import exchange
 from tests.store.crash_child import quick_consumers
 
 pytestmark = pytest.mark.anyio
 
-SCHEDULES = 210
+SCHEDULES = {"local": 210, "s3": 40}
 POINTS = [p for p in crash.POINTS if p.startswith("store.")] + [
     "broker.before_publish",
     "broker.after_publish",
@@ -104,7 +104,13 @@ def experience(rng: random.Random, life: int) -> list[Event]:
 
 
 async def one_life(
-    rng: random.Random, life: int, broker: Broker, server: NatsServer, lives: Lives, run_dir: Path
+    rng: random.Random,
+    life: int,
+    broker: Broker,
+    server: NatsServer,
+    lives: Lives,
+    run_dir: Path,
+    where_to: dict[str, str],
 ) -> str:
     """Publish, let a store begin that will die somewhere, perhaps kill the server. Returns how it ended."""
     where = f"{rng.choice(POINTS)}:{rng.randint(1, 3)}"
@@ -121,7 +127,7 @@ async def one_life(
         run_dir=str(run_dir),
         crash=where,
         flush_rows=rng.randint(2, 9),
-        store={"compact_s": 0.03, "compact_files": 3, "compact_grace_s": 0.0},
+        store={"compact_s": 0.03, "compact_files": 3, "compact_grace_s": 0.0, **where_to},
     )
     ended = anyio.Event()
     codes: list[int] = []
@@ -151,9 +157,8 @@ async def one_life(
     return f"{where.partition(':')[0]} {codes[0]}"
 
 
-def stored(folder: Path) -> Counter[tuple[str, int]]:
+def stored(target: Target) -> Counter[tuple[str, int]]:
     """(stream, sequence) of every row of every file that readers see."""
-    target = LocalTarget(folder)
     found: Counter[tuple[str, int]] = Counter()
     for tag in schema.tables():
         for name in live(target, tag):
@@ -176,30 +181,40 @@ async def in_log(broker: Broker) -> set[tuple[str, int]]:
 
 
 @pytest.mark.timeout(600)
-async def test_over_200_crash_schedules_nothing_is_lost_and_nothing_is_twice(
-    nats_server: NatsServer, lives: Lives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", SCHEDULES)
+async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
+    nats_server: NatsServer,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
+    # Before the lives, which inherit the credentials.
+    where_to = request.getfixturevalue("object_store") if place == "s3" else {}
+    lives: Lives = request.getfixturevalue("lives")
+    schedules = SCHEDULES[place]
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
     rng = random.Random(20261121)
     config = NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0)
     endings: Counter[str] = Counter()
     async with Broker.connect(config) as broker:
-        for life in range(SCHEDULES):
-            endings[await one_life(rng, life, broker, nats_server, lives, tmp_path)] += 1
+        for life in range(schedules):
+            endings[await one_life(rng, life, broker, nats_server, lives, tmp_path, where_to)] += 1
         lives.begin(
-            url=nats_server.url, run_dir=str(tmp_path), crash="", flush_rows=1000, store={"compact_s": 3600.0}
-        )
+            url=nats_server.url, run_dir=str(tmp_path), crash="", flush_rows=1000,
+            store={"compact_s": 3600.0, **where_to},
+        )  # fmt: skip
         with anyio.fail_after(60):
             while await broker.lag("store-"):
                 await anyio.sleep(0.05)
         os.kill(lives.pid, signal.SIGTERM)
         assert await anyio.to_thread.run_sync(lives.end) == 0
         expected = await in_log(broker)
-    found = stored(tmp_path / "store")
+    found = stored(open_target(Config(run_dir=str(tmp_path), store=StoreConfig(**where_to))))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == expected
     assert not list(tmp_path.glob("store/*/.tmp-*"))
     died = Counter({k.split()[0]: n for k, n in endings.items() if k.endswith("-9")})
-    assert sum(died.values()) > SCHEDULES / 2, endings
+    assert sum(died.values()) > schedules / 2, endings
     missed = {p for p in POINTS if p.startswith("store.")} - set(died)
-    assert not missed, f"no schedule died at {missed}"
+    assert place == "s3" or not missed, f"no schedule died at {missed}"
