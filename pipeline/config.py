@@ -225,10 +225,23 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """What is done about replies sampled by an older version: importance ratios against the recorded logprobs, cut off
     at `correction_max` or (mask) dropped beyond it; `none` clips against the recorded logprobs as PPO does."""
     correction_max: float = 3.0
+    correction_min: float | None = None
+    """Smallest ratio: raised to it, or (mask) dropped below it."""
     epsilon: float = 0.2
     """Clip range of the probability ratio."""
     epsilon_high: float | None = None
     """Upper clip range where it differs from `epsilon`."""
+    delta: float | None = None
+    """Two-sided clipping: bound of the ratio where the advantage is negative; above `1 + epsilon_high`."""
+    off_policy_mask: float | None = None
+    """Sequences with a negative advantage whose mean log ratio of sampler to trainer exceeds this are left out."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
+    kl_unbiased: bool = True
+    """Multiply the KL term by the probability ratio, which makes its gradient that of the reverse KL."""
+    loss_options: dict[str, float] = {}
+    """Constants of single loss types by TRL's names: `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`,
+    `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`."""
     importance_level: Literal["token", "sequence"] = "token"
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """By which standard deviation an advantage is divided."""
@@ -249,6 +262,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Token budget of one forward and backward pass; a step takes as many passes as it needs."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group share the computation of what they have in common; `auto`: where it pays."""
+    attention: Literal["sdpa", "flex"] = "sdpa"
+    """How shared prefixes are computed: `sdpa` with a dense mask, or PyTorch's FlexAttention, whose mask takes no memory that
+    grows with the square of a tree. FlexAttention has no gradients on CPU, so it needs CUDA."""
+    processes: int = 1
+    """Processes (GPUs) that share the passes of a step; `journeyman up` starts them with `accelerate launch`."""
     peak_tflops: float = 0.0
     """The device's peak at the weights' type, to report model FLOPs utilisation; 0: unknown."""
     check_sequences: int = 8

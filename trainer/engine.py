@@ -24,11 +24,12 @@ from transformers import get_scheduler
 
 from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.log import get_logger
-from trainer import grpo
+from trainer import checks, grpo
+from trainer.attention import mask_of
 from trainer.groups import Example
 from trainer.loading import device_for, load
 from trainer.measure import Measured
-from trainer.packing import Cost, Layout, MicroBatch, micro_batches, padded
+from trainer.packing import Cost, Layout, MicroBatch, micro_batches
 from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.engine")
@@ -180,7 +181,8 @@ class Engine:
                 tensor.copy_(weights[name])
 
     @contextmanager
-    def _as(self, weights: Weights) -> Iterator[None]:
+    def having(self, weights: Weights) -> Iterator[None]:
+        """With `weights` as the live adapter for a while."""
         kept = self.weights()
         self.put(weights)
         try:
@@ -196,7 +198,7 @@ class Engine:
         """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
         temperature."""
         layout = layout.to(self.device)
-        mask: Any = layout.mask_R1LL
+        mask: Any = mask_of(layout, self.config.attention == "flex")
         if mask is not None:
             # As a mapping: taken as it is, whatever the library would make of a tensor.
             mask = dict.fromkeys(set(self.model.config.layer_types), mask)
@@ -235,9 +237,9 @@ class Engine:
         logprobs_n = all_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
         if not entropy:
             return logprobs_n, torch.zeros_like(logprobs_n)
-        # Only measured, so no gradient is kept for it.
-        detached = all_nV.detach()
-        return logprobs_n, -(detached.exp() * detached).sum(-1)
+        # Where it is only measured no gradient is kept for it.
+        measured = all_nV if self.config.entropy_coef else all_nV.detach()
+        return logprobs_n, -(measured.exp() * measured).sum(-1)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -251,7 +253,8 @@ class Engine:
         _set_rng(line.rng)
         optimizer.zero_grad(set_to_none=True)
         metrics = self._backward_in_memory(examples, groups, line.step)
-        metrics |= self._sampler_difference(line, examples)
+        metrics |= checks.sampler_difference(self, line, examples)
+        metrics |= checks.kl_to_base(self, examples) if self.config.beta == 0.0 else {}
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
             raise UntrainableError(f"gradient norm {norm} at step {line.step}: the step is not taken")
@@ -344,10 +347,10 @@ class Engine:
             items_in_batch=total,
             reference_SK=reference,
         )
-        loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK)
-        loss = loss * grpo.micro_batch_share(
-            self.config.loss_type, len(inside), len(examples), sum(counts), total
-        )
+        share = grpo.micro_batch_share(self.config.loss_type, len(inside), len(examples), sum(counts), total)
+        # The bonus is the mean over the batch's tokens, whatever the loss type averages over.
+        bonus = sum(counts) / total / share
+        loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, bonus) * share
         loss.backward()
         measured.add(loss, logprobs_SK, inside, self.config.correction_max)
 
@@ -370,37 +373,6 @@ class Engine:
             optimizer.load_state_dict(copy.deepcopy(line.optimizer))
             scheduler.load_state_dict(line.scheduler)
         return optimizer, scheduler
-
-    def _sampler_difference(self, line: Line, examples: Sequence[Example]) -> dict[str, float]:
-        """Mean absolute difference of recorded and recomputed logprobs, each recomputed at the version that sampled.
-
-        A value above about 1e-3 in float32 means that the tokens, the mask or the version are not what was sampled."""
-        wanted = self.config.check_sequences
-        stride = max(1, len(examples) // wanted) if wanted else 0
-        picked = [e.sequence for e in examples[::stride]][:wanted] if wanted else []
-        differences: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-        for version in sorted({int(s) for p in picked for s in np.unique(p.steps[p.trained])}):
-            weights = line.history.get(version)
-            if weights is None:
-                continue
-            at = [s.without(s.steps != version) for s in picked]
-            at = [s for s in at if s.trained.any()]
-            shape = (len(at), max(s.trained_tokens for s in at))
-            with self._as(weights), torch.no_grad():
-                logprobs, _ = self.logprobs(padded(at), shape, entropy=False)
-            computed = logprobs.cpu().numpy()
-            differences += [
-                np.abs(computed[row, : s.trained_tokens] - s.logprobs[s.trained]) for row, s in enumerate(at)
-            ]
-        known = np.concatenate(differences) if differences else np.zeros(0, np.float32)
-        known = known[np.isfinite(known)]
-        if not len(known):
-            return {}
-        return {
-            "sampler_logprob_diff": float(known.mean()),
-            "sampler_logprob_diff_max": float(known.max()),
-            "sampler_logprob_checked": float(len(known)),
-        }
 
 
 def _get_rng() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import TrainerConfig
+from pipeline.config import ConfigError, TrainerConfig
 from trainer.groups import Example
 
 
@@ -74,6 +74,20 @@ def _no_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+LOSS_OPTIONS = (
+    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+"""TRL's constants of single loss types."""
+
+
+def _loss_options(config: TrainerConfig) -> dict[str, float]:
+    if unknown := config.loss_options.keys() - set(LOSS_OPTIONS):
+        raise ConfigError(
+            f"trainer.loss_options: {', '.join(sorted(unknown))} is none of {', '.join(LOSS_OPTIONS)}"
+        )
+    return dict(config.loss_options)
+
+
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
     """Our settings in TRL's words."""
     return GRPOConfig(
@@ -92,6 +106,12 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
             "token_truncate" if config.sampler_correction == "none" else config.sampler_correction
         ),
         vllm_importance_sampling_clip_max=config.correction_max,
+        vllm_importance_sampling_clip_min=config.correction_min,
+        delta=config.delta,
+        off_policy_mask_threshold=config.off_policy_mask,
+        entropy_coef=config.entropy_coef,
+        use_bias_correction_kl=config.kl_unbiased,
+        **_loss_options(config),
         scale_rewards=config.advantage_scaling,
         bf16=False,
         fp16=False,
@@ -140,10 +160,16 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         return (*self._logprobs, None)
 
     def loss(
-        self, inputs: dict[str, torch.Tensor], logprobs_SK: torch.Tensor, entropies_SK: torch.Tensor
+        self,
+        inputs: dict[str, torch.Tensor],
+        logprobs_SK: torch.Tensor,
+        entropies_SK: torch.Tensor,
+        bonus_share: float = 1.0,
     ) -> torch.Tensor:
-        """TRL's loss of a batch whose logprobs are computed already."""
+        """TRL's loss of a batch whose logprobs are computed already. `bonus_share` scales the entropy bonus, which TRL
+        always takes as the mean over the tokens that it is given."""
         self._logprobs = (logprobs_SK, entropies_SK)
+        self.entropy_coef = self.args.entropy_coef * bonus_share
         try:
             loss: torch.Tensor = self.compute_loss(self.model, inputs)
         finally:
@@ -162,9 +188,15 @@ def _no_reward(prompts: Sequence[Any], **_: Any) -> list[None]:
 
 
 def importance_ratio(
-    logprobs_SK: torch.Tensor, sampled_SK: torch.Tensor, mask_SK: torch.Tensor, mode: str, maximum: float
+    logprobs_SK: torch.Tensor,
+    sampled_SK: torch.Tensor,
+    mask_SK: torch.Tensor,
+    mode: str,
+    maximum: float,
+    minimum: float | None = None,
 ) -> torch.Tensor:
-    """TRL's sampler correction, [S, K] or [S, 1]: trainer over sampler probability, truncated or masked at `maximum`.
+    """TRL's sampler correction, [S, K] or [S, 1]: trainer over sampler probability, truncated to `minimum` … `maximum` or
+    masked outside of it.
 
     A token whose sampler logprob is NaN counts as ratio 1."""
     difference = torch.nan_to_num((logprobs_SK.detach() - sampled_SK) * mask_SK, nan=0.0)
@@ -172,8 +204,11 @@ def importance_ratio(
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = torch.exp(difference)
     if mode.endswith("truncate"):
-        return torch.clamp(ratio, max=maximum)
-    return ratio.masked_fill(ratio > maximum, 0.0)
+        return torch.clamp(ratio, min=minimum, max=maximum)
+    outside = ratio > maximum
+    if minimum is not None:
+        outside |= ratio < minimum
+    return ratio.masked_fill(outside, 0.0)
 
 
 def inputs_of(
@@ -213,8 +248,15 @@ def inputs_of(
         inputs["old_per_token_logps"] = torch.where(sampled.isnan(), logprobs_SK.detach(), sampled)
     else:
         inputs["importance_sampling_ratio"] = importance_ratio(
-            logprobs_SK, sampled, mask, config.sampler_correction, config.correction_max
+            logprobs_SK,
+            sampled,
+            mask,
+            config.sampler_correction,
+            config.correction_max,
+            config.correction_min,
         )
+    if config.off_policy_mask is not None:
+        inputs["sampling_per_token_logps"] = sampled
     if reference_SK is not None:
         inputs["ref_per_token_logps"] = reference_SK
     return inputs

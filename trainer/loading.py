@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import ConfigError, TrainerConfig
+from trainer.attention import implementation
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of the architectures that Unsloth patches; elsewhere PEFT finds all linear layers itself."""
@@ -54,7 +55,9 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
                 "trainer.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or `auto`"
             )
         return _load_unsloth(base, config, device)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype_for(config, device))
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype_for(config, device), attn_implementation=implementation(config, device)
+    )
     lora = LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, bias="none",
         target_modules="all-linear", task_type="CAUSAL_LM",

@@ -28,8 +28,8 @@ class Layout:
     ids_RL: torch.Tensor
     positions_RL: torch.Tensor | None
     """None: 0, 1, 2, … in every row."""
-    mask_R1LL: torch.Tensor | None
-    """True where the row's query (third axis) sees the key (last axis); None: plain causal."""
+    ends_RL: torch.Tensor | None
+    """The column after the last one that sees this one: a query q sees a key k where k <= q < ends[k]. None: plain causal."""
     rows_N: torch.Tensor
     cols_N: torch.Tensor
     """Where in [R, L] the hidden state lies that predicts a trained token."""
@@ -40,6 +40,16 @@ class Layout:
     """Where in [S, K] the trained token belongs."""
     tokens: int
     """Real tokens that go through the model."""
+
+    def dense_mask(self) -> torch.Tensor | None:
+        """`ends_RL` as a dense mask: True where the row's query (third axis) sees the key (last axis)."""
+        if self.ends_RL is None:
+            return None
+        at_L = torch.arange(self.ends_RL.shape[1], device=self.ends_RL.device)
+        seen_RLL = (at_L[None, :, None] >= at_L[None, None, :]) & (
+            at_L[None, :, None] < self.ends_RL[:, None, :]
+        )
+        return seen_RLL.unsqueeze(1)
 
     def to(self, device: torch.device) -> Layout:
         return Layout(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
@@ -70,7 +80,7 @@ def _layout(
     where: Sequence[tuple[int, Int]],
     tokens: int,
     positions_RL: Int | None = None,
-    mask_RLL: npt.NDArray[np.bool_] | None = None,
+    ends_RL: Int | None = None,
 ) -> Layout:
     """`where[s]` is the row of sequence s and the column of each of its used tokens."""
     rows, cols, targets, temperatures, owner, slot = [], [], [], [], [], []
@@ -90,7 +100,7 @@ def _layout(
     return Layout(
         torch.from_numpy(ids_RL),
         None if positions_RL is None else torch.from_numpy(positions_RL),
-        None if mask_RLL is None else torch.from_numpy(mask_RLL).unsqueeze(1),
+        None if ends_RL is None else torch.from_numpy(ends_RL),
         flat(rows), flat(cols), flat(targets), torch.from_numpy(np.concatenate(temperatures)), flat(owner), flat(slot),
         tokens,
     )  # fmt: skip
@@ -113,8 +123,9 @@ class _Tree:
 
     ids: Int
     positions: Int
-    parents: Int
-    """For each token the column of the token before it on its path; -1 at the root."""
+    ends: Int
+    """For each token the column after the last of those that continue it. A path's tokens come before what continues them, and
+    what continues a token lies together: so a token sees exactly those before it that have not ended."""
     columns: list[Int]
     """For each sequence the column of each of its tokens."""
 
@@ -129,20 +140,23 @@ def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
     """Sorted, each sequence shares its longest prefix with the one before it (as in a trie built from sorted words)."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     columns: list[Int] = [np.zeros(0, np.int64)] * len(sequences)
-    ids, positions, parents = [], [], []
+    ids, positions = [], []
+    ends = np.zeros(sum(map(len, sequences)), np.int64)
     size = 0
     before = -1
     for i in order:
         sequence = sequences[i]
         shared = _common(sequence, sequences[before]) if before >= 0 else 0
+        if before >= 0:
+            ends[columns[before][shared:]] = size
         fresh = np.arange(size, size + len(sequence) - shared)
         columns[i] = np.concatenate([columns[before][:shared], fresh]) if shared else fresh
         ids.append(sequence[shared:].astype(np.int64))
         positions.append(np.arange(shared, len(sequence)))
-        parents.append(np.concatenate([[-1], columns[i]])[shared:-1] if len(fresh) else fresh)
         size += len(fresh)
         before = i
-    return _Tree(np.concatenate(ids), np.concatenate(positions), np.concatenate(parents), columns)
+    ends[columns[before]] = size
+    return _Tree(np.concatenate(ids), np.concatenate(positions), ends[:size], columns)
 
 
 def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
@@ -156,31 +170,16 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
     length = max(len(t.ids) for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
-    mask_RLL = np.zeros((len(trees), length, length), np.bool_)
+    # Padding sees itself: a row without a single key would give NaN.
+    ends_RL = np.tile(np.arange(1, length + 1), (len(trees), 1))
     where: list[tuple[int, Int]] = [(0, np.zeros(0, np.int64))] * len(sequences)
     for row, (tree, inside) in enumerate(zip(trees, members.values(), strict=True)):
         n = len(tree.ids)
         ids_RL[row, :n], positions_RL[row, :n] = tree.ids, tree.positions
-        _see_own_path(mask_RLL[row], tree)
+        ends_RL[row, :n] = tree.ends
         for s, columns in zip(inside, tree.columns, strict=True):
             where[s] = (row, columns)
-    return _layout(sequences, ids_RL, where, sum(len(t.ids) for t in trees), positions_RL, mask_RLL)
-
-
-def _see_own_path(mask_LL: npt.NDArray[np.bool_], tree: _Tree) -> None:
-    """Fill in what each token sees: runs of one path are contiguous, so a run is one triangle and one copied row."""
-    n = len(tree.ids)
-    index = np.arange(n)
-    starts = np.flatnonzero(tree.parents != index - 1) if n else np.zeros(0, np.int64)
-    starts = np.unique(np.concatenate([[0], starts]))
-    for start, end in zip(starts, [*starts[1:], n], strict=True):
-        parent = tree.parents[start]
-        if parent >= 0:
-            mask_LL[start:end, :start] = mask_LL[parent, :start]
-        mask_LL[start:end, start:end] = np.tri(end - start, dtype=np.bool_)
-    # Padding sees itself: a row without a single key would give NaN.
-    rest = np.arange(n, len(mask_LL))
-    mask_LL[rest, rest] = True
+    return _layout(sequences, ids_RL, where, sum(len(t.ids) for t in trees), positions_RL, ends_RL)
 
 
 def tree_sizes(sequences: Sequence[TokenSequence]) -> tuple[int, int]:

@@ -57,6 +57,19 @@ def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: En
     assert abs(metrics["ratio_max"] - 1) > 1e-3
 
 
+def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engine) -> None:
+    line = engine.new_line()
+    line = engine.step(line, batch(engine, line), [0] * 6).line
+    examples = batch(engine, line, seed=40)
+    measured = engine.step(line, examples, [0] * 6).metrics["kl"]
+    config = engine.config
+    engine.use(msgspec.structs.replace(config, beta=1e-9))
+    in_the_loss = engine.step(line, examples, [0] * 6).metrics["kl"]
+    engine.use(config)
+    assert measured == pytest.approx(in_the_loss, rel=1e-4)
+    assert measured > 1e-6
+
+
 def test_the_wrong_version_shows(engine: Engine) -> None:
     line = engine.new_line()
     for i in range(2):

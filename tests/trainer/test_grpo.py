@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
-from pipeline.config import TrainerConfig
+from pipeline.config import ConfigError, TrainerConfig
 from tests.trainer.kit import VOCAB, exchange
 from trainer import grpo
 from trainer.engine import Engine
@@ -32,7 +33,7 @@ class PaddedGRPOTrainer(grpo.GRPOTrainer):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
         logprobs = torch.log_softmax(logits[:, :-1].float(), -1)[:, -logits_to_keep:]
         chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
-        return chosen, -(logprobs.exp() * logprobs).sum(-1).detach(), None
+        return chosen, -(logprobs.exp() * logprobs).sum(-1), None
 
 
 def batch(seed: int = 0) -> list[Example]:
@@ -121,11 +122,15 @@ def reference(engine: Engine, config: TrainerConfig, examples: list[Example], tm
             difference = difference.sum(-1, keepdim=True)
         ratio = difference.exp()
         if "truncate" in config.sampler_correction:
-            ratio = ratio.clamp(max=config.correction_max)
+            ratio = ratio.clamp(min=config.correction_min, max=config.correction_max)
         else:
-            ratio = torch.where(ratio > config.correction_max, 0.0, ratio)
+            ratio = torch.where(
+                (ratio > config.correction_max) | (ratio < (config.correction_min or 0.0)), 0.0, ratio
+            )
         inputs["importance_sampling_ratio"] = ratio
         inputs["old_per_token_logps"] = current
+    if config.off_policy_mask is not None:
+        inputs["sampling_per_token_logps"] = sampled
     loss = trainer.compute_loss(engine.model, inputs)
     loss.backward()
     return float(loss.detach())
@@ -146,7 +151,46 @@ def test_parity_with_trl(
         lora_rank=4, loss_type=loss_type, sampler_correction=correction, beta=beta, tokens_per_batch=40,  # type: ignore[arg-type]
         importance_level="sequence" if loss_type == "luspo" else "token", correction_max=2.0, packing="padded",
     )  # fmt: skip
-    engine = engines["tiny"]
+    assert_parity(engines["tiny"], config, tmp_path)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *(
+        {"entropy_coef": 0.05, "loss_type": loss_type}
+        for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
+    ),
+    {"delta": 1.3, "sampler_correction": "none"},
+    {"off_policy_mask": 0.01, "sampler_correction": "none"},
+    {"off_policy_mask": 0.01},
+    {"correction_min": 0.5},
+    {"correction_min": 0.5, "sampler_correction": "token_mask"},
+    {"correction_min": 0.5, "sampler_correction": "sequence_mask"},
+    {"beta": 0.1, "kl_unbiased": False, "sampler_correction": "none"},
+    {"loss_type": "sapo", "loss_options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}},
+    {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_parity_with_trl_s_options(
+    engines: dict[str, Engine], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    config = TrainerConfig(
+        **({"lora_rank": 4, "tokens_per_batch": 40, "correction_max": 2.0, "packing": "padded"} | options)
+    )
+    plain = msgspec.structs.replace(
+        config, **{name: getattr(TrainerConfig(), name) for name in options if name not in ("loss_type", "beta", "sampler_correction")}
+    )  # fmt: skip
+    assert assert_parity(engines["tiny"], config, tmp_path) != assert_parity(engines["tiny"], plain, tmp_path)
+
+
+def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
+    with pytest.raises(ConfigError, match="loss_options: sapo_temprature is none of"):
+        engines["tiny"].use(TrainerConfig(lora_rank=4, loss_options={"sapo_temprature": 1.0}))
+
+
+def assert_parity(engine: Engine, config: TrainerConfig, tmp_path: Path) -> list[float]:
+    """Also returns the gradients' sizes."""
     engine.use(config)
     examples = batch()
     engine.model.zero_grad()
@@ -159,6 +203,7 @@ def test_parity_with_trl(
     for mine, other in zip(engine._parameters, their_gradients, strict=True):
         scale = float(other.abs().max())
         torch.testing.assert_close(mine.grad, other, rtol=1e-5, atol=1e-5 * scale + 1e-8)
+    return [float(g.norm()) for g in their_gradients]
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from pipeline.config import TrainerConfig
+from pipeline.config import ConfigError, TrainerConfig
 from tests.trainer.kit import VOCAB
+from trainer.attention import FLEX, mask_of
 from trainer.engine import Engine
 from trainer.packing import Cost, Layout, micro_batches, padded, prefix_shared, sharing_pays, tree_sizes
 from trainer.sequences import TokenSequence
@@ -82,6 +85,45 @@ def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, l
     out = through(engine, made, sequences)
     for row, one in enumerate(sequences):
         np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str, tmp_path: Path) -> None:
+    """Forward only: FlexAttention has no gradients on CPU, so there the trainer refuses it and the test gives it in its place."""
+    with pytest.raises(ConfigError, match="no gradients on CPU"):
+        Engine(tiny_base, TrainerConfig(lora_rank=4, attention="flex"), tmp_path)
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
+    engine.model.get_base_model().set_attn_implementation(FLEX)
+    for seed in range(3):
+        sequences, groups = tree_of_conversations(seed)
+        dense = through(engine, prefix_shared(sequences, groups), sequences)
+        engine.config = msgspec.structs.replace(engine.config, attention="flex")
+        assert isinstance(mask_of(prefix_shared(sequences, groups), flex=True), BlockMask)
+        out = through(engine, prefix_shared(sequences, groups), sequences)
+        rows = through(engine, padded(sequences), sequences)
+        engine.config = msgspec.structs.replace(engine.config, attention="sdpa")
+        np.testing.assert_allclose(out, dense, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(out, rows, rtol=1e-5, atol=1e-5)
+        for row, one in enumerate(sequences):
+            np.testing.assert_allclose(
+                out[row, : one.trained_tokens], alone(engine, one), rtol=1e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_sees_its_own_path_and_nothing_else(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sequences = [sequence(list(map(int, rng.integers(2, 4, int(rng.integers(2, 9))))), [1]) for _ in range(8)]
+    for one in sequences:
+        one.trained[1:] = True
+    layout = prefix_shared(sequences, [0] * 8)
+    mask = layout.dense_mask()
+    assert mask is not None
+    for s, one in enumerate(sequences):
+        columns = [int(c) for c, owner in zip(layout.cols_N, layout.sequence_N, strict=True) if owner == s]
+        assert layout.ids_RL[0, columns].tolist() == one.ids[:-1].tolist()
+        for depth, column in enumerate(columns):
+            assert np.flatnonzero(mask[0, 0, column]).tolist() == sorted(columns[: depth + 1])
 
 
 def test_a_shared_prefix_is_laid_out_once() -> None:
