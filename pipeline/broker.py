@@ -10,6 +10,7 @@ Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -31,10 +32,14 @@ from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.log import get_logger
+from pipeline.publisher import Publisher
 
 log = get_logger("pipeline.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
+# As plain text: an enumeration's member prints as its name.
+_MSG_ID = api.Header.MSG_ID.value
+_EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 _DIRECT_GET_BATCH = 1000
 _HEADERS_MARGIN = 4096
 
@@ -143,10 +148,11 @@ def not_for(message: Msg, spec: streams.ConsumerSpec) -> bool:
 class Broker:
     """One connection; make it with `Broker.connect`."""
 
-    def __init__(self, client: Client, config: NatsConfig) -> None:
+    def __init__(self, client: Client, config: NatsConfig, publisher: Publisher) -> None:
         self.client = client
         self.config = config
         self.js = client.jetstream(timeout=config.ack_timeout_s)
+        self._publisher = publisher
 
     @classmethod
     @asynccontextmanager
@@ -161,6 +167,7 @@ class Broker:
             log.warning("nats", error=str(error) or type(error).__name__)
 
         client = Client()
+        publisher = Publisher(client)
         try:
             # With endless reconnection nats-py tries for ever the first time too; that one is bounded here.
             with anyio.fail_after(config.connect_timeout_s):
@@ -179,8 +186,9 @@ class Broker:
             raise BrokerUnavailableError(
                 f"no NATS server answers at {config.url}: start it, or mend nats.url"
             ) from error
-        broker = cls(client, config)
+        broker = cls(client, config, publisher)
         try:
+            await publisher.start()
             if provision:
                 await broker._provision_patiently()
             yield broker
@@ -189,6 +197,7 @@ class Broker:
                 if client.is_connected:
                     await client.flush(timeout=1)
                 await client.close()
+            publisher.close()
 
     # -- provisioning --------------------------------------------------------------------------------------------
 
@@ -263,12 +272,14 @@ class Broker:
         event's own is for one that the log held before and let go of.
 
         Retries while the server is away, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
-        payload = await self._fitting(event.subject(), encode(event), wire_name(event))
+        subject, payload = event.subject(), encode(event)
+        if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
+            payload = await self._check_in(subject, payload, wire_name(event))
         sent = dict(headers or {})
-        sent[api.Header.MSG_ID] = message_id or event.message_id()
+        sent[_MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
-            sent[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = "0"
-        return await self._publish_until_acked(event.subject(), payload, sent)
+            sent[_EXPECTED] = "0"
+        return await self._publish_until_acked(subject, payload, sent)
 
     async def publish_raw(
         self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str
@@ -276,37 +287,41 @@ class Broker:
         """Put bytes on a subject that holds one message only, ever: for what is no event of this version."""
         sent = {
             **headers,
-            api.Header.MSG_ID: message_id,
-            api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE: "0",
+            _MSG_ID: message_id,
+            _EXPECTED: "0",
         }
-        fitting = await self._fitting(subject, payload, "")
-        return await self._publish_until_acked(subject, fitting, sent)
+        if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
+            payload = await self._check_in(subject, payload, "")
+        return await self._publish_until_acked(subject, payload, sent)
 
     async def _publish_until_acked(self, subject: str, payload: bytes, headers: dict[str, str]) -> Ack:
         taken = False
-        with anyio.move_on_after(self.config.publish_deadline_s):
-            while True:
-                try:
-                    if taken:
-                        return await self._existing(subject)
-                    crash.point("broker.before_publish")
-                    ack = await self.js.publish(subject, payload, headers=dict(headers))
-                    crash.point("broker.after_publish")
-                    return Ack(ack.stream, ack.seq, bool(ack.duplicate))
-                except nats.js.errors.APIError as error:
-                    if error.err_code == _WRONG_LAST_SEQUENCE:
-                        taken = True
-                        continue
-                    if error.code not in (503, None):  # nats-py gives none where nobody answers
-                        raise BrokerError(f"the broker refused {subject}: {error.description}") from error
-                except (
-                    nats.errors.TimeoutError,
-                    nats.errors.ConnectionReconnectingError,
-                    nats.js.errors.NoStreamResponseError,
-                    nats.errors.OutboundBufferLimitError,
-                ):
-                    pass
-                await anyio.sleep(0.1)  # paces the retry of a server that is away
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.publish_deadline_s
+        while (left := deadline - loop.time()) > 0:
+            try:
+                if taken:
+                    return await self._existing(subject)
+                crash.point("broker.before_publish")
+                ack = await self._publisher.publish(
+                    subject, payload, headers, min(left, self.config.ack_timeout_s)
+                )
+                crash.point("broker.after_publish")
+                return Ack(ack.stream, ack.seq, ack.duplicate)
+            except nats.js.errors.APIError as error:
+                if error.err_code == _WRONG_LAST_SEQUENCE:
+                    taken = True
+                    continue
+                if error.code not in (503, None):  # nats-py gives none where nobody answers
+                    raise BrokerError(f"the broker refused {subject}: {error.description}") from error
+            except (
+                nats.errors.TimeoutError,
+                nats.errors.ConnectionReconnectingError,
+                nats.js.errors.NoStreamResponseError,
+                nats.errors.OutboundBufferLimitError,
+            ):
+                pass
+            await anyio.sleep(0.1)  # paces the retry of a server that is away
         raise BrokerUnavailableError(
             f"{subject} was not acknowledged within {self.config.publish_deadline_s:.0f} s: is the NATS server up, "
             "its stream there and its disk not full?"
@@ -317,10 +332,8 @@ class Broker:
         found = await self.js.get_last_msg(stream, subject, direct=False)
         return Ack(stream, int(found.seq or 0), duplicate=True)
 
-    async def _fitting(self, subject: str, payload: bytes, event: str) -> bytes:
-        """`payload`, or where the server would not take it a claim check for it."""
-        if len(payload) + _HEADERS_MARGIN <= self.client.max_payload:
-            return payload
+    async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:
+        """A claim check for a payload that the server would not take."""
         digest = hashlib.sha256(payload).hexdigest()
         bucket = streams.claims_bucket(streams.of_subject(subject))
         await self.put_object(bucket, digest, payload)
@@ -466,7 +479,9 @@ class Broker:
             request = {"subjects_filter": subject, "offset": len(out)}
             try:
                 reply = await self.client.request(
-                    f"$JS.API.STREAM.INFO.{stream}", msgspec.json.encode(request), timeout=self.config.ack_timeout_s
+                    f"$JS.API.STREAM.INFO.{stream}",
+                    msgspec.json.encode(request),
+                    timeout=self.config.ack_timeout_s,
                 )
             except (nats.errors.TimeoutError, nats.errors.NoRespondersError) as error:
                 raise BrokerUnavailableError(f"{stream} did not answer: is the NATS server up?") from error

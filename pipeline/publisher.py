@@ -45,7 +45,7 @@ class PubAck(msgspec.Struct):
 _decode = msgspec.json.Decoder(PubAck).decode
 
 
-class _AckParser(Parser):
+class _AckParser(Parser):  # type: ignore[misc]  # nats-py's parser is untyped
     """nats-py's parser, with a short way for acknowledgements that are whole."""
 
     def __init__(self, client: Client, publisher: Publisher) -> None:
@@ -59,7 +59,7 @@ class _AckParser(Parser):
 
 
 class Publisher:
-    """Publishes on one connection; `start` it once connected."""
+    """Publishes on one connection: made before it is there, `start`ed once it is."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -70,10 +70,10 @@ class Publisher:
         self._count = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
+        client._ps = _AckParser(client, self)
 
     async def start(self) -> None:
         await self._client.subscribe(self._inbox.decode() + "*", cb=self._on_message)
-        self._client._ps = _AckParser(self._client, self)
 
     def close(self) -> None:
         if self._sweeper is not None:
@@ -157,10 +157,10 @@ class Publisher:
 
 
 def _command(subject: str, reply: bytes, payload: bytes, headers: Mapping[str, str]) -> bytes:
-    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    # Added, not formatted: some names are members of an enumeration, which format as something else.
+    text = "".join([name + ": " + value + "\r\n" for name, value in headers.items()])
     if text.count("\n") != len(headers) or text.count("\r") != len(headers):
-        clean = {name: " ".join(value.split()) for name, value in headers.items()}
-        text = "".join([f"{name}: {value}\r\n" for name, value in clean.items()])
+        text = "".join([name + ": " + " ".join(value.split()) + "\r\n" for name, value in headers.items()])
     head = b"NATS/1.0\r\n%b\r\n" % text.encode()
     return b"HPUB %b %b %d %d\r\n%b%b\r\n" % (
         subject.encode(), reply, len(head), len(head) + len(payload), head, payload,
