@@ -124,6 +124,8 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tu
         began = time.perf_counter()
         peak = 0
         while await _left(broker):
+            if process.poll() is not None:
+                raise RuntimeError((run_dir / "store.log").read_text()[-2000:])
             peak = max(peak, rss.memory_info().rss)
             await anyio.sleep(0.02)
         took = time.perf_counter() - began

@@ -38,6 +38,9 @@ class Puller:
         self._open = 0
         """Messages that the open request may still bring."""
         self._asked_at = 0.0
+        self._asked = 0
+        self._request = ""
+        """Reply subject of the newest request."""
         self._gone = ""
 
     def _on_delivery(self, message: Pulled) -> None:
@@ -51,6 +54,8 @@ class Puller:
         if message.reply:
             self._on_delivery(Pulled.of(message))
             return
+        if message.subject != self._request:
+            return  # on one that is over: a batch that was filled is said to be so after it was filled
         headers = message.headers or {}
         status, text = headers.get("Status", ""), headers.get("Description", "")
         if status in ("404", "408", "409"):
@@ -73,13 +78,15 @@ class Puller:
         if len(self._arrived) >= self._batch:
             return  # bounds memory: first these have to be taken
         self._open, self._asked_at = self._batch, now
+        self._asked += 1
+        self._request = f"{self._inbox}.{self._asked}"
         request = {
             "batch": self._batch,
             "expires": int(_EXPIRES_S * 1e9),
             "max_bytes": max(_BYTES, 2 * self._client.max_payload),
         }
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.spec.stream}.{self.spec.name}"
-        await self._client.publish(subject, msgspec.json.encode(request), reply=self._inbox)
+        await self._client.publish(subject, msgspec.json.encode(request), reply=self._request)
 
     async def take(self, limit: int, wait_s: float) -> list[Pulled]:
         """Up to `limit` messages; an empty list where none came within `wait_s`. Raises `ConsumerGoneError`."""
@@ -110,7 +117,9 @@ async def pulling(client: Client, spec: streams.ConsumerSpec, batch: int = 2_000
     """The durable `spec`, pulled in requests of up to `batch` messages and 16 MiB."""
     inbox = client.new_inbox()
     puller = Puller(client, spec, inbox, batch)
-    sub = await client.subscribe(inbox, cb=puller._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+    sub = await client.subscribe(
+        f"{inbox}.*", cb=puller._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
+    )
     splitter = Splitter.of(client)
     splitter.hand(subscription_id(sub), puller._on_delivery)
     try:

@@ -9,6 +9,7 @@ This module knows of nats-py's inside: `_ps` (its parser), `_transport` and a su
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +67,8 @@ class Splitter(Parser):  # type: ignore[misc]
         self._takers: dict[bytes, Take] = {}
         self._buffer = bytearray()
         self._resets = 0
-        super().__init__(client)
+        self.nc = client
+        super().reset()  # its own state only: the other parser may be in the middle of a command
 
     @classmethod
     def of(cls, client: Client) -> Splitter:
@@ -157,7 +159,8 @@ async def acknowledge(client: Client, replies: Sequence[str]) -> None:
         some = replies[i : i + _ACKS]
         if client.is_connected:
             client._transport.write(b"".join([b"PUB %b 0\r\n\r\n" % reply.encode() for reply in some]))
-            await client._transport.drain()
+            with contextlib.suppress(OSError):  # the connection broke: what was lost comes again
+                await client._transport.drain()
         else:
             for reply in some:
                 await client.publish(reply)
