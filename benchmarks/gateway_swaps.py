@@ -3,7 +3,7 @@
     python -m benchmarks.gateway_swaps                 200 swaps under 64 streams, about five minutes on two cores
     python -m benchmarks.gateway_swaps --swaps 20
 
-64 clients stream one completion after the other through one gateway, first on one version, then while a trainer's
+64 clients stream one completion after the other through one gateway, on one version and, in turns, while a trainer's
 checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine: vLLM
 (CPU build) with the demo's model, NATS, the gateway and the clients, so the gaps are vLLM's own more than the gateway's;
 what counts is their ratio. Labels are proved twice: by the `model` that vLLM itself put into each reply, and by the
@@ -20,6 +20,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tens
 RESULTS = Path(__file__).parent / "results" / "gateway_swaps.json"
 TOKENS = 24
 """Of every streamed reply."""
+ROUNDS = 10
+"""Calm and swaps take turns, so that what else the machine does falls on both."""
+SETTLE_S = 2.5
+"""After a round of swaps until all streams are of the newest version again."""
 LORA_SCALE = 16 / 8
 _PATIENCE_S = 60.0
 
@@ -116,9 +121,23 @@ async def _events(reader: asyncio.StreamReader) -> Any:
             yield event.removeprefix(b"data: ")
 
 
-def _quantile(values: list[tuple[float, float]], share: float, start: float, end: float) -> float:
-    """Milliseconds."""
-    chosen = [seconds for when, seconds in values if start <= when < end]
+Spans = list[tuple[float, float]]
+
+
+async def _span(work: Awaitable[None]) -> tuple[float, float]:
+    """From when to when `work` went on."""
+    start = time.perf_counter()
+    await work
+    return start, time.perf_counter()
+
+
+def _length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def _quantile(values: Spans, share: float, spans: Spans) -> float:
+    """Milliseconds, over what happened within `spans`."""
+    chosen = [seconds for when, seconds in values if any(start <= when < end for start, end in spans)]
     return float(np.quantile(chosen, share)) * 1000
 
 
@@ -139,6 +158,14 @@ async def measure(
                     raise TimeoutError(f"{version} did not serve within {_PATIENCE_S:.0f} s")
                 await asyncio.sleep(0.05)
 
+        async def swap(steps: range) -> None:
+            for step in steps:
+                started = time.perf_counter()
+                version = await publish_adapter(broker, step)
+                took.append(await serving(version) - started)
+                # A swap is one that calls were answered by.
+                await _until(lambda version=version: version in seen.begun, seen)
+
         await publish_adapter(broker, 1)
         await serving("tictactoe@1")
         for number in range(streams):
@@ -149,30 +176,23 @@ async def measure(
         clients = [asyncio.ensure_future(seen.client(gateway.url, f"swap-{n}", n)) for n in range(streams)]
         try:
             await _until(lambda: len(seen.replies) >= streams, seen)
-            calm_from = time.perf_counter()
-            await asyncio.sleep(calm_s)
-            calm_to = time.perf_counter()
-            took = []
-            for step in range(2, swaps + 2):
-                started = time.perf_counter()
-                version = await publish_adapter(broker, step)
-                took.append(await serving(version) - started)
-                # A swap is one that calls were answered by.
-                await _until(lambda version=version: version in seen.begun, seen)
-            swapped_to = time.perf_counter()
+            calm, swapped, took = [], [], []
+            for first in range(2, swaps + 2, -(-swaps // ROUNDS)):
+                calm.append(await _span(asyncio.sleep(calm_s / ROUNDS)))
+                swapped.append(await _span(swap(range(first, min(first - (-swaps // ROUNDS), swaps + 2)))))
+                await asyncio.sleep(SETTLE_S)
         finally:
             seen.stopping = True
             await asyncio.gather(*clients)
-    calm, swapped = (calm_from, calm_to), (calm_to, swapped_to)
     out: dict[str, Any] = {
         "swaps": swaps, "streams": streams, "requests": len(seen.replies), "failures": len(seen.failures),
-        "calm_s": calm_to - calm_from, "swap_s": swapped_to - calm_to,
+        "calm_s": _length(calm), "swap_s": _length(swapped),
         "publish_to_serving_p50_s": float(np.median(took)), "publish_to_serving_max_s": max(took),
     }  # fmt: skip
     for name, values in (("gap", seen.gaps), ("first_chunk", seen.first)):
         for share, label in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
-            out[f"calm_{name}_{label}_ms"] = _quantile(values, share, *calm)
-            out[f"swap_{name}_{label}_ms"] = _quantile(values, share, *swapped)
+            out[f"calm_{name}_{label}_ms"] = _quantile(values, share, calm)
+            out[f"swap_{name}_{label}_ms"] = _quantile(values, share, swapped)
     out["swap_p99_gap_ratio"] = out["swap_gap_p99_ms"] / out["calm_gap_p99_ms"]
     return out, seen
 
