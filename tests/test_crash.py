@@ -165,6 +165,7 @@ class Nursery:
             if "status" in facts:
                 life.status = facts["status"]
                 life.ended.set()
+        raise RuntimeError("the nursery of services died: see its output")
 
     async def imported(self) -> None:
         await self._lives[0].ready.wait()
@@ -309,7 +310,7 @@ class Matrix:
                 self.deaths.elsewhere[name, point] += 1
             elif life.status == 1:
                 # It gave up as the server was away; a supervisor starts it again, and so does this test.
-                self.deaths.gave_up[name] += 1
+                self.gave_up(name)
                 chosen.append(point)
             else:
                 assert life.status == -signal.SIGKILL, f"{name} ended with {life.status} at {life.where}"
@@ -321,7 +322,11 @@ class Matrix:
             await life.ended.wait()
             if life.status != 1:
                 return
-            self.deaths.gave_up[name] += 1
+            self.gave_up(name)
+
+    def gave_up(self, name: str) -> None:
+        self.deaths.gave_up[name] += 1
+        assert self.deaths.gave_up.total() <= LIVES["nats"], f"{name} ends by itself: {self.deaths.gave_up}"
 
     async def nats(self) -> None:
         rng = random.Random(f"{SEED}/nats")
@@ -450,7 +455,6 @@ async def test_over_200_crash_schedules_of_all_services(
     missed = {(s, p) for s in SERVICES for p in points_of(s)} - set(matrix.deaths.at)
     assert not missed, f"no life died at {missed}"
     assert matrix.deaths.at.total() >= 200, f"not reached: {matrix.deaths.elsewhere}"
-    assert matrix.deaths.gave_up.total() <= LIVES["nats"], matrix.deaths.gave_up
 
 
 async def check(broker: Broker, config: Config, fleet: Fleet, upstream: Upstream) -> None:
