@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from pipeline import crash, streams
 from pipeline.broker import Broker, HistoryGoneError
 from pipeline.config import StoreConfig
-from pipeline.events import AnyEvent, ClaimCheck, decode, wire_name
+from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.log import get_logger
 from pipeline.pull import ConsumerGoneError, Puller, pulling
 from pipeline.wire import Pulled, acknowledge
@@ -218,6 +218,7 @@ class Writer:
         rows.seqs.append(place[0])
         rows.ats.append(place[1])
         rows.traces.append(message.header(b"traceparent"))
+        message.data = b""  # the event holds it: twice would be much memory
         part.taken[place] = message
         part.size += size
 
@@ -282,11 +283,18 @@ class Writer:
             if not reason:
                 continue
             message = part.taken.pop((rows.seqs[i], rows.ats[i]))
+            message.data = await self._payload(rows.seqs[i], rows.events[i])
             await self._broker.bury(message.message(), self.spec, "unstorable", reason)
             for values in (rows.events, rows.seqs, rows.ats, rows.traces):
                 values.pop(i)
         if not any(reasons):
             raise columns.UnstorableError("events that fit one by one and not together")
+
+    async def _payload(self, seq: int, event: AnyEvent) -> bytes:
+        """What the log holds at `seq`; made anew from the event where it has let go of it."""
+        async for _, _, _, payload in self._broker.messages(self.spec.stream, seq, seq):
+            return payload
+        return encode(event)
 
 
 def store_consumers() -> Sequence[streams.ConsumerSpec]:
