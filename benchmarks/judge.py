@@ -28,6 +28,7 @@ from statistics import mean
 from typing import Any
 
 import anyio
+import httpx
 import psutil
 
 from judge.scoring_server import Scorer
@@ -164,6 +165,8 @@ async def measure(groups: int, concurrency: int, workers: int, kill: bool) -> di
                     await until(broker, groups)
                     late = resident_mb(running.pid)
                     took, cpu = time.monotonic() - began, cpu_s(running.pid) - cpu_began
+                    async with httpx.AsyncClient() as client:
+                        seen = (await client.get(json.loads(line)["url"] + "/models")).json()
                     while await broker.lag("judge"):
                         await anyio.sleep(0.1)
                     children = psutil.Process(running.pid).children(recursive=True)
@@ -177,6 +180,7 @@ async def measure(groups: int, concurrency: int, workers: int, kill: bool) -> di
                     "peak_rss_mb": memory,
                     "rss_growth_mb": late - early,
                     "cpu_ms_per_group": 1000 * cpu / (groups - done),
+                    "most_at_once": seen["most_at_once"],
                     "call_s": mean(v.latency_s / v.attempts for e in events for v in e.verdicts),
                     "exactly_once": len(found) == len(set(found)) == groups and other == 0,
                     "scored_before": done,
@@ -238,6 +242,7 @@ async def run(groups: int, concurrency: int, workers: int) -> dict[str, Any]:
         "cpu_ms_per_group": plain["cpu_ms_per_group"],
         "exactly_once": plain["exactly_once"],
         "call_s": plain["call_s"],
+        "most_at_once": plain["most_at_once"],
         "exactly_once_after_kill": killed["exactly_once"],
         "scored_before_kill": killed["scored_before"],
         **await position_bias(),
@@ -255,6 +260,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/judge.json"))
     args = parser.parse_args()
     result = anyio.run(run, args.groups, args.concurrency, args.workers)
+    if result["most_at_once"] > args.concurrency:
+        raise SystemExit(f"more calls at once than judge.concurrency: {result}")
     for name in ("exactly_once", "exactly_once_after_kill"):
         if not result[name]:
             raise SystemExit(f"{name} does not hold: {result}")

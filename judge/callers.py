@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, BinaryIO
 
 import anyio
@@ -23,7 +23,7 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from judge.llm import Complete, Messages, ModelError, Reply, Router
+from judge.llm import Complete, Messages, ModelError, Reply, open_router
 from pipeline.config import ConfigError, JudgeConfig
 from pipeline.log import configure as configure_log
 from pipeline.log import get_logger
@@ -138,7 +138,12 @@ class Callers:
         finally:
             process.waiting.pop(number, None)
 
-    async def _start(self) -> _Process:
+    def _config_of(self, number: int) -> JudgeConfig:
+        """A process's share of the places at the judge model."""
+        share, rest = divmod(self._config.concurrency, self._config.workers)
+        return msgspec.structs.replace(self._config, concurrency=share + (number < rest))
+
+    async def _start(self, number: int) -> _Process:
         """Raises `ConfigError` where the settings can't be used."""
         # Its log goes where ours goes. A session of its own: an interrupt is for the judge, which ends it.
         opened = await anyio.open_process(
@@ -146,7 +151,7 @@ class Callers:
         )
         process = _Process(opened)
         try:
-            await process.send(_frame(_Start(self._config)))
+            await process.send(_frame(_Start(self._config_of(number))))
             ready = await process.answer()
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError) as error:
             await _end(opened)
@@ -159,8 +164,8 @@ class Callers:
     async def open(self) -> None:
         """Start the processes. Raises `ConfigError` where the settings can't be used."""
         try:
-            for _ in range(self._config.workers):
-                self._processes.append(await self._start())
+            for number in range(self._config.workers):
+                self._processes.append(await self._start(number))
         except BaseException:
             await self.close()
             raise
@@ -174,17 +179,17 @@ class Callers:
     async def run(self) -> None:
         """Deliver answers, and replace processes that die, for as long as the judge runs."""
         async with anyio.create_task_group() as tg:
-            for process in self._processes:
-                tg.start_soon(self._keep, process)
+            for number, process in enumerate(self._processes):
+                tg.start_soon(self._keep, number, process)
 
-    async def _keep(self, process: _Process) -> None:
+    async def _keep(self, number: int, process: _Process) -> None:
         while True:
             await process.serve()
             self._processes.remove(process)
             await _end(process.process)
             log.error("a process for the judge model died", exit_code=process.process.returncode)
             await anyio.sleep(_RESTART_S)  # one that dies at once must not be started as fast as it can
-            process = await self._start()
+            process = await self._start(number)
             self._processes.append(process)
             self._news.set()
             self._news = anyio.Event()
@@ -203,7 +208,8 @@ async def open_complete(config: JudgeConfig) -> AsyncIterator[Complete]:
 
     Raises `ConfigError` where the key is missing."""
     if config.workers == 0:
-        yield await Router.make(config)
+        async with open_router(config) as complete:
+            yield complete
         return
     callers = Callers(config)
     await callers.open()
@@ -229,31 +235,35 @@ async def _work(out: BinaryIO) -> None:
         out.write(_frame(answer))
         out.flush()
 
-    try:
-        router = await Router.make(_start.decode(await frame()).config)
-    except ConfigError as error:
-        say(_Answer(0, error=str(error)))
-        return
-    say(_Answer(0))
-
-    async def one(call: _Call) -> None:
+    config = _start.decode(await frame()).config
+    async with AsyncExitStack() as stack:
         try:
-            say(_Answer(call.number, await router(call.messages, call.schema)))
-        except ModelError as error:
-            say(_Answer(call.number, error=str(error)))
+            complete = await stack.enter_async_context(open_router(config))
+        except ConfigError as error:
+            say(_Answer(0, error=str(error)))
+            return
+        say(_Answer(0))
 
-    with suppress(asyncio.IncompleteReadError):
-        async with anyio.create_task_group() as tg:
+        async def one(call: _Call) -> None:
             try:
-                while True:
-                    tg.start_soon(one, _call.decode(await frame()))
-            finally:
-                tg.cancel_scope.cancel()
+                say(_Answer(call.number, await complete(call.messages, call.schema)))
+            except ModelError as error:
+                say(_Answer(call.number, error=str(error)))
+
+        with suppress(asyncio.IncompleteReadError):
+            async with anyio.create_task_group() as tg:
+                try:
+                    while True:
+                        tg.start_soon(one, _call.decode(await frame()))
+                finally:
+                    tg.cancel_scope.cancel()
 
 
 def main() -> None:
     """The process; litellm prints to standard output, so answers go through a copy of it."""
     configure_log("judge")
+    # litellm hands every call to a thread and back; at Python's 5 ms a call would wait that long for each hand-over.
+    sys.setswitchinterval(0.0005)
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         anyio.run(_work, out)

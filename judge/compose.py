@@ -15,7 +15,7 @@ import anyio
 import msgspec
 
 from judge.callers import open_complete
-from judge.llm import Complete
+from judge.llm import Complete, calls_at_once
 from judge.rubrics import load_rubric
 from judge.ruler import LlmRuler, Load
 from judge.sandbox import RewardFunction, RewardFunctionError
@@ -161,7 +161,7 @@ def combine(config: JudgeConfig, parts: Mapping[str, float]) -> float:
 
 def make_rulers(config: JudgeConfig, complete: Complete, load: Load) -> dict[str, LlmRuler]:
     """One for each rubric in use; they share the limit of calls at once."""
-    limiter = anyio.CapacityLimiter(config.concurrency)
+    limiter = anyio.CapacityLimiter(calls_at_once(config))
     wanted = {r.name: r.rubric or config.rubric for r in config.rewards if r.kind == "ruler"}
     if not config.rewards:
         wanted = {"": config.rubric}

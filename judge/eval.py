@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from judge.labelled import LabelledGroup, agreement, read_labelled
-from judge.llm import Complete, Router
+from judge.llm import Complete, open_router
 from judge.rubrics import load_rubric
 from judge.ruler import JudgingError, LlmRuler
 from judge.transcripts import Transcript
@@ -76,7 +76,8 @@ async def evaluate(
 
 
 async def _run(config: JudgeConfig, groups: Sequence[LabelledGroup]) -> dict[str, Any]:
-    return await evaluate(config, groups, await Router.make(config))
+    async with open_router(config) as complete:
+        return await evaluate(config, groups, complete)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

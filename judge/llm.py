@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +40,18 @@ class Reply:
 
 class ModelError(Exception):
     """The judge model could not be reached or refused, after the router's own retries and fallbacks."""
+
+
+def pooled(config: JudgeConfig) -> bool:
+    """Whether `judge.concurrency` is kept by the connection pool, so that litellm's own time is no part of a call's place:
+    while all places are taken, the next calls are made ready. With fallbacks, or a provider whose client is not OpenAI's,
+    the places have to be counted around litellm."""
+    return config.model.startswith("openai/") and not config.fallbacks
+
+
+def calls_at_once(config: JudgeConfig) -> int:
+    """Calls of `Complete` that may run at once; those beyond `judge.concurrency` wait at the connection pool."""
+    return config.concurrency * (2 if pooled(config) else 1)
 
 
 class Complete(Protocol):
@@ -79,6 +93,23 @@ class Router:
             fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
             disable_cooldowns=len(names) == 1,
         )
+        self._client: Any = None
+        if pooled(config):
+            import httpx
+            import openai
+
+            self._client = openai.AsyncOpenAI(
+                api_key=key or "none",
+                base_url=config.api_base or None,
+                max_retries=0,
+                timeout=config.request_timeout_s,
+                http_client=httpx.AsyncClient(
+                    limits=httpx.Limits(
+                        max_connections=config.concurrency, max_keepalive_connections=config.concurrency
+                    ),
+                    timeout=config.request_timeout_s,
+                ),
+            )
         if len(names) == 1:
             # The router counts calls and tokens a minute, for limits and cooldowns that are not in use here, in callbacks
             # that make litellm assemble a log record of every call: a fifth of a call's CPU time.
@@ -89,6 +120,11 @@ class Router:
     async def make(cls, config: JudgeConfig) -> Router:
         """Raises `ConfigError` where the key is missing."""
         return cls(config, await anyio.to_thread.run_sync(_import_litellm))
+
+    async def aclose(self) -> None:
+        """Close the connections that are this router's own."""
+        if self._client is not None:
+            await self._client.close()
 
     def _deployment(self, name: str, key: str) -> dict[str, Any]:
         parameters: dict[str, Any] = {"model": name}
@@ -103,6 +139,8 @@ class Router:
         parameters: dict[str, Any] = {}
         if self._config.temperature is not None:
             parameters["temperature"] = self._config.temperature
+        if self._client is not None:
+            parameters["client"] = self._client
         structured = schema is not None and self._structured
         if structured:
             parameters["response_format"] = schema
@@ -137,6 +175,16 @@ class Router:
             cost_usd=float(cost or 0.0),
             latency_s=took_s,
         )
+
+
+@asynccontextmanager
+async def open_router(config: JudgeConfig) -> AsyncIterator[Complete]:
+    """The judge model, called from this process. Raises `ConfigError` where the key is missing."""
+    router = await Router.make(config)
+    try:
+        yield router
+    finally:
+        await router.aclose()
 
 
 def _about_the_schema(message: str) -> bool:

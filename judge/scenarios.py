@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from judge.llm import Complete, Messages, ModelError, Router
+from judge.llm import Complete, Messages, ModelError, open_router
 from judge.prompt import defuse
 from judge.replies import documents
 from pipeline.config import Config, ConfigError, load
@@ -167,10 +167,10 @@ def write_scenarios(path: Path, scenarios: Sequence[Scenario]) -> None:
 
 async def _run(config: Config, description: str, count: int, out: Path, kept: Sequence[Scenario]) -> str:
     """Returns what went wrong, or nothing."""
-    complete = await Router.make(config.judge)
     failure = ""
     try:
-        found = await generate(complete, description, count, kept)
+        async with open_router(config.judge) as complete:
+            found = await generate(complete, description, count, kept)
     except ScenarioError as error:
         failure, found = str(error.args[0]), error.args[1]
     write_scenarios(out, found)

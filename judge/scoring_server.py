@@ -144,7 +144,8 @@ class ScoringServer:
 
     async def _answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         if method == "GET":
-            return 200, {"object": "list", "data": [{"id": "scorer", "object": "model"}]}
+            models = [{"id": "scorer", "object": "model"}]
+            return 200, {"object": "list", "data": models, "calls": self.calls, "most_at_once": self.most}
         if not path.endswith("/chat/completions"):
             return 404, _error(f"no {path} here")
         request = json.loads(body)

@@ -413,8 +413,8 @@ def _check(config: Config) -> None:
         raise ConfigError("judge.min_size: a group needs at least 2 members to compare")
     if config.judge.judgings < 1 or config.judge.attempts < 1 or config.judge.concurrency < 1:
         raise ConfigError("judge: judgings, attempts and concurrency are at least 1")
-    if config.judge.workers < 0:
-        raise ConfigError("judge.workers: 0 or more processes")
+    if not 0 <= config.judge.workers <= config.judge.concurrency:
+        raise ConfigError("judge.workers: 0 or more processes, but no more than judge.concurrency")
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):
         raise ConfigError("judge.rewards: two have the same name")

@@ -35,7 +35,7 @@ async def test_calls_are_shared_by_processes_and_each_gets_its_own_answer() -> N
 
     async with (
         ScoringServer(answer, delay_s=0.05).run() as server,
-        open_complete(settings(server)) as complete,
+        open_complete(settings(server, concurrency=3)) as complete,
     ):
         found: dict[str, Reply] = {}
         failures: list[str] = []
@@ -56,7 +56,7 @@ async def test_calls_are_shared_by_processes_and_each_gets_its_own_answer() -> N
         assert len(failures) == 1
         assert "InternalServerError" in failures[0]
         assert len(callers()) == 2
-        assert server.most > 1
+        assert 1 < server.most <= 3
     assert callers() == []
 
 

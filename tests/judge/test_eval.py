@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +93,11 @@ async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:
 def test_the_command_reports_and_exits_by_the_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def make(config: JudgeConfig) -> Model:
-        return Model(Scorer())
+    @asynccontextmanager
+    async def make(config: JudgeConfig) -> AsyncIterator[Model]:
+        yield Model(Scorer())
 
-    monkeypatch.setattr("judge.eval.Router.make", make)
+    monkeypatch.setattr("judge.eval.open_router", make)
     data = str(labelled(tmp_path / "x.jsonl"))
     command.main(["eval", data, "--set", "judge.model=test/judge", "--json", "--limit", "2"])
     assert json.loads(capsys.readouterr().out)["groups"] == 2

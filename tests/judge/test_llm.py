@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -31,6 +32,23 @@ def settings(server: ScoringServer, **fields: Any) -> JudgeConfig:
     return JudgeConfig(model="openai/scorer", api_base=server.url, **{"retries": 0, **fields})
 
 
+@pytest.fixture
+async def routers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Closes every router that a test made."""
+    made: list[Router] = []
+    original = Router.__init__
+
+    def remember(self: Router, *args: Any) -> None:
+        original(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Router, "__init__", remember)
+    yield
+    for router in made:
+        await router.aclose()
+
+
+@pytest.mark.usefixtures("routers")
 async def test_a_reply_comes_with_what_it_took() -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         reply = await (await Router.make(settings(server, temperature=0.0)))(HELLO, SCHEMA)
@@ -49,6 +67,7 @@ async def test_a_reply_comes_with_what_it_took() -> None:
         )
 
 
+@pytest.mark.usefixtures("routers")
 async def test_a_provider_that_refuses_the_schema_is_asked_without() -> None:
     def refuse(request: dict[str, Any]) -> Answer:
         return 400 if "response_format" in request else "fine"
@@ -60,6 +79,7 @@ async def test_a_provider_that_refuses_the_schema_is_asked_without() -> None:
         assert ["response_format" in r for r in server.requests] == [True, False, False]
 
 
+@pytest.mark.usefixtures("routers")
 async def test_a_failing_provider_is_tried_again_then_an_error() -> None:
     answers = iter([500, 503, "fine", 500, 500, 500])
     async with ScoringServer(lambda _: next(answers)).run() as server:
@@ -70,6 +90,7 @@ async def test_a_failing_provider_is_tried_again_then_an_error() -> None:
         assert server.calls == 6
 
 
+@pytest.mark.usefixtures("routers")
 async def test_a_fallback_answers_for_a_model_that_fails() -> None:
     def answer(request: dict[str, Any]) -> Answer:
         return 500 if request["model"] == "scorer" else "fine"
@@ -79,12 +100,14 @@ async def test_a_fallback_answers_for_a_model_that_fails() -> None:
         assert (await router(HELLO, None)).model == "other"
 
 
+@pytest.mark.usefixtures("routers")
 async def test_a_slow_provider_is_given_up() -> None:
     async with ScoringServer(delay_s=30).run() as server:
         with pytest.raises(ModelError, match="Timeout"):
             await (await Router.make(settings(server, request_timeout_s=0.3)))(HELLO, None)
 
 
+@pytest.mark.usefixtures("routers")
 async def test_a_key_that_is_not_there_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="the environment has no NO_SUCH_KEY"):
         await Router.make(JudgeConfig(model="openai/x", api_key_env="NO_SUCH_KEY"))
@@ -96,6 +119,7 @@ def test_without_a_judge_model_litellm_is_not_imported() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.usefixtures("routers")
 async def test_the_scoring_server_speaks_http_and_names_what_it_is_told_to() -> None:
     async with ScoringServer(Scorer()).run() as server, httpx.AsyncClient(base_url=server.url) as client:
         assert (await client.get("/models")).json()["data"][0]["id"] == "scorer"

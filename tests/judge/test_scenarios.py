@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +71,11 @@ def test_the_command_writes_and_appends(
 ) -> None:
     model = writer()
 
-    async def make(config: JudgeConfig) -> Model:
-        return model
+    @asynccontextmanager
+    async def make(config: JudgeConfig) -> AsyncIterator[Model]:
+        yield model
 
-    monkeypatch.setattr("judge.scenarios.Router.make", make)
+    monkeypatch.setattr("judge.scenarios.open_router", make)
     (tmp_path / "task.md").write_text("Find things.")
     out = tmp_path / "s.jsonl"
     common = ["--describe", str(tmp_path / "task.md"), "--out", str(out), "--set", "judge.model=m"]
