@@ -30,6 +30,7 @@ from trainer.groups import Example
 from trainer.loading import device_for, load
 from trainer.measure import Measured
 from trainer.packing import Cost, Layout, MicroBatch, micro_batches
+from trainer.parallel import Job, Peers
 from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.engine")
@@ -90,6 +91,17 @@ class StepResult:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one process computed of a batch, beside its gradients."""
+
+    measured: Measured
+    trl: dict[str, list[float]]
+    """TRL's own metrics, a value per pass."""
+    tokens_forward: int
+    micro_batches: int
+
+
 class Engine:
     """See the module; `base` is a folder or hub name."""
 
@@ -106,6 +118,10 @@ class Engine:
         self._prefix_sharing = loaded.prefix_sharing
         self._scratch = scratch
         self._trainers: dict[str, grpo.CapturedGRPOTrainer] = {}
+        self.number = 0
+        """Its place among the engines of the trainer, the same in each of its processes."""
+        self.peers: Peers | None = None
+        """The other processes that share this engine's passes."""
         self._memory_limit = sys.maxsize
         """Token budget that memory was found to hold."""
         self.use(config)
@@ -113,7 +129,7 @@ class Engine:
         self._trunk, self._head = inner.get_decoder(), inner.get_output_embeddings()
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.vocabulary = int(self._head.weight.shape[0])
         text = inner.config.get_text_config()
         self._size = (
@@ -255,7 +271,7 @@ class Engine:
         metrics = self._backward_in_memory(examples, groups, line.step)
         metrics |= checks.sampler_difference(self, line, examples)
         metrics |= checks.kl_to_base(self, examples) if self.config.beta == 0.0 else {}
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
             raise UntrainableError(f"gradient norm {norm} at step {line.step}: the step is not taken")
         optimizer.step()
@@ -303,25 +319,45 @@ class Engine:
 
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
         """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
+        if self.peers is None:
+            parts = [self.passes(examples, groups, self._budget)]
+        else:
+            self.peers.send(
+                Job(self.number, self.config, self.weights(), examples, groups, step, self._budget)
+            )
+            parts = self.peers.together(lambda: self.passes(examples, groups, self._budget), self.parameters)
+        sequences = [e.sequence for e in examples]
+        laid_out = sum(p.tokens_forward for p in parts)
+        return (
+            Measured.of(p.measured for p in parts).summary(step)
+            | grpo.averages([p.trl for p in parts])
+            | {
+                "tokens": float(self._tokens(sequences)),
+                "tokens_forward": float(laid_out),
+                "sequences": float(len(examples)),
+                "micro_batches": float(sum(p.micro_batches for p in parts)),
+                "token_budget": float(self._budget),
+                "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
+            }
+        )
+
+    def passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Part:
+        """This process's passes of the batch, of at most about `budget` tokens each."""
         sequences = [e.sequence for e in examples]
         packing = self.config.packing if self._prefix_sharing else "padded"
-        batches = micro_batches(sequences, groups, self._budget, packing, self._cost)
+        batches = micro_batches(sequences, groups, budget, packing, self._cost)
+        if self.peers is not None:
+            if len(batches) < self.peers.size:
+                size = sum(b.layout.ids_RL.numel() for b in batches)
+                smaller = max(-(-size // self.peers.size), _LEAST_BUDGET)
+                batches = micro_batches(sequences, groups, min(budget, smaller), packing, self._cost)
+            batches = self.peers.share(batches)
         total = self._tokens(sequences)
         measured = Measured()
         for batch in batches:
             self._backward(batch, examples, total, measured)
-        laid_out = sum(b.layout.tokens for b in batches)
-        return (
-            measured.summary(step)
-            | self.trainer.take_metrics()
-            | {
-                "tokens": float(total),
-                "tokens_forward": float(laid_out),
-                "sequences": float(len(examples)),
-                "micro_batches": float(len(batches)),
-                "token_budget": float(self._budget),
-                "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
-            }
+        return Part(
+            measured, self.trainer.take_metrics(), sum(b.layout.tokens for b in batches), len(batches)
         )
 
     @staticmethod
@@ -357,7 +393,7 @@ class Engine:
     def _optimizer(self, line: Line) -> tuple[torch.optim.Optimizer, Any]:
         config = self.config
         optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
+            self.parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
         )
         name: str = config.lr_schedule
         if name == "constant" and config.warmup_steps:

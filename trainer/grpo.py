@@ -176,11 +176,20 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
             self._logprobs = None
         return loss
 
-    def take_metrics(self) -> dict[str, float]:
-        """TRL's own metrics since the last call, averaged."""
-        out = {k: float(np.nanmean(v)) for k, v in self._metrics["train"].items() if np.isfinite(v).any()}
+    def take_metrics(self) -> dict[str, list[float]]:
+        """TRL's own metrics since the last call, a value per pass."""
+        out = {k: [float(v) for v in values] for k, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
         return out
+
+
+def averages(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """The mean of each of TRL's metrics over all passes; those without a finite value are left out."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, found in part.items():
+            values.setdefault(name, []).extend(found)
+    return {k: float(np.nanmean(v)) for k, v in values.items() if np.isfinite(v).any()}
 
 
 def _no_reward(prompts: Sequence[Any], **_: Any) -> list[None]:

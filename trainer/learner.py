@@ -36,6 +36,7 @@ from trainer.checkpoint import (
 )
 from trainer.engine import Engine, Line, UntrainableError
 from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
+from trainer.parallel import Peers
 from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.learner")
@@ -242,23 +243,41 @@ class Learner:
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 
 
-def make_learners(config: Config, scratch: Path) -> dict[str, Learner]:
+Shape = tuple[object, ...]
+
+
+def _shape(config: Config, model: ModelConfig) -> Shape:
+    """Models with the same one share an engine."""
+    settings = config.trainer_of(model)
+    return (
+        model.base,
+        settings.engine,
+        settings.attention,
+        settings.lora_rank,
+        settings.lora_alpha,
+        settings.seed,
+        settings.threads,
+    )
+
+
+def make_engines(config: Config, scratch: Path, peers: Peers | None = None) -> dict[Shape, Engine]:
+    """An engine for each base and adapter shape among the models, in the same order in every process."""
+    engines: dict[Shape, Engine] = {}
+    for model in config.models:
+        shape = _shape(config, model)
+        if shape not in engines:
+            engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
+            engine.warm_up()
+            engine.number, engine.peers = len(engines) - 1, peers
+    return engines
+
+
+def make_learners(config: Config, scratch: Path, peers: Peers | None = None) -> dict[str, Learner]:
     """A learner per configured model; models of the same base and adapter shape share one engine."""
-    engines: dict[tuple[object, ...], Engine] = {}
+    engines = make_engines(config, scratch, peers)
     learners = {}
     for model in config.models:
-        settings = config.trainer_of(model)
-        shape = (
-            model.base,
-            settings.engine,
-            settings.lora_rank,
-            settings.lora_alpha,
-            settings.seed,
-            settings.threads,
-        )
-        if shape not in engines:
-            engines[shape] = Engine(model.base, settings, scratch)
-            engines[shape].warm_up()
-        engines[shape].use(settings)
-        learners[model.name] = Learner(config, model, engines[shape])
+        engine = engines[_shape(config, model)]
+        engine.use(config.trainer_of(model))
+        learners[model.name] = Learner(config, model, engine)
     return learners

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,19 @@ class Measured:
         self.cut = 0
         self.kl = 0.0
         self.longest = 0.0
+
+    @classmethod
+    def of(cls, parts: Iterable[Measured]) -> Measured:
+        """What several processes gathered of one step."""
+        out = cls()
+        for part in parts:
+            out.loss += part.loss
+            out.longest = max(out.longest, part.longest)
+            out.ratios += part.ratios
+            out.steps += part.steps
+            out.cut += part.cut
+            out.kl += part.kl
+        return out
 
     def add(
         self, loss: torch.Tensor, logprobs_SK: torch.Tensor, inside: Sequence[TokenSequence], maximum: float

@@ -46,6 +46,7 @@ from trainer.groups import (
     trainable_members,
 )
 from trainer.learner import BatchGroup, Learner, Taken, make_learners
+from trainer.parallel import Peers
 from trainer.sequences import TokenSequence, build
 
 log = get_logger("trainer")
@@ -380,11 +381,11 @@ def _trace_of(batch: list[Held]) -> dict[str, str]:
     return {}
 
 
-async def train(config: Config, ready: Ready) -> None:
+async def train(config: Config, ready: Ready, peers: Peers | None = None) -> None:
     """Train until every model has reached `trainer.max_steps`, or for ever where that is 0."""
     scratch = config.path(config.trainer.checkpoints)
     async with Broker.connect(config.nats, name="trainer") as broker:
-        learners = await anyio.to_thread.run_sync(make_learners, config, scratch)
+        learners = await anyio.to_thread.run_sync(make_learners, config, scratch, peers)
         trainer = Trainer(config, broker, learners)
         spec = streams.trainer_consumer(config.trainer.branch)
         await broker.provision_consumer(spec)
@@ -396,8 +397,8 @@ async def train(config: Config, ready: Ready) -> None:
             tg.cancel_scope.cancel()
 
 
-async def serve(config: Config, ready: Ready) -> None:
+async def serve(config: Config, ready: Ready, peers: Peers | None = None) -> None:
     """Train until stopped; at `trainer.max_steps` further groups stay in the log for a later run."""
-    await train(config, ready)
+    await train(config, ready, peers)
     log.info("max_steps reached")
     await anyio.sleep_forever()

@@ -109,7 +109,7 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
 
     engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path / "scratch")
     with torch.no_grad():
-        for parameter in engine._parameters:
+        for parameter in engine.parameters:
             parameter.normal_()
     files = checkpoint.adapter_files(engine.weights(), engine.lora, tiny_base)
     assert files == checkpoint.adapter_files(engine.weights(), engine.lora, tiny_base)

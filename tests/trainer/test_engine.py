@@ -123,7 +123,7 @@ def test_large_vocabularies_are_scored_in_pieces(engine: Engine, monkeypatch: py
     def gradient() -> list[torch.Tensor]:
         engine.model.zero_grad()
         engine.backward(examples, [0] * 6, 0)
-        return [p.grad.clone() for p in engine._parameters]
+        return [p.grad.clone() for p in engine.parameters]
 
     whole = gradient()
     monkeypatch.setattr("trainer.engine._VOCAB_CHUNK", 4 * VOCAB)

@@ -195,12 +195,12 @@ def assert_parity(engine: Engine, config: TrainerConfig, tmp_path: Path) -> list
     examples = batch()
     engine.model.zero_grad()
     theirs = reference(engine, config, examples, tmp_path)
-    their_gradients = [p.grad.clone() for p in engine._parameters]
+    their_gradients = [p.grad.clone() for p in engine.parameters]
     engine.model.zero_grad()
     metrics = engine.backward(examples, [0] * len(examples), 0)
     assert metrics["micro_batches"] > 1
     assert metrics["loss"] == pytest.approx(theirs, rel=1e-5, abs=1e-7)
-    for mine, other in zip(engine._parameters, their_gradients, strict=True):
+    for mine, other in zip(engine.parameters, their_gradients, strict=True):
         scale = float(other.abs().max())
         torch.testing.assert_close(mine.grad, other, rtol=1e-5, atol=1e-5 * scale + 1e-8)
     return [float(g.norm()) for g in their_gradients]
@@ -211,7 +211,7 @@ def engines(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path_factory.mktemp("scratch"))
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in engine._parameters:
+        for parameter in engine.parameters:
             parameter.normal_(std=0.1)
     return {"tiny": engine}
 
@@ -231,7 +231,7 @@ def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine],
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
     assert np.isfinite(metrics["loss"])
-    assert all(torch.isfinite(p.grad).all() for p in engine._parameters)
+    assert all(torch.isfinite(p.grad).all() for p in engine.parameters)
 
 
 def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.ndarray:
@@ -273,7 +273,7 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
         )
         engine.model.zero_grad()
         metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
-        return metrics, [p.grad.clone() for p in engine._parameters]
+        return metrics, [p.grad.clone() for p in engine.parameters]
 
     one, first = gradient(0.0)
     other, second = gradient(-20.0)

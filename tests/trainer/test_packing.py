@@ -59,7 +59,7 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     made = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path_factory.mktemp("scratch"))
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in made._parameters:
+        for parameter in made.parameters:
             parameter.normal_(std=0.1)
     return made
 
@@ -190,10 +190,10 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
         )
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in engine._parameters:
+            for parameter in engine.parameters:
                 parameter.normal_(std=0.1)
         metrics = engine.backward(batch, groups, 0)
-        gradients.append((metrics["loss"], [p.grad.clone() for p in engine._parameters]))
+        gradients.append((metrics["loss"], [p.grad.clone() for p in engine.parameters]))
     first_loss, first = gradients[0]
     assert max(g.abs().max() for g in first) > 1e-4
     for loss, other in gradients[1:]:

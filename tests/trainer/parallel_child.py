@@ -1,0 +1,86 @@
+"""One of several trainer processes: `accelerate launch … --module tests.trainer.parallel_child BASE OUT`.
+
+The first process takes steps under several settings and writes what came out; with `fail` the other one runs out of memory
+in the middle of the first step.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from tests.trainer.kit import settings
+from tests.trainer.test_packing import tree_of_conversations
+from trainer.engine import Engine
+from trainer.groups import Example
+from trainer.learner import make_engines
+from trainer.parallel import Peers, follow
+
+SETTINGS: list[dict[str, Any]] = [
+    {"loss_type": "dapo", "packing": "prefix", "tokens_per_batch": 150},
+    {"loss_type": "grpo", "packing": "padded", "tokens_per_batch": 40, "entropy_coef": 0.05},
+    {"loss_type": "bnpo", "packing": "padded", "beta": 0.1},
+    {"loss_type": "dr_grpo", "packing": "padded", "tokens_per_batch": 1},
+]
+
+
+def steps(engine: Engine) -> list[dict[str, Any]]:
+    """Gradients of a step under each of the settings; weights and metrics after two."""
+    out = []
+    sequences, groups = tree_of_conversations(3)
+    advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
+    examples = [Example(s, a) for s, a in zip(sequences, advantages, strict=True)]
+    config, line = engine.config, engine.new_line()
+    for changed in SETTINGS:
+        engine.use(msgspec.structs.replace(config, **changed))
+        first = engine.step(line, examples, groups)
+        engine.put(first.line.weights)
+        engine.model.zero_grad(set_to_none=True)
+        engine.backward(examples, groups, 1)
+        gradients = {str(i): p.grad.clone() for i, p in enumerate(engine.parameters)}
+        second = engine.step(first.line, examples[3:], groups[3:])
+        out.append(
+            {
+                "gradients": gradients,
+                "weights": second.line.weights,
+                "metrics": second.metrics,
+                "first": first.metrics,
+            }
+        )
+    return out
+
+
+def main() -> None:
+    base, out, *how = sys.argv[1:]
+    peers = Peers.join()
+    config = settings(base, Path(out).parent / f"run{peers.rank}", learning_rate=1e-4)
+    if peers.rank == 0:
+        (engine,) = make_engines(config, Path(out).parent, peers).values()
+        torch.save(steps(engine), out)
+        peers.send(None)
+        return
+    if how:
+        _fail_once()
+    follow(config, peers)
+
+
+def _fail_once() -> None:
+    original = Engine.passes
+    failed = False
+
+    def passes(self: Engine, *args: Any) -> Any:
+        nonlocal failed
+        if self.peers is not None and not failed:
+            failed = True
+            raise torch.OutOfMemoryError("no room, says the test")
+        return original(self, *args)
+
+    Engine.passes = passes  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
