@@ -9,9 +9,11 @@
 | `sequences` | exchanges to exact token sequences and masks |
 | `packing` | the seam to the model: micro-batches, padded or with shared prefixes |
 | `engine` | model, adapter, optimizer: forward and backward passes |
+| `attention` | how a prefix tree is attended over: SDPA with a mask, or FlexAttention |
+| `parallel` | several processes that share the passes of a step |
 | `loading` | base models and fresh adapters, by Transformers or Unsloth |
 | `grpo` | TRL's losses over captured tokens |
-| `measure` | what a step measures of itself |
+| `measure`, `checks` | what a step measures of itself |
 | `checkpoint` | checkpoints on disk, adapters as tars |
 | `train`, `export`, `sft`, `cli` | the commands `journeyman train`, `export`, `sft`, and what they share |
 """
