@@ -156,7 +156,7 @@ async def measure(
                     return time.perf_counter()
                 if time.perf_counter() > deadline:
                     raise TimeoutError(f"{version} did not serve within {_PATIENCE_S:.0f} s")
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.25)  # each look takes from what is measured
 
         async def swap(steps: range) -> None:
             for step in steps:
