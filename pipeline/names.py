@@ -6,6 +6,7 @@ A NATS subject token must not hold `.`, `*`, `>`, white space or control charact
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 
@@ -32,6 +33,7 @@ def check_name(name: str) -> str:
     return name
 
 
+@functools.lru_cache(maxsize=16384)
 def subject_token(name: str) -> str:
     """`name` as one NATS subject token, escaped like a URL: `a.b` becomes `a%2Eb`."""
     check_name(name)

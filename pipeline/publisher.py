@@ -67,6 +67,7 @@ class Publisher:
         self._mark = b"MSG " + self._inbox
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """By the last token of the inbox: the acknowledgement, and when to give up on it."""
+        self._written: list[bytes] = []
         self._count = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -106,8 +107,10 @@ class Publisher:
     def _write(self, command: bytes) -> None:
         client = self._client
         if client.is_connected:
-            # The event loop's transport sends what one turn of the loop has written in one system call.
-            client._transport.write(command)
+            # What one turn of the loop publishes goes out in one system call.
+            if not self._written:
+                self._loop.call_soon(self._send)
+            self._written.append(command)
             return
         if client.is_closed:
             raise nats.errors.ConnectionClosedError
@@ -115,6 +118,12 @@ class Publisher:
             raise nats.errors.OutboundBufferLimitError
         client._pending.append(command)  # sent once the connection is back
         client._pending_data_size += len(command)
+
+    def _send(self) -> None:
+        written, self._written = self._written, []
+        if self._client.is_connected:
+            self._client._transport.write(written[0] if len(written) == 1 else b"".join(written))
+        # Where the connection broke this moment, the caller's retry sends it again.
 
     def take(self, data: bytes) -> bytes:
         """Resolve the acknowledgements that `data` begins with; the rest is nats-py's."""

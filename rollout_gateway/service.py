@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import socket
@@ -118,6 +119,10 @@ async def serve(config: Config, ready: Ready) -> None:
                     tg.start_soon(inference.run)
                 async with serving(app, listener, max_body=config.gateway.max_body_bytes, grace_s=DRAIN_S):
                     host, port = listener.getsockname()[:2]
+                    # What is there now stays: collections look at calls only, and seldom, since few of them are cycles.
+                    gc.collect()
+                    gc.freeze()
+                    gc.set_threshold(50_000, 20, 20)
                     ready(url=f"http://{host}:{port}")
                     try:
                         await anyio.sleep_forever()
