@@ -6,7 +6,7 @@ counted, so a client that can't keep a proxy busy does not flatter or punish it;
 
     python -m benchmarks.gateway --peers DIR     DIR: a virtual environment with vllm-router and litellm[proxy]
     python -m benchmarks.gateway --install-peers  makes one at build/peers first
-    python -m benchmarks.gateway --seconds 1      a quick try
+    python -m benchmarks.gateway --seconds 1 --only gateway vllm_router   a quick try
 
 A peer that is not installed is skipped, and its fields are null. Results go to benchmarks/results/gateway.json.
 """
@@ -27,7 +27,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ CONNECTIONS = 32
 STREAMS = 1000
 CHUNK_MS = 50
 SWAPS, SWAP_STREAMS = 200, 64
+OPEN = 10_000
+"""Trajectories open at once while memory is watched."""
+PARTS = ("gateway", "streams", "nginx", "vllm_router", "litellm", "memory", "swaps")
 PATH = "/v1/chat/completions"
 
 
@@ -141,22 +144,24 @@ class Bench:
 
     def load(
         self, port: int, *, path: str = PATH, connections: int = CONNECTIONS, stream: bool = False,
-        header: str = "", proxy: psutil.Process | None = None, seconds: float = 0,
+        header: str = "", proxy: psutil.Process | None = None, seconds: float = 0, numbers: int = 0,
     ) -> Measured:  # fmt: skip
-        """One run of the client; `%d` in `path` is the connection's number."""
+        """One run of the client; `%d` in `path` is the connection's number, or each of `numbers` in turn."""
         body = self.stream_body if stream else self.plain_body
         command = [
             *pinned(1), str(self.program), "load", str(port), path, str(connections),
-            str(seconds or self.seconds), str(body), header,
+            str(seconds or self.seconds), str(body), header, str(numbers),
         ]  # fmt: skip
         before = cpu_seconds(proxy)
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
 
-    def rounds(self, port: int, **options: Any) -> Measured:
+    def rounds(self, port: int, *, warm_s: float = 1.0, **options: Any) -> Measured:
         """A warm-up, then the run that counts."""
-        self.load(port, **{**options, "seconds": min(1.0, self.seconds)})
+        self.load(port, **{**options, "seconds": warm_s})
         measured = self.load(port, **options)
+        if not measured.load["requests"] and not measured.load["chunks"]:
+            raise RuntimeError(f"nothing was answered: {measured.load}")
         if measured.load["failed"] or measured.load["closed"]:
             raise RuntimeError(f"calls failed: {measured.load}")
         return measured
@@ -241,7 +246,7 @@ def bench_gateway(bench: Bench, out: dict[str, Any]) -> None:
                 "plain_p50_ms": one.load["p50_ms"],
             }
         with gateway(bench, url, "acked", "acked") as (process, port, config):
-            anyio.run(open_trajectories, config, STREAMS)
+            anyio.run(open_trajectories, config, CONNECTIONS)
             captured = bench.rounds(port, path=path, proxy=process)
             one = bench.rounds(port, path=path, connections=1, proxy=process)
             out |= {
@@ -249,19 +254,45 @@ def bench_gateway(bench: Bench, out: dict[str, Any]) -> None:
                 "capture_p99_ms": captured.load["p99_ms"], "capture_p50_ms": one.load["p50_ms"],
                 "added_p50_ms": one.load["p50_ms"] - out["direct_p50_ms"],
             }  # fmt: skip
-            streams = bench.rounds(
-                port,
-                path=path,
-                connections=STREAMS,
-                stream=True,
-                proxy=process,
-                seconds=max(bench.seconds, 6),
-            )
-            out |= {
-                "stream_chunks_per_s_per_core": streams.chunks_per_core,
-                "stream_chunks_per_s": streams.load["chunks"] / streams.load["seconds"],
-                "stream_gap_p99_ms": streams.load["gap_p99_ms"], "stream_closed": streams.load["closed"],
-            }  # fmt: skip
+
+
+def bench_streams(bench: Bench, out: dict[str, Any]) -> None:
+    """A thousand streams at once, each captured."""
+    with nats(bench) as url, gateway(bench, url, "acked", "streams") as (process, port, config):
+        anyio.run(open_trajectories, config, STREAMS)
+        options: dict[str, Any] = {"path": f"/t/b%d{PATH}", "connections": STREAMS, "stream": True}
+        streams = bench.rounds(
+            port, **options, proxy=process, warm_s=CHUNK_MS * 0.06, seconds=max(bench.seconds, 6)
+        )
+        out |= {
+            "stream_chunks_per_s_per_core": streams.chunks_per_core,
+            "stream_chunks_per_s": streams.load["chunks"] / streams.load["seconds"],
+            "stream_gap_p99_ms": streams.load["gap_p99_ms"], "stream_closed": streams.load["closed"],
+        }  # fmt: skip
+
+
+def bench_memory(bench: Bench, out: dict[str, Any], requests: int) -> None:
+    """Resident memory of the capturing gateway over many calls, with 10,000 trajectories open all the time."""
+    with nats(bench) as url, gateway(bench, url, "acked", "memory") as (process, port, config):
+        anyio.run(open_trajectories, config, OPEN)
+        options: dict[str, Any] = {"path": f"/t/b%d{PATH}", "numbers": OPEN, "seconds": max(bench.seconds, 5)}
+        done, seen = 0, []
+        while done < OPEN * 10:  # every trajectory is known and has as many calls as are remembered of one
+            done += bench.load(port, **options).load["requests"]
+        seen.append(process.memory_info().rss / 1e6)
+        done, quarter = 0, 1
+        while done < requests:
+            load = bench.load(port, **options).load
+            if load["failed"] or load["closed"]:
+                raise RuntimeError(f"calls failed: {load}")
+            done += load["requests"]
+            if done >= requests * quarter / 4:
+                quarter += 1
+                seen.append(process.memory_info().rss / 1e6)
+        out |= {
+            "memory_requests": done, "memory_trajectories": OPEN, "rss_start_mb": seen[0],
+            "rss_end_mb": seen[-1], "rss_mb": [round(mb, 1) for mb in seen],
+        }  # fmt: skip
 
 
 # -- swaps ------------------------------------------------------------------------------------------------------------
@@ -370,7 +401,12 @@ def bench_vllm_router(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     with bench.process(command, core=0, ready=f"http://127.0.0.1:{port}/health") as process:
         measured = bench.rounds(port, proxy=process)
         streams = bench.rounds(
-            port, connections=STREAMS, stream=True, proxy=process, seconds=max(bench.seconds, 6)
+            port,
+            connections=STREAMS,
+            stream=True,
+            proxy=process,
+            warm_s=CHUNK_MS * 0.06,
+            seconds=max(bench.seconds, 6),
         )
     out |= {
         "vllm_router_rps_per_core": measured.per_core, "vllm_router_rps": measured.rps,
@@ -408,7 +444,8 @@ def bench_litellm(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     with bench.process(
         command, core=0, ready=f"http://127.0.0.1:{port}/health/liveliness", env=env
     ) as process:
-        measured = bench.rounds(port, proxy=process)
+        # Its first answers take seconds each.
+        measured = bench.rounds(port, proxy=process, connections=8, warm_s=15, seconds=max(bench.seconds, 10))
     out |= {"litellm_rps_per_core": measured.per_core, "litellm_rps": measured.rps}
 
 
@@ -424,7 +461,7 @@ class Progress(dict[str, Any]):
         return self
 
 
-def run(seconds: float, peers: Path) -> dict[str, Any]:
+def run(seconds: float, peers: Path, only: tuple[str, ...], memory_requests: int) -> dict[str, Any]:
     out: dict[str, Any] = Progress()
     out |= {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version(),
@@ -432,19 +469,27 @@ def run(seconds: float, peers: Path) -> dict[str, Any]:
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         bench = Bench(Path(folder), seconds)
+        parts: dict[str, Callable[[], None]] = {
+            "gateway": lambda: bench_gateway(bench, out),
+            "vllm_router": lambda: bench_vllm_router(bench, out, peers),
+            "streams": lambda: bench_streams(bench, out),
+            "nginx": lambda: bench_nginx(bench, out),
+            "litellm": lambda: bench_litellm(bench, out, peers),
+            "memory": lambda: bench_memory(bench, out, memory_requests),
+        }
         with bench.upstream():
             out |= {
                 "direct_rps": bench.rounds(bench.upstream_port).rps,
                 "direct_p50_ms": bench.rounds(bench.upstream_port, connections=1).load["p50_ms"],
             }
-            bench_gateway(bench, out)
-            bench_nginx(bench, out)
-            bench_vllm_router(bench, out, peers)
-            bench_litellm(bench, out, peers)
-        with bench.upstream(chunk_ms=20):
-            bench_swaps(bench, out)
+            for name, part in parts.items():
+                if name in only:
+                    part()
+        if "swaps" in only:
+            with bench.upstream(chunk_ms=20):
+                bench_swaps(bench, out)
     for name in ("vllm_router", "litellm"):
-        if out.get(f"{name}_rps_per_core"):
+        if out.get(f"{name}_rps_per_core") and "capture_rps_per_core" in out:
             out[f"capture_over_{name}"] = out["capture_rps_per_core"] / out[f"{name}_rps_per_core"]
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in out.items()}
 
@@ -463,6 +508,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each run")
     parser.add_argument("--peers", type=Path, default=Path("build/peers"))
     parser.add_argument("--install-peers", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure these parts only")
+    parser.add_argument("--merge", action="store_true", help="keep the other parts that --out holds")
+    parser.add_argument("--memory-requests", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--publish-swaps", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -473,7 +521,9 @@ def main() -> None:
         return
     if args.install_peers:
         install_peers(args.peers)
-    results = run(args.seconds, args.peers.absolute())
+    results = run(args.seconds, args.peers.absolute(), tuple(args.only), args.memory_requests)
+    if args.merge and args.out.exists():
+        results = {**json.loads(args.out.read_text()), **results}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
