@@ -109,8 +109,7 @@ class StreamCapture:
                 self._token_logprobs.append(logprob)
                 if not self.first_token_at:
                     self.first_token_at = now_us()
-                if content != b'""':
-                    out.append(b'data: %b%b%bnull,"finish_reason":null}]}\n\n' % (head, content, middle))
+                out.append(b'data: %b%b%bnull,"finish_reason":null}]}\n\n' % (head, content, middle))
                 return
         event = data[start:end]
         if not event.startswith(b"data:"):
