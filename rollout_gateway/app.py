@@ -125,7 +125,7 @@ class App:
             case "open":
                 answer = await control.open(body, _base_url(request), _traceparent(headers))
             case "list":
-                asked = {k: v[-1] for k, v in parse_qs(query).items()}
+                asked = {k: v[-1] for k, v in parse_qs(query, keep_blank_values=True).items()}
                 answer = control.list(asked)
             case "get":
                 answer = await control.get(values[0])

@@ -78,15 +78,16 @@ def _operation(route: Route) -> Schema:
 def _answer(route: Route) -> Schema:
     if route.answer:
         return {"application/json": {"schema": _ref(route.answer)}}
-    kind = "text/event-stream" if route.name == "watch" else "text/plain"
-    return {kind: {"schema": {"type": "string"}}}
+    if route.name == "watch":
+        return {"text/event-stream": {}}
+    return {"text/plain": {"schema": {"type": "string"}}}
 
 
 def _model_call(path: str, summary: str) -> Schema:
     messages = path == "/v1/messages"
     answers = {
         "application/json": {"schema": {"type": "object", "required": ["id", "model"]}},
-        "text/event-stream": {"schema": {"type": "string"}},
+        "text/event-stream": {},
     }
     return {
         "summary": summary,

@@ -127,6 +127,7 @@ async def test_groups_lists_metrics(gateway: GatewayProcess) -> None:
             get.put("/v1/trajectories").headers["allow"] == "GET, POST"
             or get.put("/v1/trajectories").headers["allow"] == "POST, GET"
         )
+        assert get.get("/v1/trajectories?limit=").json()["error"]["param"] == "limit"
         assert get.get("/openapi.json").json() == json.loads(json.dumps(openapi.document()))
 
 
