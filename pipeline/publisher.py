@@ -1,7 +1,7 @@
 """Publishing to JetStream at a proxy's rate: a message is one write, its acknowledgement one future.
 
 nats-py's own request makes a task switch, a timer, a random id and a message object of each acknowledgement, which is
-more than everything else that the gateway does for a call (docs/gateway.md has the figures). Here all acknowledgements
+more than everything else that the gateway does for a call (docs/decisions/0006). Here all acknowledgements
 come to one inbox and are read where they arrive; one timer looks after all of them. Connecting, subscribing and
 reconnecting stay nats-py's.
 

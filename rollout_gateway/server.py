@@ -1,7 +1,7 @@
 """The HTTP/1.1 server: requests whose bodies are whole, answered at once or as a stream.
 
 On asyncio and httptools, with nothing between a connection and the gateway's own code: a general server and its
-interface cost as much per call as capture does (docs/gateway.md has the figures). TLS and HTTP/2 are a reverse proxy's.
+interface cost as much per call as capture does (docs/decisions/0006). TLS and HTTP/2 are a reverse proxy's.
 
 One connection answers one request at a time; what a client sends ahead waits. A client that goes away is noticed at
 once: `Request.gone` is set and `Request.on_gone` called, and the handler runs on, since there may be something to record.
@@ -325,9 +325,7 @@ class _Connection(asyncio.Protocol):
         self.active = request
         if self.server.closing:
             request.keep_alive = False
-        task = self.loop.create_task(self._handle(request))
-        self.server.tasks.add(task)
-        task.add_done_callback(self.server.tasks.discard)
+        self.server.tasks.add(self.loop.create_task(self._handle(request)))
 
     async def _handle(self, request: Request) -> None:
         try:
@@ -338,6 +336,7 @@ class _Connection(asyncio.Protocol):
                 message = "The gateway failed: its log says why."
                 request.answer(500, error_body(message, "api_error", "internal_error"))
         finally:
+            self.server.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
             if self.active is request:  # the handler gave up in mid-answer
                 self.transport.abort()
             elif self.active is None:

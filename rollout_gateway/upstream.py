@@ -1,6 +1,6 @@
 """A pooled HTTP/1.1 client for inference servers: just what a proxy needs, on asyncio and httptools.
 
-General clients cost more per request than the rest of the gateway together (docs/gateway.md has the figures). One
+General clients cost more per request than the rest of the gateway together. One
 `Upstream` is one server. A pooled connection may be closed by the server as a request goes out on it; where that
 happens before a byte of the reply came back, the request is sent again on a fresh connection.
 
