@@ -14,6 +14,7 @@ Errors: nats-py's, as its own `publish` raises them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 import msgspec
@@ -121,9 +122,10 @@ class Publisher:
 
     def _send(self) -> None:
         written, self._written = self._written, []
+        # Where the connection broke a moment ago, the callers' retries send it again.
         if self._client.is_connected:
-            self._client._transport.write(written[0] if len(written) == 1 else b"".join(written))
-        # Where the connection broke this moment, the caller's retry sends it again.
+            with contextlib.suppress(RuntimeError):
+                self._client._transport.write(written[0] if len(written) == 1 else b"".join(written))
 
     def take(self, data: bytes) -> bytes:
         """Resolve the acknowledgements that `data` begins with; the rest is nats-py's."""

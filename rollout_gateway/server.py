@@ -93,7 +93,7 @@ class Request:
     ) -> None:
         """The whole answer."""
         self.started = True
-        if self.gone:
+        if self._lost():
             return
         if status == 200 and self.keep_alive and not headers and content_type == b"application/json":
             head = _JSON_200 % len(body)
@@ -108,7 +108,7 @@ class Request:
     def start(self, status: int, headers: HeaderList) -> None:
         """The head of a streamed answer."""
         self.started = True
-        if self.gone:
+        if self._lost():
             return
         if self._plain:
             self.keep_alive = False
@@ -118,15 +118,19 @@ class Request:
 
     def write(self, data: bytes) -> None:
         """A piece of a streamed answer."""
-        if data and not self.gone:
+        if data and not self._lost():
             self._connection.transport.write(data if self._plain else b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self) -> None:
         """The end of a streamed answer."""
-        if not self.gone:
+        if not self._lost():
             if not self._plain:
                 self._connection.transport.write(b"0\r\n\r\n")
             self._connection.answered(self)
+
+    def _lost(self) -> bool:
+        """Nothing can be said any more; the connection may have broken a moment before `gone` is told."""
+        return self.gone or self._connection.transport.is_closing()
 
     async def drain(self) -> None:
         """Until a slow client has taken most of what was written; a stream's own source uses `on_flow`."""

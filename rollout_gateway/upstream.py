@@ -181,6 +181,7 @@ class Reply:
 
     def __init__(self, connection: _Connection) -> None:
         self._connection: _Connection | None = connection
+        self._stopped = False
         self.status = connection.status
         self.headers = connection.headers
 
@@ -223,11 +224,15 @@ class Reply:
     def flow(self, stop: bool) -> None:
         """Stop reading from the server, where the reader is slower than it, or go on."""
         connection = self._connection
-        if connection is not None and connection.transport is not None and not connection.closed:
-            if stop:
-                connection.transport.pause_reading()
-            else:
-                connection.transport.resume_reading()
+        if connection is None or connection.transport is None or stop == self._stopped:
+            return
+        self._stopped = stop
+        if connection.closed or connection.transport.is_closing():
+            return
+        if stop:
+            connection.transport.pause_reading()
+        else:
+            connection.transport.resume_reading()
 
     def close(self) -> None:
         """Let go of the connection; an unfinished reply is broken off, which tells the server to stop."""
@@ -317,7 +322,8 @@ class Upstream:
     def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closed:
+            assert connection.transport is not None
+            if not connection.closed and not connection.transport.is_closing():
                 connection.reused = True
                 connection._reset()
                 return connection
