@@ -1,7 +1,7 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - a benchmark waits for other processes, and polls what it measures
 """How fast and how trustworthy the judge is: writes benchmarks/results/judge.json.
 
-    python -m benchmarks.judge [--groups 1000] [--concurrency 4] [--workers 1] [--out benchmarks/results/judge.json]
+    python -m benchmarks.judge [--groups 1000] [--concurrency 2] [--workers 1] [--out benchmarks/results/judge.json]
 
 A real NATS server, the judge as a process with litellm, and the scoring server (no language model: it answers in 50 ms
 what the trajectories' own text says) as another process. Every group has 8 trajectories and is judged twice, in
@@ -255,7 +255,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge")
     parser.add_argument("--groups", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="processes that call the judge model")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/judge.json"))
     args = parser.parse_args()
