@@ -10,8 +10,8 @@ Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -296,9 +296,8 @@ class Broker:
 
     async def _publish_until_acked(self, subject: str, payload: bytes, headers: dict[str, str]) -> Ack:
         taken = False
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.config.publish_deadline_s
-        while (left := deadline - loop.time()) > 0:
+        deadline = time.monotonic() + self.config.publish_deadline_s
+        while (left := deadline - time.monotonic()) > 0:
             try:
                 if taken:
                     return await self._existing(subject)

@@ -7,6 +7,7 @@ call whose answer was recorded but never arrived is given the recorded one, not 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -353,7 +354,7 @@ class ChatHandler:
         Waits for one, and asks again where a server went away before its answer was whole: nothing of it had reached
         the client or the log. A streamed answer is handed out unread, with its lease; any other is read, its lease
         given back."""
-        deadline = asyncio.get_running_loop().time() + self._gateway.upstream_wait_s
+        deadline = time.monotonic() + self._gateway.upstream_wait_s
         trajectory = exchange.trajectory if exchange is not None else None
         doubted: set[tuple[str, str]] = set()
 

@@ -6,7 +6,7 @@ the decision is published: no call waits for it.
 
 from __future__ import annotations
 
-import asyncio
+import time
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -101,9 +101,8 @@ class Promotion:
             error = unknown_model(version, self._policies.names())
             error.param = param
             raise error
-        loop = asyncio.get_running_loop()
         lease = await self._fleet.acquire(
-            lambda: self._router.version(version, None), lambda able: able[0], loop.time() + _LOAD_WAIT_S
+            lambda: self._router.version(version, None), lambda able: able[0], time.monotonic() + _LOAD_WAIT_S
         )
         lease.release()
         if not self._fleet.available(version):

@@ -119,7 +119,7 @@ class Fleet:
     ) -> Lease:
         """A lease on a replica that serves what `resolve` says at that moment.
 
-        Waits until `deadline` (event loop time); raises a 503 `ApiError` then. What `resolve` raises goes through."""
+        Waits until `deadline` (`time.monotonic`); raises a 503 `ApiError` then. What `resolve` raises goes through."""
         while True:
             version = resolve()
             able = [r for r in self.replicas if r.serves(version)]
@@ -135,7 +135,7 @@ class Fleet:
                 self.demand(version)
             changed = self._changed
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout(deadline - time.monotonic()):
                     await changed.wait()
             except TimeoutError:
                 raise unavailable(

@@ -329,7 +329,9 @@ class _Connection(asyncio.Protocol):
         self.active = request
         if self.server.closing:
             request.keep_alive = False
-        self.server.tasks.add(self.loop.create_task(self._handle(request)))
+        task = self.loop.create_task(self._handle(request))
+        self.server.tasks.add(task)
+        task.add_done_callback(self.server.tasks.discard)
 
     async def _handle(self, request: Request) -> None:
         try:
@@ -340,7 +342,6 @@ class _Connection(asyncio.Protocol):
                 message = "The gateway failed: its log says why."
                 request.answer(500, error_body(message, "api_error", "internal_error"))
         finally:
-            self.server.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
             if self.active is request:  # the handler gave up in mid-answer
                 self.transport.abort()
             elif self.active is None:

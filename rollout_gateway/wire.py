@@ -25,13 +25,15 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 _ids_decoder = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
-_GRAMMARS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structural_tag",
+_GRAMMARS = frozenset(
+    (
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structural_tag",
+    )
 )
 _STRICT = re.compile(rb'"strict"\s*:\s*true')
 
@@ -108,7 +110,7 @@ class Call:
     def _bound(self) -> Literal["", "calls", "all"]:
         """What a grammar has a say in: nothing, tool calls if there are any (`strict` tools), or the whole reply."""
         fields = self.fields
-        if any(not is_null(fields.get(name)) for name in _GRAMMARS):
+        if not _GRAMMARS.isdisjoint(fields) and any(not is_null(fields.get(name)) for name in _GRAMMARS):
             return "all"
         form = fields.get("response_format")
         if not is_null(form) and _type_of(form) != "text":
@@ -169,11 +171,17 @@ class Answer:
     fields: Fields
     prompt_ids: bytes
     choices: list[Sampled]
+    _body: bytes = b""
 
     def client_body(self, only: Sampled | None = None) -> bytes:
         """The reply for the client; `only`: with one of the choices, as its event holds it."""
+        if self._body:
+            return self._body  # of one choice: the event and the client get the same
         chosen = self.choices if only is None else [only]
-        return _encode({**self.fields, "choices": [c.fields for c in chosen]})
+        body = _encode({**self.fields, "choices": [c.fields for c in chosen]})
+        if len(self.choices) == 1:
+            self._body = body
+        return body
 
 
 def read_fields(body: bytes, kind: type[_A]) -> tuple[Fields, _A]:
