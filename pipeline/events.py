@@ -131,6 +131,8 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     pinned: str = ""
     """Policy version this trajectory must be served by; empty: the promoted one."""
     metadata: Json = b"{}"
+    paced_s: float = 0.0
+    """Seconds that the group was told to wait (429) before its first trajectory was let in."""
 
     def subject(self) -> str:
         return f"rollout.opened.{subject_token(self.project)}.{subject_token(self.trajectory)}"

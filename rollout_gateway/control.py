@@ -104,7 +104,7 @@ class Control:
             raise ApiError(400, str(error), code="invalid_name") from error
         if opening.pinned:
             self._check_pinned(opening)
-        self._pacing.admit(opening.model, opening.group or trajectory, opening.split)
+        paced_s = self._pacing.admit(opening.model, opening.group or trajectory, opening.split)
         key = self._registry.keys.make(trajectory)
         event = TrajectoryOpened(
             project=self._project,
@@ -118,6 +118,7 @@ class Control:
             key_hash=self._registry.keys.hash(key),
             pinned=opening.pinned,
             metadata=msgspec.json.encode(opening.metadata),
+            paced_s=paced_s,
         )
         try:
             opened = await self._registry.open(event, traceparent)

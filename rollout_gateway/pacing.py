@@ -7,6 +7,8 @@ only and from its start on: pacing steers, it promises nothing.
 
 from __future__ import annotations
 
+import time
+
 from nats.aio.msg import Msg
 
 from pipeline.broker import Broker
@@ -15,6 +17,8 @@ from pipeline.names import subject_token
 from rollout_gateway.errors import ApiError
 
 _RETRY_AFTER_S = 1
+_MAX_WAITING = 10_000
+"""Groups told to wait whose first asking is remembered; the oldest is forgotten."""
 
 
 class Pacing:
@@ -24,13 +28,20 @@ class Pacing:
         self._project, self._limit = project, limit
         self._ahead: dict[str, set[str]] = {}
         """By model, the groups neither trained nor discarded."""
+        self._waiting: dict[tuple[str, str], float] = {}
+        """When a group was first told to wait."""
 
-    def admit(self, model: str, group: str, split: str) -> None:
-        """Take the group in, or raise a 429 `ApiError`. Further trajectories of a group that is in always pass."""
+    def admit(self, model: str, group: str, split: str) -> float:
+        """Take the group in, or raise a 429 `ApiError`. Further trajectories of a group that is in always pass.
+
+        The seconds since the group was first told to wait, for the trajectory that brings it in."""
         if not self._limit or split != "train":
-            return
+            return 0.0
         ahead = self._ahead.setdefault(model, set())
         if group not in ahead and len(ahead) >= self._limit:
+            self._waiting.setdefault((model, group), time.monotonic())
+            if len(self._waiting) > _MAX_WAITING:
+                del self._waiting[next(iter(self._waiting))]
             raise ApiError(
                 429,
                 f"{len(ahead)} groups of {model} wait for training: a further one would be stale. Try again.",
@@ -39,6 +50,8 @@ class Pacing:
                 headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
             )
         ahead.add(group)
+        since = self._waiting.pop((model, group), None)
+        return 0.0 if since is None else time.monotonic() - since
 
     def done(self, model: str, groups: tuple[str, ...]) -> None:
         """These were trained or discarded."""

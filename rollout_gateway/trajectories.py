@@ -402,7 +402,7 @@ def _reply_id(event: ExchangeRecorded) -> str:
 
 
 def _same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:
-    return msgspec.structs.replace(a, at=0) == msgspec.structs.replace(b, at=0)
+    return msgspec.structs.replace(a, at=0, paced_s=0) == msgspec.structs.replace(b, at=0, paced_s=0)
 
 
 def _completed(found: Trajectory, body: Completion) -> TrajectoryCompleted:

@@ -51,6 +51,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
             "opened_at": "When it began, UTC.",
             "completed_at": "When it ended; null while open.",
             "duration_s": "Seconds between the two.",
+            "paced_s": "Seconds its group was told to wait before it was let in; 0 for all but the first of the group.",
             "stream_seq": "Sequence of its `rollout.completed` in ROLLOUTS.",
             "trace_id": "Trace it belongs to, where it was traced.",
         },
@@ -62,7 +63,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
           coalesce(c.metadata, o.metadata) AS metadata, c.exchanges, c.first_step, c.last_step, c.inferred,
           coalesce(o.at, nullif(c.opened_at, {_NEVER})) AS opened_at, c.at AS completed_at,
           epoch_us(c.at - coalesce(o.at, nullif(c.opened_at, {_NEVER}))::TIMESTAMP) / 1e6 AS duration_s,
-          c.log_seq AS stream_seq,
+          o.paced_s, c.log_seq AS stream_seq,
           nullif(split_part(coalesce(nullif(c.traceparent, ''), o.traceparent), '-', 2), '') AS trace_id
         FROM rollout_completed c FULL JOIN rollout_opened o ON o.project = c.project AND o.trajectory = c.trajectory
         """,

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.broker import Broker
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig, NatsConfig
-from pipeline.events import CheckpointPublished, TrajectoryCompleted
+from pipeline.events import CheckpointPublished, TrajectoryCompleted, TrajectoryOpened
 from rollout_gateway.errors import ApiError
 from rollout_gateway.keys import KeyRing
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
@@ -198,5 +198,11 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
                     f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "group": "g3"}
                 )
                 if again.status_code == 201:
-                    return
+                    break
                 await anyio.sleep(0.1)  # as an agent that was told to wait
+    async with Broker.connect(nats_config) as broker:
+        found = await broker.last("ROLLOUTS", "rollout.opened.>")
+    assert found is not None
+    assert isinstance(found.event, TrajectoryOpened)
+    assert found.event.trajectory == again.json()["id"]
+    assert found.event.paced_s >= 0.1  # how long the group waited can be asked for
