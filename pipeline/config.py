@@ -63,6 +63,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """0: the model's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     start_timeout_s: float = 600.0
+    """An inference server that does not answer by then is killed and started again."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -258,6 +259,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     warmup_steps: int = 0
     threads: int = 1
     """CPU threads of the trainer's computation; the rest is the inference server's."""
+    start_timeout_s: float = 600.0
+    """A trainer that has not loaded its models by then is killed and started again."""
     tokens_per_batch: int = 16_384
     """Token budget of one forward and backward pass; a step takes as many passes as it needs."""
     packing: Literal["auto", "prefix", "padded"] = "auto"

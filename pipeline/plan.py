@@ -5,6 +5,7 @@ The supervisor runs the plan; nothing here starts anything. Services are named b
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import shutil
@@ -49,6 +50,8 @@ class ProcessSpec:
     needs: tuple[str, ...] = ()
     """Processes that must work before this one starts."""
     stop_grace_s: float = 20.0
+    start_timeout_s: float = 120.0
+    """A process that is not ready by then is killed and started again."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
@@ -100,7 +103,8 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return ProcessSpec(
-        "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10
+        "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10,
+        start_timeout_s=settings.start_timeout_s,
     )  # fmt: skip
 
 
@@ -149,7 +153,10 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "telemetry" and not telemetry_wanted(config):
             continue
         # The gateway is up once it can serve, so it waits for vLLM itself; nothing else needs to.
-        processes.append(
-            ProcessSpec(name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation)
+        spec = ProcessSpec(
+            name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation
         )
+        if name == "trainer":  # it loads a model
+            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
+        processes.append(spec)
     return config, processes

@@ -33,6 +33,7 @@ GIVE_UP_AFTER = 5
 """Failed starts in a row of a process that never worked: then it is a mistake, not bad luck."""
 PROBE_EVERY_S = 0.1
 DRAIN_S = 60.0
+_LAST_WORDS_S = 1.0
 STOP_ORDER = ("gateway", "judge", "trainer", "telemetry", "store", "vllm", "nats")
 
 # PR_SET_PDEATHSIG, then become the command: a killed supervisor leaves no orphan.
@@ -139,7 +140,7 @@ class Supervisor:
         self._change(watched, "starting")
         try:
             async with anyio.create_task_group() as tg:
-                tg.start_soon(self._await_ready, watched, read_end)
+                tg.start_soon(self._await_start, watched, read_end)
                 code = await process.wait()
                 tg.cancel_scope.cancel()
         finally:
@@ -150,6 +151,17 @@ class Supervisor:
                     await process.wait()
             watched.process = None
         return code
+
+    async def _await_start(self, watched: Watched, fd: int) -> None:
+        """Until the process is ready, or it is given up on: a start that hangs is worth no more than one that fails."""
+        with anyio.move_on_after(watched.spec.start_timeout_s) as bound:
+            await self._await_ready(watched, fd)
+        if bound.cancelled_caught and watched.process is not None:
+            log.error("not ready in time", process=watched.spec.name, seconds=watched.spec.start_timeout_s)
+            # Our own services then say in their log where every thread of theirs is.
+            watched.process.send_signal(signal.SIGABRT)
+            await anyio.sleep(_LAST_WORDS_S)
+            _kill_group(watched.process.pid)
 
     async def _await_ready(self, watched: Watched, fd: int) -> None:
         if watched.spec.probe:

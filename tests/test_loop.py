@@ -32,6 +32,7 @@ class Installation:
             "models.0.base": str(ROOT / "examples" / "tictactoe" / "model"),
             "judge.group_size": GROUP,
             "trainer.groups_per_step": 2,
+            "trainer.start_timeout_s": 60,
             "vllm.max_model_len": 256,
         }
         flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]

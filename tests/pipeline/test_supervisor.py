@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -69,6 +70,26 @@ async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
             while not (judge.restarts == 1 and judge.state == "ready"):
                 await changed.wait()
             supervisor.stop()
+
+
+async def test_a_start_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
+    hang = f"""
+import faulthandler, pathlib, time
+flag = pathlib.Path({str(tmp_path / "hung")!r})
+if not flag.exists():
+    faulthandler.enable()
+    flag.touch()
+    time.sleep(60)
+"""
+    spec = dataclasses.replace(service("trainer", hang + SERVICE), start_timeout_s=2.0)
+    supervisor = Supervisor(config(tmp_path), [spec])
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            assert supervisor.watched["trainer"].restarts == 1
+            supervisor.stop()
+    said = (tmp_path / "logs" / "trainer.log").read_text()
+    assert "Fatal Python error: Aborted" in said  # and where it hung
 
 
 async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_path: Path) -> None:
