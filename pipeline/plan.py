@@ -50,8 +50,8 @@ class ProcessSpec:
     needs: tuple[str, ...] = ()
     """Processes that must work before this one starts."""
     stop_grace_s: float = 20.0
-    start_timeout_s: float = 120.0
-    """A process that is not ready by then is killed and started again."""
+    start_timeout_s: float = 600.0
+    """A process that is not ready by then is killed and started again. Long: recovery from a long log is no hang."""
 
 
 def free_port(host: str = LOOPBACK) -> int:

@@ -10,7 +10,6 @@ unwinds; the exit code is 0 then.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import signal
 import sys
@@ -64,7 +63,6 @@ def main(name: str, serve: Serve) -> None:
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--ready-fd", type=int, default=None)
     args = parser.parse_args()
-    faulthandler.enable()  # SIGABRT, from a supervisor that gave up waiting: where every thread is
     try:
         config = load(args.config)
     except ConfigError as error:

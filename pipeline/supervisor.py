@@ -129,7 +129,8 @@ class Supervisor:
         spec = watched.spec
         read_end, write_end = os.pipe()
         argv = list(spec.argv) + ([] if spec.probe else ["--ready-fd", str(write_end)])
-        env = {**os.environ, **spec.env, "PYTHONUNBUFFERED": "1"}
+        # The fault handler from the first import on, which may be what hangs (`_await_start`).
+        env = {**os.environ, **spec.env, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         with (self._logs / f"{spec.name}.log").open("ab") as sink:
             process = await anyio.open_process(
                 [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv],
@@ -158,7 +159,7 @@ class Supervisor:
             await self._await_ready(watched, fd)
         if bound.cancelled_caught and watched.process is not None:
             log.error("not ready in time", process=watched.spec.name, seconds=watched.spec.start_timeout_s)
-            # Our own services then say in their log where every thread of theirs is.
+            # A Python process then says in its log where every thread of it is.
             watched.process.send_signal(signal.SIGABRT)
             await anyio.sleep(_LAST_WORDS_S)
             _kill_group(watched.process.pid)
