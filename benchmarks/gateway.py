@@ -3,12 +3,15 @@
 An instant inference server and a closed-loop client, both in C (`gateway_load.c`), on one core; the proxy on another.
 Bodies are 2 KB. Figures per core are calls (or chunks) per second of the proxy's own CPU time, all its processes
 counted, so a client that can't keep a proxy busy does not flatter or punish it; `*_rps` is what went through by the clock.
+Latency is measured with all of them on one core, and with the proxy on its own.
+Each proxy is run five times, in turn with the others, and the best run counts. Streams come at two rates: 50 chunks a second each, which is more than one
+core passes on, and 20, which it is not.
 
     python -m benchmarks.gateway --peers DIR     DIR: a virtual environment with vllm-router and litellm[proxy]
     python -m benchmarks.gateway --install-peers  makes one at build/peers first
-    python -m benchmarks.gateway --seconds 1 --only gateway vllm_router   a quick try
+    python -m benchmarks.gateway --seconds 1 --only calls latency   a quick try
 
-A peer that is not installed is skipped, and its fields are null. Results go to benchmarks/results/gateway.json.
+A peer that is not installed is skipped. Results go to benchmarks/results/gateway.json.
 """
 
 from __future__ import annotations
@@ -21,14 +24,13 @@ import json
 import os
 import platform
 import shutil
-import socket
+import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,173 +38,32 @@ import anyio
 import httpx
 import psutil
 
+from benchmarks.gateway_peers import install_peers, litellm, nginx, vllm_router
+from benchmarks.proxied import CONNECTIONS, HERE, PATH, STREAMS, Bench, Proxy, free_port, on_core, pinned
 from pipeline.broker import Broker
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished, TrajectoryOpened
 
-HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gateway.json"
-CONNECTIONS = 32
-STREAMS = 1000
-CHUNK_MS = 50
+RATES = {"stream": 20.0, "stream_paced": 50.0}
+"""Milliseconds between a stream's chunks."""
 SWAPS, SWAP_STREAMS = 200, 64
 OPEN = 10_000
 """Trajectories open at once while memory is watched."""
-PARTS = ("gateway", "streams", "nginx", "vllm_router", "litellm", "memory", "swaps")
-PATH = "/v1/chat/completions"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def pinned(core: int) -> list[str]:
-    """Prefix that keeps a command on one core, where there are two."""
-    return ["taskset", "-c", str(core)] if (os.cpu_count() or 1) > 1 and shutil.which("taskset") else []
-
-
-@dataclass
-class Measured:
-    """One run of the client against one proxy."""
-
-    load: dict[str, Any]
-    cpu_s: float
-
-    @property
-    def rps(self) -> float:
-        return float(self.load["requests"] / self.load["seconds"])
-
-    @property
-    def per_core(self) -> float:
-        """Calls per second of the proxy's CPU time."""
-        return float(self.load["requests"] / self.cpu_s) if self.cpu_s else 0.0
-
-    @property
-    def chunks_per_core(self) -> float:
-        return float(self.load["chunks"] / self.cpu_s) if self.cpu_s else 0.0
-
-
-class Bench:
-    """The programs, files and processes of one benchmark."""
-
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
-        self.program = folder / "gateway_load"
-        subprocess.run(["cc", "-O2", "-o", str(self.program), str(HERE / "gateway_load.c")], check=True)
-        self.plain_body = self._body("plain.json", stream=False)
-        self.stream_body = self._body("stream.json", stream=True)
-        self.stack = contextlib.ExitStack()
-
-    def _body(self, name: str, *, stream: bool) -> Path:
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
-        path = self.folder / name
-        path.write_text(json.dumps(body))
-        return path
-
-    @contextlib.contextmanager
-    def process(
-        self, command: list[str], *, core: int, ready: str, env: dict[str, str] | None = None
-    ) -> Iterator[psutil.Process]:
-        """A process that answers `ready` (an URL, or host:port), ended afterwards."""
-        log = self.folder / f"{Path(command[0]).name}.log"
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                pinned(core) + command,
-                stdout=out,
-                stderr=out,
-                cwd=self.folder,
-                env={**os.environ, **(env or {})},
-            )
-        try:
-            deadline = time.monotonic() + 90
-            while not answers(ready):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{command[0]} did not start: {log.read_text()[-2000:]}")
-                time.sleep(0.05)
-            yield psutil.Process(process.pid)
-        finally:
-            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.terminate()
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-
-    def upstream(self, chunk_ms: float = CHUNK_MS) -> contextlib.AbstractContextManager[psutil.Process]:
-        self.upstream_port = free_port()
-        return self.process(
-            [str(self.program), "serve", str(self.upstream_port), str(chunk_ms)], core=1,
-            ready=f"127.0.0.1:{self.upstream_port}",
-        )  # fmt: skip
-
-    def load(
-        self, port: int, *, path: str = PATH, connections: int = CONNECTIONS, stream: bool = False,
-        header: str = "", proxy: psutil.Process | None = None, seconds: float = 0, numbers: int = 0,
-    ) -> Measured:  # fmt: skip
-        """One run of the client; `%d` in `path` is the connection's number, or each of `numbers` in turn."""
-        body = self.stream_body if stream else self.plain_body
-        command = [
-            *pinned(1), str(self.program), "load", str(port), path, str(connections),
-            str(seconds or self.seconds), str(body), header, str(numbers),
-        ]  # fmt: skip
-        before = cpu_seconds(proxy)
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
-
-    def rounds(self, port: int, *, warm_s: float = 1.0, **options: Any) -> Measured:
-        """A warm-up, then the run that counts."""
-        self.load(port, **{**options, "seconds": warm_s})
-        measured = self.load(port, **options)
-        if not measured.load["requests"] and not measured.load["chunks"]:
-            raise RuntimeError(f"nothing was answered: {measured.load}")
-        if measured.load["failed"] or measured.load["closed"]:
-            raise RuntimeError(f"calls failed: {measured.load}")
-        return measured
-
-
-def cpu_seconds(process: psutil.Process | None) -> float:
-    """CPU time of a process and all below it."""
-    if process is None:
-        return 0.0
-    total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def answers(ready: str) -> bool:
-    try:
-        if ready.startswith("http"):
-            return httpx.get(ready, timeout=2).status_code < 500
-        host, _, port = ready.partition(":")
-        with socket.create_connection((host, int(port)), 1):
-            return True
-    except (OSError, httpx.HTTPError):
-        return False
-
-
-# -- the gateway ------------------------------------------------------------------------------------------------------
+PARTS = ("calls", "latency", "streams", "litellm", "memory", "swaps")
 
 
 @contextlib.contextmanager
 def nats(bench: Bench) -> Iterator[str]:
     port = free_port()
     settings = bench.folder / "nats.conf"
-    settings.write_text(
-        f'host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{bench.folder / "js"}" }}\n'
-    )
+    store = bench.folder / f"js-{port}"
+    settings.write_text(f'host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}" }}\n')
     binary = str(Path(sys.executable).with_name("nats-server"))
     with bench.process([binary, "-c", str(settings)], core=1, ready=f"127.0.0.1:{port}"):
         yield f"nats://127.0.0.1:{port}"
+    shutil.rmtree(store)
 
 
 @contextlib.contextmanager
@@ -234,46 +95,111 @@ async def open_trajectories(config: Config, count: int) -> None:
             )
 
 
-def bench_gateway(bench: Bench, out: dict[str, Any]) -> None:
-    path = f"/t/b%d{PATH}"
-    with nats(bench) as url:
-        with gateway(bench, url, "off", "plain") as (process, port, _):
-            plain = bench.rounds(port, proxy=process)
-            one = bench.rounds(port, connections=1, proxy=process)
+async def acknowledged_p50_ms(url: str, count: int = 3000) -> float:
+    """The median time of one acknowledged publish after another, as large as a captured call: what capture can't go below."""
+    took = []
+    async with Broker.connect(NatsConfig(url=url), provision=False) as broker:
+        for number in range(count):
+            begun = time.perf_counter()
+            await broker.publish_raw(
+                f"rollout.floor.b.{number}", bytes(3000), {}, message_id=f"floor/{number}"
+            )
+            took.append(time.perf_counter() - begun)
+    return statistics.median(took) * 1000
+
+
+@contextlib.contextmanager
+def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Proxy, Config]]:
+    """The gateway without capture and with it, the latter's settings, and so many trajectories opened there."""
+    with (
+        gateway(bench, url, "off", "plain") as (plain, plain_port, _),
+        gateway(bench, url, "acked", "acked") as (captures, port, config),
+    ):
+        anyio.run(open_trajectories, config, trajectories)
+        yield (
+            Proxy("plain", plain_port, plain, peer=False),
+            Proxy("capture", port, captures, f"/t/b%d{PATH}", peer=False),
+            config,
+        )
+    shutil.rmtree(config.run_dir)
+
+
+@contextlib.contextmanager
+def all_proxies(bench: Bench, peers: Path, trajectories: int) -> Iterator[tuple[list[Proxy], str]]:
+    """Ours, vLLM's router, nginx and none at all before one server; and the log's address."""
+    with (
+        bench.upstream(), nats(bench) as url, ours(bench, url, trajectories) as (plain, captures, _),
+        vllm_router(bench, peers) as router, nginx(bench) as fast,
+    ):  # fmt: skip
+        direct = Proxy("direct", bench.upstream_port)
+        yield [p for p in (direct, plain, captures, router, fast) if p is not None], url
+
+
+def bench_calls(bench: Bench, out: dict[str, Any], peers: Path) -> None:
+    with all_proxies(bench, peers, CONNECTIONS) as (proxies, _):
+        for name, runs in bench.race(proxies).items():
+            best = max(runs, key=lambda run: run.per_core)
+            out |= {f"{name}_rps": best.rps}
+            if name != "direct":
+                out |= {f"{name}_rps_per_core": best.per_core}
+            if name == "capture":
+                out |= {"capture_p99_ms": best.load["p99_ms"]}
+
+
+def bench_latency(bench: Bench, out: dict[str, Any], peers: Path) -> None:
+    """One call after another: all on one core, then the proxies on a core of their own."""
+    for suffix, placed in (("", bench.together()), ("_two_cores", contextlib.nullcontext())):
+        with placed, all_proxies(bench, peers, 1) as (proxies, url):
+            raced = bench.race(proxies, connections=1).items()
+            p50 = {name: min(run.load["p50_ms"] for run in runs) for name, runs in raced}
+            with on_core(0):
+                p50["acknowledged"] = anyio.run(
+                    acknowledged_p50_ms, url, backend_options={"use_uvloop": True}
+                )
+            out |= {f"{name}_p50{suffix}_ms": value for name, value in p50.items()}
+            out |= {f"added_p50{suffix}_ms": p50["capture"] - p50["direct"]}
+
+
+def bench_streams(bench: Bench, out: dict[str, Any], peers: Path) -> None:
+    """A thousand streams at once, each captured."""
+    for rate, chunk_ms in RATES.items():
+        with (
+            bench.upstream(chunk_ms), nats(bench) as url, ours(bench, url, STREAMS) as (_, captures, _),
+            vllm_router(bench, peers) as router,
+        ):  # fmt: skip
+            proxies = [captures, router] if router is not None else [captures]
+            raced = bench.race(
+                proxies, connections=STREAMS, stream=True, warm_s=4.0, seconds=max(bench.seconds, 6)
+            )
+        for name, runs in raced.items():
+            if not runs:  # the peer did not get through one of them
+                out |= {f"{name}_{rate}_chunks_per_s_per_core": None}
+                continue
+            best = max(runs, key=lambda run: run.chunks_per_core)
+            of = "" if name == "capture" else f"{name}_"
             out |= {
-                "plain_rps_per_core": plain.per_core,
-                "plain_rps": plain.rps,
-                "plain_p50_ms": one.load["p50_ms"],
-            }
-        with gateway(bench, url, "acked", "acked") as (process, port, config):
-            anyio.run(open_trajectories, config, CONNECTIONS)
-            captured = bench.rounds(port, path=path, proxy=process)
-            one = bench.rounds(port, path=path, connections=1, proxy=process)
-            out |= {
-                "capture_rps_per_core": captured.per_core, "capture_rps": captured.rps,
-                "capture_p99_ms": captured.load["p99_ms"], "capture_p50_ms": one.load["p50_ms"],
-                "added_p50_ms": one.load["p50_ms"] - out["direct_p50_ms"],
+                f"{of}{rate}_chunks_per_s_per_core": best.chunks_per_core,
+                f"{of}{rate}_chunks_per_s": best.load["chunks"] / best.load["seconds"],
+                f"{of}{rate}_gap_p99_ms": best.load["gap_p99_ms"], f"{of}{rate}_closed": best.load["closed"],
             }  # fmt: skip
 
 
-def bench_streams(bench: Bench, out: dict[str, Any]) -> None:
-    """A thousand streams at once, each captured."""
-    with nats(bench) as url, gateway(bench, url, "acked", "streams") as (process, port, config):
-        anyio.run(open_trajectories, config, STREAMS)
-        options: dict[str, Any] = {"path": f"/t/b%d{PATH}", "connections": STREAMS, "stream": True}
-        streams = bench.rounds(
-            port, **options, proxy=process, warm_s=CHUNK_MS * 0.06, seconds=max(bench.seconds, 6)
-        )
-        out |= {
-            "stream_chunks_per_s_per_core": streams.chunks_per_core,
-            "stream_chunks_per_s": streams.load["chunks"] / streams.load["seconds"],
-            "stream_gap_p99_ms": streams.load["gap_p99_ms"], "stream_closed": streams.load["closed"],
-        }  # fmt: skip
+def bench_litellm(bench: Bench, out: dict[str, Any], peers: Path) -> None:
+    with bench.upstream(), litellm(bench, peers) as proxy:
+        if proxy is not None:
+            # Its first answers take seconds each.
+            (runs,) = bench.race([proxy], connections=8, warm_s=15, seconds=max(bench.seconds, 10)).values()
+            best = max(runs, key=lambda run: run.per_core)
+            out |= {"litellm_rps_per_core": best.per_core, "litellm_rps": best.rps}
 
 
 def bench_memory(bench: Bench, out: dict[str, Any], requests: int) -> None:
     """Resident memory of the capturing gateway over many calls, with 10,000 trajectories open all the time."""
-    with nats(bench) as url, gateway(bench, url, "acked", "memory") as (process, port, config):
+    with (
+        bench.upstream(),
+        nats(bench) as url,
+        gateway(bench, url, "acked", "memory") as (process, port, config),
+    ):
         anyio.run(open_trajectories, config, OPEN)
         options: dict[str, Any] = {"path": f"/t/b%d{PATH}", "numbers": OPEN, "seconds": max(bench.seconds, 5)}
         done, seen = 0, []
@@ -337,15 +263,15 @@ def bench_swaps(bench: Bench, out: dict[str, Any]) -> None:
     """The gaps between chunks of 64 streams, without and with 200 adapter swaps meanwhile."""
     path = f"/t/b%d{PATH}"
     seconds = max(bench.seconds * 3, 6)
-    with nats(bench) as url, gateway(bench, url, "acked", "swaps") as (process, port, config):
+    with (
+        bench.upstream(),
+        nats(bench) as url,
+        gateway(bench, url, "acked", "swaps") as (_, port, config),
+    ):
         anyio.run(open_trajectories, config, SWAP_STREAMS)
-        options: dict[str, Any] = {
-            "path": path,
-            "connections": SWAP_STREAMS,
-            "stream": True,
-            "proxy": process,
-        }
-        calm = bench.rounds(port, **options, seconds=seconds)
+        options: dict[str, Any] = {"path": path, "connections": SWAP_STREAMS, "stream": True}
+        bench.load(port, **options, seconds=2)
+        calm = bench.load(port, **options, seconds=seconds)
         with contextlib.ExitStack() as stack:
             publisher = subprocess.Popen(
                 [*pinned(1), sys.executable, "-m", "benchmarks.gateway", "--publish-swaps",
@@ -362,94 +288,7 @@ def bench_swaps(bench: Bench, out: dict[str, Any]) -> None:
         }  # fmt: skip
 
 
-# -- peers ------------------------------------------------------------------------------------------------------------
-
-
-def bench_nginx(bench: Bench, out: dict[str, Any]) -> None:
-    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if binary is None:
-        out["nginx_rps_per_core"] = None
-        sys.stderr.write("nginx is not installed (apt-get install nginx-light): skipped\n")
-        return
-    port = free_port()
-    settings = bench.folder / "nginx.conf"
-    settings.write_text(
-        f"daemon off; worker_processes 1; pid {bench.folder}/nginx.pid; error_log {bench.folder}/nginx-error.log;\n"
-        "events { worker_connections 4096; }\n"
-        "http { access_log off; keepalive_requests 100000000; client_body_buffer_size 64k;\n"
-        f"  upstream up {{ server 127.0.0.1:{bench.upstream_port}; keepalive 256; keepalive_requests 100000000; }}\n"
-        f"  server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://up; proxy_http_version 1.1;\n"
-        '    proxy_set_header Connection ""; } } }\n'
-    )
-    command = [binary, "-c", str(settings), "-p", str(bench.folder)]
-    with bench.process(command, core=0, ready=f"127.0.0.1:{port}") as process:
-        measured = bench.rounds(port, proxy=process)
-    out |= {"nginx_rps_per_core": measured.per_core, "nginx_rps": measured.rps}
-
-
-def bench_vllm_router(bench: Bench, out: dict[str, Any], peers: Path) -> None:
-    binary = peers / "bin" / "vllm-router"
-    if not binary.exists():
-        out["vllm_router_rps_per_core"] = None
-        sys.stderr.write(f"{binary} is not there: skipped\n")
-        return
-    port, metrics = free_port(), free_port()
-    command = [
-        str(binary), "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error",
-        "--worker-urls", f"http://127.0.0.1:{bench.upstream_port}", "--prometheus-port", str(metrics),
-    ]  # fmt: skip
-    with bench.process(command, core=0, ready=f"http://127.0.0.1:{port}/health") as process:
-        measured = bench.rounds(port, proxy=process)
-        streams = bench.rounds(
-            port,
-            connections=STREAMS,
-            stream=True,
-            proxy=process,
-            warm_s=CHUNK_MS * 0.06,
-            seconds=max(bench.seconds, 6),
-        )
-    out |= {
-        "vllm_router_rps_per_core": measured.per_core, "vllm_router_rps": measured.rps,
-        "vllm_router_stream_chunks_per_s_per_core": streams.chunks_per_core,
-    }  # fmt: skip
-
-
-def bench_litellm(bench: Bench, out: dict[str, Any], peers: Path) -> None:
-    binary = peers / "bin" / "litellm"
-    if not binary.exists():
-        out["litellm_rps_per_core"] = None
-        sys.stderr.write(f"{binary} is not there: skipped\n")
-        return
-    port = free_port()
-    settings = bench.folder / "litellm.yaml"
-    settings.write_text(
-        json.dumps({
-            "model_list": [{
-                "model_name": "policy",
-                "litellm_params": {
-                    "model": "openai/policy", "api_key": "none",
-                    "api_base": f"http://127.0.0.1:{bench.upstream_port}/v1",
-                },
-            }],
-            "litellm_settings": {"telemetry": False},
-        })
-    )  # fmt: skip
-    command = [str(binary), "--config", str(settings), "--host", "127.0.0.1", "--port", str(port)]
-    env = {
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        # Without a key it does less for each call, which is in its favour.
-        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-        "PATH": f"{peers / 'bin'}:{os.environ['PATH']}",
-    }
-    with bench.process(
-        command, core=0, ready=f"http://127.0.0.1:{port}/health/liveliness", env=env
-    ) as process:
-        # Its first answers take seconds each.
-        measured = bench.rounds(port, proxy=process, connections=8, warm_s=15, seconds=max(bench.seconds, 10))
-    out |= {"litellm_rps_per_core": measured.per_core, "litellm_rps": measured.rps}
-
-
-# -- all of it --------------------------------------------------------------------------------------------------------
+# -- all of it ---------------------------------------------------------------------------------------------------------
 
 
 class Progress(dict[str, Any]):
@@ -470,35 +309,20 @@ def run(seconds: float, peers: Path, only: tuple[str, ...], memory_requests: int
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         bench = Bench(Path(folder), seconds)
         parts: dict[str, Callable[[], None]] = {
-            "gateway": lambda: bench_gateway(bench, out),
-            "vllm_router": lambda: bench_vllm_router(bench, out, peers),
-            "streams": lambda: bench_streams(bench, out),
-            "nginx": lambda: bench_nginx(bench, out),
+            "calls": lambda: bench_calls(bench, out, peers),
+            "latency": lambda: bench_latency(bench, out, peers),
+            "streams": lambda: bench_streams(bench, out, peers),
             "litellm": lambda: bench_litellm(bench, out, peers),
             "memory": lambda: bench_memory(bench, out, memory_requests),
+            "swaps": lambda: bench_swaps(bench, out),
         }
-        with bench.upstream():
-            out |= {
-                "direct_rps": bench.rounds(bench.upstream_port).rps,
-                "direct_p50_ms": bench.rounds(bench.upstream_port, connections=1).load["p50_ms"],
-            }
-            for name, part in parts.items():
-                if name in only:
-                    part()
-        if "swaps" in only:
-            with bench.upstream(chunk_ms=20):
-                bench_swaps(bench, out)
+        for name, part in parts.items():
+            if name in only:
+                part()
     for name in ("vllm_router", "litellm"):
         if out.get(f"{name}_rps_per_core") and "capture_rps_per_core" in out:
             out[f"capture_over_{name}"] = out["capture_rps_per_core"] / out[f"{name}_rps_per_core"]
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in out.items()}
-
-
-def install_peers(folder: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    subprocess.run(
-        [str(folder / "bin" / "pip"), "install", "-q", "vllm-router", "litellm[proxy]"], check=True
-    )
 
 
 def main() -> None:

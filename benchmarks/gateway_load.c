@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -320,6 +321,7 @@ static int load(int port, const char *path, int connections, double seconds, con
 int main(int argc, char **argv) {
     struct rlimit files = {MAX_FD, MAX_FD};
     setrlimit(RLIMIT_NOFILE, &files);
+    signal(SIGPIPE, SIG_IGN); /* a peer that goes in mid-stream is no reason to die */
     if (argc == 4 && !strcmp(argv[1], "serve")) serve(atoi(argv[2]), atof(argv[3]) / 1e3);
     if (argc == 9 && !strcmp(argv[1], "load"))
         return load(atoi(argv[2]), argv[3], atoi(argv[4]), atof(argv[5]), argv[6], argv[7], atoi(argv[8]));

@@ -32,7 +32,7 @@ from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.log import get_logger
-from pipeline.publisher import Publisher
+from pipeline.publisher import Ack, Publisher
 
 log = get_logger("pipeline.broker")
 
@@ -42,15 +42,6 @@ _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 _DIRECT_GET_BATCH = 1000
 _HEADERS_MARGIN = 4096
-
-
-@dataclass(frozen=True)
-class Ack:
-    """The broker's acknowledgement; `duplicate` if the log already held the event."""
-
-    stream: str
-    seq: int
-    duplicate: bool
 
 
 @dataclass(eq=False)
@@ -306,7 +297,7 @@ class Broker:
                     subject, payload, headers, min(left, self.config.ack_timeout_s)
                 )
                 crash.point("broker.after_publish")
-                return Ack(ack.stream, ack.seq, ack.duplicate)
+                return ack
             except nats.js.errors.APIError as error:
                 if error.err_code == _WRONG_LAST_SEQUENCE:
                     taken = True
@@ -441,7 +432,7 @@ class Broker:
                 out.append(
                     Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
                 )
-            if not more or not out:
+            if not more or not page:
                 return out
             start_seq = out[-1].seq + 1
 

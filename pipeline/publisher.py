@@ -5,8 +5,8 @@ more than everything else that the gateway does for a call (docs/decisions/0006)
 come to one inbox and are read where they arrive; one timer looks after all of them. Connecting, subscribing and
 reconnecting stay nats-py's.
 
-This module alone knows of nats-py's inside: `_ps` (its parser), `_transport` and `_pending`. Whatever the fast way does
-not recognise goes on to nats-py's parser and comes back through an ordinary subscription.
+This module knows of nats-py's inside: `_ps` (its parser), `_transport` with its stream reader, and `_pending`. Whatever
+the fast way does not recognise goes on to nats-py's parser and comes back through an ordinary subscription.
 
 Errors: nats-py's, as its own `publish` raises them.
 """
@@ -34,8 +34,8 @@ class _Error(msgspec.Struct):
     description: str | None = None
 
 
-class PubAck(msgspec.Struct):
-    """What JetStream answers to a message."""
+class Ack(msgspec.Struct):
+    """The broker's acknowledgement; `duplicate` if the log already held the event."""
 
     stream: str = ""
     seq: int = 0
@@ -43,7 +43,7 @@ class PubAck(msgspec.Struct):
     error: _Error | None = None
 
 
-_decode = msgspec.json.Decoder(PubAck).decode
+_decode = msgspec.json.Decoder(Ack).decode
 
 
 class _AckParser(Parser):  # type: ignore[misc]  # nats-py's parser is untyped
@@ -54,9 +54,14 @@ class _AckParser(Parser):  # type: ignore[misc]  # nats-py's parser is untyped
         self._publisher = publisher
 
     async def parse(self, data: bytes = b"") -> None:
-        if not self.buf and self.state == AWAITING_CONTROL_LINE:
+        self._publisher.listen(self)
+        if self.between():
             data = self._publisher.take(data)
         await super().parse(data)
+
+    def between(self) -> bool:
+        """All that was given to this parser are whole commands."""
+        return not self.buf and self.state == AWAITING_CONTROL_LINE
 
 
 class Publisher:
@@ -69,6 +74,8 @@ class Publisher:
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """By the last token of the inbox: the acknowledgement, and when to give up on it."""
         self._written: list[bytes] = []
+        self._reader: asyncio.StreamReader | None = None
+        """The connection's, once it is listened to."""
         self._count = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -87,7 +94,7 @@ class Publisher:
 
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> PubAck:
+    ) -> Ack:
         """Send a message and wait for JetStream's word on it."""
         self._count += 1
         token = b"%x" % self._count
@@ -108,10 +115,12 @@ class Publisher:
     def _write(self, command: bytes) -> None:
         client = self._client
         if client.is_connected:
-            # What one turn of the loop publishes goes out in one system call.
-            if not self._written:
+            # One that is alone goes out at once; what one turn of the loop publishes beside others, in one system call.
+            if not self._written and len(self._waiting) > 1:
                 self._loop.call_soon(self._send)
             self._written.append(command)
+            if len(self._waiting) == 1:
+                self._send()
             return
         if client.is_closed:
             raise nats.errors.ConnectionClosedError
@@ -123,9 +132,25 @@ class Publisher:
     def _send(self) -> None:
         written, self._written = self._written, []
         # Where the connection broke a moment ago, the callers' retries send it again.
-        if self._client.is_connected:
+        if written and self._client.is_connected:
             with contextlib.suppress(RuntimeError):
                 self._client._transport.write(written[0] if len(written) == 1 else b"".join(written))
+
+    def listen(self, parser: _AckParser) -> None:
+        """From now on, take acknowledgements where the connection's bytes arrive, before any task of nats-py's wakes."""
+        reader = getattr(self._client._transport, "_io_reader", None)
+        if reader is None or reader is self._reader or self._client._ps is not parser:
+            return
+        self._reader = reader
+        feed, buffered = reader.feed_data, reader._buffer
+
+        def take_first(data: bytes) -> None:
+            if not buffered and parser.between() and self._client._ps is parser:
+                data = self.take(data)
+            if data:
+                feed(data)
+
+        reader.feed_data = take_first
 
     def take(self, data: bytes) -> bytes:
         """Resolve the acknowledgements that `data` begins with; the rest is nats-py's."""

@@ -250,6 +250,10 @@ class _Listener:
         self.request.start(200, _SSE)
         self.request.on_flow = flow
 
+    @property
+    def write_chunks(self) -> Callable[[bytes], None] | None:
+        return self.request.write_chunks if self.request.chunked else None
+
     def write(self, data: bytes) -> None:
         self.request.write(data)
 
@@ -267,6 +271,10 @@ class _TranslatedListener(_Listener):
     def start(self, flow: Callable[[bool], None]) -> None:
         super().start(flow)
         self.request.write(self._stream.begin())
+
+    @property
+    def write_chunks(self) -> None:
+        return None  # another API's events are others
 
     def write(self, data: bytes) -> None:
         self.request.write(self._stream.take(data))

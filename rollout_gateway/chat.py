@@ -37,7 +37,7 @@ _DONE = b"data: [DONE]\n\n"
 Status = Literal["complete", "cancelled", "failed"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Caller:
     """Who calls and whether it still listens."""
 
@@ -68,6 +68,10 @@ class Listener(Protocol):
     def start(self, flow: Callable[[bool], None]) -> None:
         """The answer begins; `flow` is to be called with true where the client is too slow, with false when it may go on."""
 
+    @property
+    def write_chunks(self) -> Callable[[bytes], None] | None:
+        """The same as `write` for what is in HTTP's chunked coding already; none where that is not what it listens to."""
+
     def write(self, data: bytes) -> None:
         """Whole server-sent events."""
 
@@ -79,7 +83,7 @@ class ClientGoneError(Exception):
     """No one waits for the answer any more."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Attempt:
     """A call that an inference server answers."""
 
@@ -94,7 +98,7 @@ class _Attempt:
         return self.reply.status
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Exchange:
     """What the log gets of one call."""
 
@@ -102,11 +106,22 @@ class _Exchange:
     call: Call
     caller: Caller
     trajectory: Trajectory
-    request_hash: str
     version: str = ""
     replica: str = ""
     started_at: int = field(default_factory=now_us)
     first_token_at: int = 0
+    _hash: str = ""
+
+    def hash(self) -> str:
+        """Of the request."""
+        if not self._hash:
+            self._hash = self.call.hash()
+        return self._hash
+
+    def sent(self, break_off: Callable[[], None]) -> None:
+        """The request is on its way: do what need not be done before."""
+        self.caller.when_gone(break_off)
+        self.hash()
 
     def take(self, attempt: _Attempt) -> None:
         self.version, self.replica = attempt.lease.version, attempt.lease.replica.name
@@ -138,7 +153,7 @@ class _Exchange:
             side_call=self.caller.side_call,
             endpoint=self.call.endpoint,
             streamed=self.call.stream,
-            request_hash=self.request_hash,
+            request_hash=self.hash(),
             replica=self.replica,
             started_at=self.started_at,
             first_token_at=self.first_token_at,
@@ -163,7 +178,7 @@ class ChatHandler:
             return attempt.status, attempt.body
         trajectory.begin()
         try:
-            exchange = _Exchange(dialect, call, caller, trajectory, call.hash())
+            exchange = _Exchange(dialect, call, caller, trajectory)
             before = await self._answered_before(exchange)
             if before is not None:
                 return 200, msgspec.json.encode(before)
@@ -207,7 +222,7 @@ class ChatHandler:
         trajectory.begin()
         streaming = False
         try:
-            exchange = _Exchange(dialect, call, caller, trajectory, call.hash())
+            exchange = _Exchange(dialect, call, caller, trajectory)
             before = await self._answered_before(exchange)
             if before is not None:
                 listener.start(_unhurried)
@@ -247,8 +262,16 @@ class ChatHandler:
             if seen := capture.take(data):
                 listener.write(seen)
 
+        write_chunks = listener.write_chunks
+
+        def cut(data: bytes) -> int:
+            taken, seen = capture.cut(data)
+            if taken:
+                write_chunks(seen)  # type: ignore[misc]  # asked for below
+            return taken
+
         try:
-            await attempt.reply.pipe(take)
+            await attempt.reply.pipe(take, cut if write_chunks is not None else None)
             if not capture.ended:
                 raise UpstreamError("the stream ended without its end", answered=True)
             status = "complete"
@@ -306,7 +329,7 @@ class ChatHandler:
         """The recorded reply to the same request, where the client says that it asks again."""
         if not exchange.caller.retry:
             return None
-        events = await self._registry.recorded_call(exchange.trajectory, exchange.request_hash)
+        events = await self._registry.recorded_call(exchange.trajectory, exchange.hash())
         if not events:
             return None
         log.info("answered from the log", trajectory=exchange.trajectory.id, seq=events[0].seq)
@@ -398,7 +421,7 @@ class ChatHandler:
                 dialect.path,
                 body,
                 timeout_s=self._gateway.request_timeout_s,
-                on_sent=caller.when_gone,
+                on_sent=caller.when_gone if exchange is None else exchange.sent,
             )
             attempt = _Attempt(lease, reply, b"", started_at)
             if exchange is not None:

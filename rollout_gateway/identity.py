@@ -28,7 +28,7 @@ def key_of(headers: Headers) -> str:
     return key if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Named:
     """What a call says of itself."""
 

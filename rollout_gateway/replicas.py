@@ -61,7 +61,7 @@ class Replica:
         self.work.set()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Lease:
     """A running request's hold on a version at a replica."""
 

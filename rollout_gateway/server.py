@@ -121,6 +121,16 @@ class Request:
         if data and not self._lost():
             self._connection.transport.write(data if self._plain else b"%x\r\n%b\r\n" % (len(data), data))
 
+    @property
+    def chunked(self) -> bool:
+        """Whether a stream's pieces go out in HTTP's chunked coding."""
+        return not self._plain
+
+    def write_chunks(self, data: bytes) -> None:
+        """Pieces of a streamed answer that are in chunked coding already."""
+        if not self._lost():
+            self._connection.transport.write(data)
+
     def end(self) -> None:
         """The end of a streamed answer."""
         if not self._lost():
@@ -329,9 +339,7 @@ class _Connection(asyncio.Protocol):
         self.active = request
         if self.server.closing:
             request.keep_alive = False
-        task = self.loop.create_task(self._handle(request))
-        self.server.tasks.add(task)
-        task.add_done_callback(self.server.tasks.discard)
+        self.server.tasks.add(self.loop.create_task(self._handle(request)))
 
     async def _handle(self, request: Request) -> None:
         try:
@@ -342,6 +350,9 @@ class _Connection(asyncio.Protocol):
                 message = "The gateway failed: its log says why."
                 request.answer(500, error_body(message, "api_error", "internal_error"))
         finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self.server.tasks.discard(task)
             if self.active is request:  # the handler gave up in mid-answer
                 self.transport.abort()
             elif self.active is None:

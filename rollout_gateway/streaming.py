@@ -5,7 +5,8 @@ that acts on the end of a reply can rely on its being recorded.
 
 Nearly every chunk of a chat is one more piece of content and has one shape. Such a chunk is recognised as a whole by a
 pattern, cut where the gateway's own fields are, and its values are kept as they came; they are read all at once at the
-end. Whatever else comes is decoded (`_decoded`), and both ways lead to the same record.
+end. Whatever else comes is decoded (`_decoded`), and both ways lead to the same record. Where the transfer's own framing
+is as regular, one piece a chunk, a piece is taken with its frame (`cut`), and neither side's HTTP needs to look at it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from rollout_gateway.wire import Answer, Call, Fields, Raw, Sampled
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
-_ids_decoder = msgspec.json.Decoder(list[int])
 _NULL = Raw(b"null")
 
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-_PIECE = re.compile(
+_EVENT = (
     rb'data: (\{"id":"[^"\\]*","object":"chat\.completion\.chunk","created":\d+,"model":"[^"\\]*",'
-    rb'"choices":\[\{"index":0,"delta":\{"content":)(' + _STRING + rb')(\},"logprobs":)'
+    rb'"choices":\[\{"index":0,"delta":\{"content":(' + _STRING + rb')\},"logprobs":)'
     rb'\{"content":\[\{"token":' + _STRING + rb',"logprob":(-?[0-9.eE+-]+),"bytes":(?:\[[0-9,]*\]|null),'
     rb'"top_logprobs":\[\]\}\]\}'
-    rb',"finish_reason":null,"token_ids":\[(\d+)\]\}\]\}',
-    re.DOTALL,
+    rb',"finish_reason":null,"token_ids":\[(\d+)\]\}\]\}'
 )
-"""A chunk of one token of the only choice. Groups: up to the content, the content, up to the logprobs, the logprob, the
-token. Not more than vLLM's own order of fields: another server's chunks are decoded."""
+_PIECE = re.compile(_EVENT, re.DOTALL)
+"""A chunk of one token of the only choice. Groups: up to the logprobs, the content in it, the logprob, the token. Not more
+than vLLM's own order of fields: another server's chunks are decoded."""
+_FRAMED = re.compile(rb"([0-9a-f]{1,8})\r\n" + _EVENT + rb"\n\n\r\n", re.DOTALL)
+"""The same as a chunk of HTTP's chunked coding. Groups: the size first, then as above."""
+_TAIL = b'null,"finish_reason":null}]}\n\n'
+_BESIDE = len(b"data: ") + len(_TAIL)
 
 
 @dataclass(eq=False)
@@ -73,9 +77,8 @@ class StreamCapture:
             and not call.asked.return_token_ids
         )
         """Whether a chunk may be cut rather than decoded: the client sees neither ids nor logprobs."""
-        self._contents: list[bytes] = []
-        self._tokens: list[bytes] = []
-        self._token_logprobs: list[bytes] = []
+        self._cut: list[tuple[bytes, ...]] = []
+        """Content, logprob and token of what was cut and not read yet, as they came."""
 
     @property
     def held(self) -> bytes:
@@ -99,17 +102,33 @@ class StreamCapture:
             start = end + 2
         return out[0] if len(out) == 1 else b"".join(out)
 
+    def cut(self, data: bytes) -> tuple[int, bytes]:
+        """`take` for what begins with a chunk of the chunked coding, for the pieces of usual shape that come first: how
+        many bytes they are, and what the client is to see of them, chunked too. The rest is to be given to `take`."""
+        if not self._plain or not self._top or self._finished or self._buffer:
+            return 0, b""
+        out: list[bytes] = []
+        at = 0
+        while (piece := _FRAMED.match(data, at)) is not None:
+            size, seen, content, logprob, token = piece.groups()
+            end = piece.end()
+            if int(size, 16) != end - at - len(size) - 4:  # not one event a chunk after all
+                break
+            self._cut.append((content, logprob, token))
+            out.append(b"%x\r\ndata: %b%b\r\n" % (len(seen) + _BESIDE, seen, _TAIL))
+            at = end
+        if out and not self.first_token_at:
+            self.first_token_at = now_us()
+        return at, out[0] if len(out) == 1 else b"".join(out)
+
     def _take_event(self, data: bytes, start: int, end: int, out: list[bytes]) -> None:
         if self._plain and self._top and not self._finished:
             piece = _PIECE.fullmatch(data, start, end)
             if piece is not None:
-                head, content, middle, logprob, token = piece.groups()
-                self._contents.append(content)
-                self._tokens.append(token)
-                self._token_logprobs.append(logprob)
+                self._cut.append(piece.group(2, 3, 4))
                 if not self.first_token_at:
                     self.first_token_at = now_us()
-                out.append(b'data: %b%b%bnull,"finish_reason":null}]}\n\n' % (head, content, middle))
+                out.append(b"data: %b%b" % (piece[1], _TAIL))
                 return
         event = data[start:end]
         if not event.startswith(b"data:"):
@@ -125,18 +144,17 @@ class StreamCapture:
 
     def _flush(self) -> None:
         """Read what was cut out so far into the choice."""
-        if not self._tokens:
+        if not self._cut:
             return
+        contents, logprobs, tokens = zip(*self._cut, strict=True)
+        self._cut.clear()
         state = self._choices.setdefault(0, _Choice())
-        state.ids += array("i", _ids_decoder.decode(b"[%b]" % b",".join(self._tokens))).tobytes()
-        state.logprobs += array("f", map(float, self._token_logprobs)).tobytes()
+        state.ids += array("i", map(int, tokens)).tobytes()
+        state.logprobs += array("f", map(float, logprobs)).tobytes()
         # JSON strings can be joined as they are, inside of their quotation marks.
-        said = b"".join([content[1:-1] for content in self._contents])
+        said = b"".join([content[1:-1] for content in contents])
         if said:
             state.pieces.append(Raw(b'{"content":"%b"}' % said))
-        self._tokens.clear()
-        self._token_logprobs.clear()
-        self._contents.clear()
 
     def _decoded(self, payload: bytes) -> bytes | None:
         """Note a chunk; give what the client is to see of it, none where it held only what the gateway asked for."""

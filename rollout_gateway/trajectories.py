@@ -38,7 +38,7 @@ _SETTLE_S = 30.0
 _T = TypeVar("_T")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Trajectory:
     """What must be known of a run while it goes on."""
 

@@ -23,6 +23,8 @@ _SWEEP_S = 0.25
 """How often timeouts are looked for: a timer for each request would cost more than all of them together."""
 
 Sink = Callable[[bytes], None]
+Cutter = Callable[[bytes], int]
+"""Is given bytes that begin with a chunk of the chunked coding; says how many it took, which are whole chunks."""
 
 
 class UpstreamError(Exception):
@@ -56,6 +58,9 @@ class _Connection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.body: list[bytes] = []
         self.sink: Sink | None = None
+        self.cutter: Cutter | None = None
+        self.between = False
+        """All that came of a chunked body are whole chunks, and it has not ended."""
         self.keep_alive = False
         self.answered = False
         self.head_done = False
@@ -73,11 +78,24 @@ class _Connection(asyncio.Protocol):
                 self.abort("it spoke without being asked")
                 return
             self.answered = True
+        elif self.between and self.cutter is not None:
+            try:
+                taken = self.cutter(data)
+            except Exception as error:  # noqa: BLE001 - the reader's own: raised where it waits
+                self.error = error
+                self.close()
+                self._wake()
+                return
+            if taken == len(data):
+                return
+            data = data[taken:]
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.abort(f"its reply is not HTTP: {error}")
             return
+        # What has begun of a next chunk's size does not end with a line; once the line is there, the parser has told.
+        self.between = self.between and data.endswith(b"\r\n")
         if self.sink is None:
             self._wake()
             return
@@ -109,12 +127,18 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self.body.append(body)
 
+    def on_chunk_header(self) -> None:
+        self.between = False
+
+    def on_chunk_complete(self) -> None:
+        self.between = True
+
     def on_message_complete(self) -> None:
         if self.status < 200:  # an interim reply, such as 100 Continue
             self.head_done = False
             self.headers.clear()
             return
-        self.done = True
+        self.done, self.between = True, False
         self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it after this
 
     # -- one exchange
@@ -163,7 +187,7 @@ class _Connection(asyncio.Protocol):
     def finish(self) -> None:
         """Give the connection back, or close it where it can't be used again."""
         self.deadline = math.inf
-        self.sink = None
+        self.sink = self.cutter = None
         self.pool._done(self)
 
     def take(self) -> bytes:
@@ -205,15 +229,17 @@ class Reply:
         finally:
             self.close()
 
-    async def pipe(self, sink: Sink) -> None:
-        """Give each piece of the body to `sink` as it arrives, until its end; what `sink` raises ends it too."""
+    async def pipe(self, sink: Sink, cutter: Cutter | None = None) -> None:
+        """Give each piece of the body to `sink` as it arrives, until its end; what `sink` raises ends it too.
+
+        `cutter` is asked first, wherever a chunk begins, and `sink` is given what it leaves."""
         connection = self._connection
         if connection is None:
             return
         try:
             if data := connection.take():
                 sink(data)
-            connection.sink = sink
+            connection.sink, connection.cutter = sink, cutter
             while not connection.done or connection.error is not None:
                 if connection.error is not None:
                     raise connection.error

@@ -11,7 +11,6 @@ import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -72,7 +71,7 @@ class Asked(msgspec.Struct):
 _A = TypeVar("_A", bound=Asked)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """A request, read."""
 
@@ -101,12 +100,11 @@ class Call:
 
         Which tokens a grammar left as they were can't be told from a reply, and the logprobs of the others are those of
         the grammar's distribution, not of the policy's: all count as forced (docs/decisions/0004-forced-tokens.md)."""
-        bound = self._bound
+        bound = self._bound()
         if not bound or (bound == "calls" and said.ended_without_call()):
             return b""
         return b"\x01" * (len(said.ids) // 4)
 
-    @cached_property
     def _bound(self) -> Literal["", "calls", "all"]:
         """What a grammar has a say in: nothing, tool calls if there are any (`strict` tools), or the whole reply."""
         fields = self.fields
@@ -143,7 +141,7 @@ def text(raw: msgspec.Raw | None) -> str:
     return str(msgspec.json.decode(raw))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sampled:
     """One choice of a reply: what was sampled, and what the client sees of it."""
 
@@ -164,7 +162,7 @@ class Sampled:
         return message is not None and not msgspec.json.decode(message, type=_Message).tool_calls
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Answer:
     """A whole reply, taken apart."""
 

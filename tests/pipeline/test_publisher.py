@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import nats.errors
 import nats.js.errors
@@ -81,6 +83,30 @@ async def test_acknowledgements_in_any_portions(nats_config: NatsConfig) -> None
         assert not parser.buf
     publisher.close()
     await client.close()
+
+
+async def test_acknowledgements_are_taken_before_the_parser_sees_them(
+    nats_server: NatsServer, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        publisher, parsed = broker._publisher, bytearray()
+        parser = broker.client._ps
+        parse = type(parser).parse
+
+        async def noted(self: Any, data: bytes = b"") -> None:
+            parsed.extend(data)
+            await parse(self, data)
+
+        monkeypatch.setattr(type(parser), "parse", noted)
+        for _ in range(2):
+            for number in range(20):
+                await publisher.publish("rollout.opened.p.t", b"%d" % number, {}, 5)
+            assert publisher._mark not in parsed
+            nats_server.kill()
+            await anyio.to_thread.run_sync(nats_server.start)
+            # The new connection is listened to from the first thing on that its server says.
+            await broker._publish_until_acked("rollout.opened.p.t", b"again", {"Nats-Msg-Id": "again"})
+            parsed.clear()
 
 
 async def test_a_message_nobody_acknowledges_is_given_up(nats_config: NatsConfig) -> None:
