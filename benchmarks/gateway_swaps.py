@@ -32,10 +32,9 @@ from safetensors.numpy import load as load_tensors
 from transformers import AutoModelForCausalLM
 
 from pipeline.broker import Broker
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
-from tests.conftest import NatsServer, VllmServer, free_port
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tensors, publish_adapter
+from tests.conftest import VllmServer
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tensors, publish_adapter, standing
 
 RESULTS = Path(__file__).parent / "results" / "gateway_swaps.json"
 TOKENS = 24
@@ -257,33 +256,10 @@ class Weights:
 
 
 async def run(folder: Path, vllm_port: int, swaps: int, streams: int, calm_s: float) -> dict[str, Any]:
-    server = VllmServer(folder, vllm_port, args=("--max-loras", "4"))
-    nats = NatsServer(folder)
-    nats.start()
-    try:
-        if not vllm_port:
-            server.start()
-        config = Config(
-            project=PROJECT,
-            run_dir=str(folder / "run"),
-            nats=NatsConfig(url=nats.url),
-            # One slot of the server stays empty: see docs/operations.md.
-            vllm=VllmConfig(urls=(server.url,), max_loras=3),
-            models=(ModelConfig(name="tictactoe", base=str(server.base)),),
-            gateway=GatewayConfig(port=free_port()),
-        )
-        gateway = GatewayProcess(config)
-        gateway.start()
-        try:
-            async with Broker.connect(config.nats) as broker:
-                out, seen = await measure(gateway, broker, swaps=swaps, streams=streams, calm_s=calm_s)
-                out |= await check_labels(broker, seen, streams)
-        finally:
-            gateway.stop()
-    finally:
-        server.stop()
-        nats.stop()
-    return out
+    with standing(folder, vllm_port) as gateway:
+        async with Broker.connect(gateway.config.nats) as broker:
+            out, seen = await measure(gateway, broker, swaps=swaps, streams=streams, calm_s=calm_s)
+            return out | await check_labels(broker, seen, streams)
 
 
 def main() -> None:

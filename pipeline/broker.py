@@ -1,4 +1,4 @@
-"""Access to the log: one connection to NATS JetStream and what Journeyman asks of it.
+"""Access to the log: one connection to NATS JetStream and what Journeyman asks of it (`pipeline.history` is how it reads).
 
 Delivery is at least once; the effect is made exactly once by three means that all live here. A publish carries a
 `Nats-Msg-Id`, so a retry inside the stream's window is one event. An event whose subject is its identity
@@ -14,8 +14,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import anyio
 import msgspec
@@ -30,7 +29,9 @@ from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
-from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
+from pipeline.events import ClaimCheck, DeadLettered, Event, encode, wire_name
+from pipeline.history import Reader
+from pipeline.history import Recorded as Recorded
 from pipeline.log import get_logger
 from pipeline.publisher import Ack, Publisher
 
@@ -40,19 +41,7 @@ _WRONG_LAST_SEQUENCE = 10071
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
-_DIRECT_GET_BATCH = 1000
 _HEADERS_MARGIN = 4096
-
-
-@dataclass(eq=False)
-class Recorded:
-    """An event and where it lies."""
-
-    event: AnyEvent
-    stream: str
-    seq: int
-    subject: str
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -136,13 +125,11 @@ def not_for(message: Msg, spec: streams.ConsumerSpec) -> bool:
     return bool(message.headers) and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name
 
 
-class Broker:
+class Broker(Reader):
     """One connection; make it with `Broker.connect`."""
 
     def __init__(self, client: Client, config: NatsConfig, publisher: Publisher) -> None:
-        self.client = client
-        self.config = config
-        self.js = client.jetstream(timeout=config.ack_timeout_s)
+        super().__init__(client, config)
         self._publisher = publisher
 
     @classmethod
@@ -330,7 +317,7 @@ class Broker:
         crash.point("broker.after_claim")
         return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=event, bucket=bucket))
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- consuming -----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def consume(self, which: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
@@ -378,7 +365,7 @@ class Broker:
     async def bury(self, message: Msg, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Move a message that no one can use to the dead letters, then let the consumer go on."""
         meta = message.metadata
-        payload = await self._whole(bytes(message.data))
+        payload = await self.whole(bytes(message.data))
         dead = DeadLettered(
             project="",
             stream=spec.stream,
@@ -394,130 +381,6 @@ class Broker:
         await self.publish(dead)
         await message.ack()
         log.error("dead letter", stream=spec.stream, seq=dead.stream_seq, reason=reason, detail=detail[:300])
-
-    async def read(self, payload: bytes) -> AnyEvent:
-        """The event in a payload, claim check resolved. Raises `msgspec.DecodeError`, `HistoryGoneError`."""
-        event = decode(payload)
-        return await self.resolve(event) if isinstance(event, ClaimCheck) else event
-
-    async def resolve(self, claim: ClaimCheck) -> AnyEvent:
-        """The event that was checked in. Raises `HistoryGoneError` where its object is gone."""
-        whole = decode(await self.get_object(claim.bucket, claim.object))
-        if isinstance(whole, ClaimCheck):
-            raise msgspec.DecodeError("a claim check that claims a claim check")
-        return whole
-
-    async def _whole(self, payload: bytes) -> bytes:
-        """What a claim check stands for, as it may outlive its object; anything else, and what is gone, as it is."""
-        try:
-            event = decode(payload)
-            return (
-                await self.get_object(event.bucket, event.object)
-                if isinstance(event, ClaimCheck)
-                else payload
-            )
-        except (msgspec.DecodeError, HistoryGoneError):
-            return payload
-
-    async def history(self, stream: str, subject: str, start_seq: int = 1) -> list[Recorded]:
-        """Every event on `subject` (wildcards allowed) from `start_seq` on, in stream order."""
-        out: list[Recorded] = []
-        while True:
-            page, more = await self.direct_get(
-                stream, {"seq": start_seq, "next_by_subj": subject, "batch": _DIRECT_GET_BATCH}
-            )
-            for message in page:
-                headers = dict(message.headers or {})
-                seq = int(headers["Nats-Sequence"])
-                out.append(
-                    Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
-                )
-            if not more or not page:
-                return out
-            start_seq = out[-1].seq + 1
-
-    async def messages(
-        self, stream: str, first: int, last: int
-    ) -> AsyncIterator[tuple[int, str, dict[str, str], bytes]]:
-        """(sequence, subject, headers, payload) of what the stream still holds from `first` to `last`, undecoded."""
-        while first <= last:
-            batch = min(_DIRECT_GET_BATCH, last - first + 1)
-            page, _ = await self.direct_get(stream, {"seq": first, "next_by_subj": ">", "batch": batch})
-            if not page:
-                return
-            for message in page:
-                headers = dict(message.headers or {})
-                first = int(headers["Nats-Sequence"])
-                if first > last:
-                    return
-                yield first, headers["Nats-Subject"], headers, message.data
-            first += 1
-
-    async def last(self, stream: str, subject: str) -> Recorded | None:
-        """The newest event on `subject`, or none."""
-        page, _ = await self.direct_get(stream, {"last_by_subj": subject})
-        for message in page:
-            headers = dict(message.headers or {})
-            seq = int(headers["Nats-Sequence"])
-            return Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
-        return None
-
-    async def subjects(self, stream: str, subject: str) -> list[str]:
-        """The subjects within `subject` (wildcards allowed) that hold something: names without the events."""
-        out: list[str] = []
-        while True:
-            request = {"subjects_filter": subject, "offset": len(out)}
-            try:
-                reply = await self.client.request(
-                    f"$JS.API.STREAM.INFO.{stream}",
-                    msgspec.json.encode(request),
-                    timeout=self.config.ack_timeout_s,
-                )
-            except (nats.errors.TimeoutError, nats.errors.NoRespondersError) as error:
-                raise BrokerUnavailableError(f"{stream} did not answer: is the NATS server up?") from error
-            info = msgspec.json.decode(reply.data)
-            if "error" in info:
-                raise BrokerError(f"subjects of {stream}: {info['error'].get('description', '')}")
-            page = info["state"].get("subjects") or {}
-            out += page
-            if not page or len(out) >= int(info.get("total", 0)):
-                return out
-
-    async def get(self, stream: str, seq: int) -> Recorded:
-        """The event at `seq`; raises `HistoryGoneError` where retention took it."""
-        page, _ = await self.direct_get(stream, {"seq": seq})
-        for message in page:
-            headers = dict(message.headers or {})
-            return Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
-        raise HistoryGoneError(f"message {seq} of {stream}")
-
-    async def direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
-        """The server's batched direct get (NATS ADR-31): messages, and whether there are more."""
-        inbox = self.client.new_inbox()
-        sub = await self.client.subscribe(inbox)
-        batched = "batch" in request
-        out: list[Msg] = []
-        try:
-            await self.client.publish(
-                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox
-            )
-            while True:
-                message = await sub.next_msg(timeout=self.config.ack_timeout_s)
-                headers = message.headers or {}
-                status = headers.get("Status")
-                if status == "204":
-                    return out, int(headers.get("Nats-Num-Pending", "0")) > 0
-                if status == "404":
-                    return out, False
-                if status is not None:
-                    raise BrokerError(f"direct get from {stream}: {status} {headers.get('Description', '')}")
-                out.append(message)
-                if not batched:
-                    return out, False
-        except nats.errors.TimeoutError as error:
-            raise BrokerUnavailableError(f"{stream} did not answer a read: is the NATS server up?") from error
-        finally:
-            await sub.unsubscribe()
 
     async def lag(self, prefix: str = "") -> int:
         """How many events the consumers whose names begin with `prefix` have not yet acknowledged."""
@@ -536,7 +399,3 @@ class Broker:
     async def put_object(self, bucket: str, name: str, data: bytes) -> None:
         """Store `data` under `name`; the same name and content again is a no-op in effect. Retries as `publish` does."""
         await objects.put(self, bucket, name, data)
-
-    async def get_object(self, bucket: str, name: str) -> bytes:
-        """The object's bytes, digest checked; raises `HistoryGoneError` where it is not there."""
-        return await objects.get(self, bucket, name)

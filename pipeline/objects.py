@@ -21,6 +21,7 @@ from pipeline.errors import BrokerUnavailableError, HistoryGoneError
 
 if TYPE_CHECKING:
     from pipeline.broker import Broker
+    from pipeline.history import Reader
 
 _CHUNK = 128 * 1024
 _CHUNK_MARGIN = 4096
@@ -66,7 +67,7 @@ async def put(broker: Broker, bucket: str, name: str, data: bytes) -> None:
     await _patiently(broker, f"object {name} was not stored in {bucket}", once)
 
 
-async def get(broker: Broker, bucket: str, name: str) -> bytes:
+async def get(broker: Reader, bucket: str, name: str) -> bytes:
     """The object's bytes, digest checked; raises `HistoryGoneError` where it is not there."""
 
     async def once() -> bytes | None:
@@ -90,7 +91,7 @@ async def get(broker: Broker, bucket: str, name: str) -> bytes:
     raise HistoryGoneError(f"object {name} of {bucket} with the content it had")
 
 
-async def _chunks(broker: Broker, bucket: str, nuid: str, count: int) -> bytes:
+async def _chunks(broker: Reader, bucket: str, nuid: str, count: int) -> bytes:
     subject, seq = f"$O.{bucket}.C.{nuid}", 1
     out: list[bytes] = []
     while len(out) < count:
@@ -104,7 +105,7 @@ async def _chunks(broker: Broker, bucket: str, nuid: str, count: int) -> bytes:
     return b"".join(out)
 
 
-async def _patiently(broker: Broker, what: str, call: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(broker: Reader, what: str, call: Callable[[], Awaitable[T]]) -> T:
     """`call` again while the server is away."""
     with anyio.move_on_after(broker.config.publish_deadline_s):
         while True:

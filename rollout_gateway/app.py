@@ -15,10 +15,11 @@ from pipeline.broker import BrokerError
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError
 from rollout_gateway import openapi, routes, wire
-from rollout_gateway.chat import Caller, ChatHandler, ClientGoneError
+from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.errors import ApiError, too_many_calls, unavailable
+from rollout_gateway.exchange import Caller, ClientGoneError
 from rollout_gateway.identity import Identity
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
 from rollout_gateway.metrics import Metrics

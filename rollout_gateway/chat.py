@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import msgspec
 
@@ -19,145 +18,20 @@ from pipeline.broker import BrokerError
 from pipeline.config import GatewayConfig
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.log import get_logger
-from pipeline.names import parse_version
 from rollout_gateway import wire
 from rollout_gateway.dialects import Dialect
 from rollout_gateway.errors import ApiError, error_body, timed_out, unavailable
+from rollout_gateway.exchange import Attempt, Caller, ClientGoneError, Exchange, Listener, Status
 from rollout_gateway.replicas import Fleet, Lease, Replica, least_loaded
 from rollout_gateway.routing import Router
 from rollout_gateway.streaming import StreamCapture
 from rollout_gateway.trajectories import Registry, Trajectory
-from rollout_gateway.upstream import Reply, UpstreamError, UpstreamTimeoutError
-from rollout_gateway.wire import Answer, Call, Sampled
+from rollout_gateway.upstream import UpstreamError, UpstreamTimeoutError
+from rollout_gateway.wire import Answer, Call
 
 log = get_logger("rollout_gateway.chat")
 
 _DONE = b"data: [DONE]\n\n"
-
-Status = Literal["complete", "cancelled", "failed"]
-
-
-@dataclass(eq=False, slots=True)
-class Caller:
-    """Who calls and whether it still listens."""
-
-    trajectory: Trajectory | None = None
-    traceparent: str = ""
-    retry: bool = False
-    """The client says that it tried before."""
-    side_call: bool = False
-    gone: bool = False
-    _on_gone: Callable[[], None] | None = None
-
-    def leave(self) -> None:
-        """The client closed its connection."""
-        self.gone = True
-        if self._on_gone is not None:
-            self._on_gone()
-
-    def has_left(self) -> bool:
-        return self.gone
-
-    def when_gone(self, action: Callable[[], None] | None) -> None:
-        self._on_gone = action
-
-
-class Listener(Protocol):
-    """The client of a streamed call."""
-
-    def start(self, flow: Callable[[bool], None]) -> None:
-        """The answer begins; `flow` is to be called with true where the client is too slow, with false when it may go on."""
-
-    @property
-    def write_chunks(self) -> Callable[[bytes], None] | None:
-        """The same as `write` for what is in HTTP's chunked coding already; none where that is not what it listens to."""
-
-    def write(self, data: bytes) -> None:
-        """Whole server-sent events."""
-
-    def end(self) -> None:
-        """The answer has ended."""
-
-
-class ClientGoneError(Exception):
-    """No one waits for the answer any more."""
-
-
-@dataclass(eq=False, slots=True)
-class _Attempt:
-    """A call that an inference server answers."""
-
-    lease: Lease
-    reply: Reply
-    body: bytes
-    """The whole reply, unless it is being streamed."""
-    started_at: int
-
-    @property
-    def status(self) -> int:
-        return self.reply.status
-
-
-@dataclass(eq=False, slots=True)
-class _Exchange:
-    """What the log gets of one call."""
-
-    dialect: Dialect
-    call: Call
-    caller: Caller
-    trajectory: Trajectory
-    version: str = ""
-    replica: str = ""
-    started_at: int = field(default_factory=now_us)
-    first_token_at: int = 0
-    _hash: str = ""
-
-    def hash(self) -> str:
-        """Of the request."""
-        if not self._hash:
-            self._hash = self.call.hash()
-        return self._hash
-
-    def sent(self, break_off: Callable[[], None]) -> None:
-        """The request is on its way: do what need not be done before."""
-        self.caller.when_gone(break_off)
-        self.hash()
-
-    def take(self, attempt: _Attempt) -> None:
-        self.version, self.replica = attempt.lease.version, attempt.lease.replica.name
-        self.started_at = attempt.started_at
-
-    def events(self, answer: Answer, seq: int, status: Status) -> list[ExchangeRecorded]:
-        choices = answer.choices or [Sampled(0)]
-        return [self._event(answer, choice, seq, status) for choice in choices]
-
-    def _event(self, answer: Answer, choice: Sampled, seq: int, status: Status) -> ExchangeRecorded:
-        opened = self.trajectory.opened
-        return ExchangeRecorded(
-            project=opened.project,
-            trajectory=opened.trajectory,
-            seq=seq,
-            choice=choice.index,
-            model=opened.model,
-            policy_version=self.version,
-            step=parse_version(self.version)[1],
-            group=opened.group,
-            request=self.call.body,
-            response=answer.client_body(choice) if answer.fields else b"{}",
-            prompt_ids=choice.prompt_ids or answer.prompt_ids,
-            sampled_ids=choice.ids,
-            logprobs=choice.logprobs,
-            forced=self.call.forced(choice),
-            finish_reason=choice.finish_reason,
-            status=status,
-            side_call=self.caller.side_call,
-            endpoint=self.call.endpoint,
-            streamed=self.call.stream,
-            request_hash=self.hash(),
-            replica=self.replica,
-            started_at=self.started_at,
-            first_token_at=self.first_token_at,
-        )
 
 
 class ChatHandler:
@@ -178,7 +52,7 @@ class ChatHandler:
             return attempt.status, attempt.body
         trajectory.begin()
         try:
-            exchange = _Exchange(dialect, call, caller, trajectory)
+            exchange = Exchange(dialect, call, caller, trajectory)
             before = await self._answered_before(exchange)
             if before is not None:
                 return 200, msgspec.json.encode(before)
@@ -193,8 +67,8 @@ class ChatHandler:
             trajectory.end()
 
     async def _ask_recorded(
-        self, dialect: Dialect, call: Call, caller: Caller, exchange: _Exchange
-    ) -> _Attempt:
+        self, dialect: Dialect, call: Call, caller: Caller, exchange: Exchange
+    ) -> Attempt:
         """`_reach`; a call that was sampled for and got no answer is on the log as what it was."""
         try:
             return await self._reach(dialect, call, caller, exchange)
@@ -222,7 +96,7 @@ class ChatHandler:
         trajectory.begin()
         streaming = False
         try:
-            exchange = _Exchange(dialect, call, caller, trajectory)
+            exchange = Exchange(dialect, call, caller, trajectory)
             before = await self._answered_before(exchange)
             if before is not None:
                 listener.start(_unhurried)
@@ -240,7 +114,7 @@ class ChatHandler:
             if not streaming:
                 trajectory.end()
 
-    async def _pass_through(self, attempt: _Attempt, caller: Caller, listener: Listener) -> None:
+    async def _pass_through(self, attempt: Attempt, caller: Caller, listener: Listener) -> None:
         listener.start(attempt.reply.flow)
         try:
             await attempt.reply.pipe(listener.write)
@@ -252,7 +126,7 @@ class ChatHandler:
             attempt.lease.release()
         listener.end()
 
-    async def _capture_stream(self, exchange: _Exchange, attempt: _Attempt, listener: Listener) -> None:
+    async def _capture_stream(self, exchange: Exchange, attempt: Attempt, listener: Listener) -> None:
         capture = StreamCapture(exchange.dialect, exchange.call)
         status: Status = "failed"
         broken = b""
@@ -297,7 +171,7 @@ class ChatHandler:
         listener.write(broken or capture.held + _DONE)
         listener.end()
 
-    async def _record_stream(self, exchange: _Exchange, capture: StreamCapture, status: Status) -> None:
+    async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
         try:
             answer = capture.answer()
             await self._record(exchange, answer, status)
@@ -306,7 +180,7 @@ class ChatHandler:
         finally:
             exchange.trajectory.end()
 
-    def _broken(self, attempt: _Attempt, error: Exception) -> bytes:
+    def _broken(self, attempt: Attempt, error: Exception) -> bytes:
         """The server broke off in mid-stream: suspect it, and give the event that says so. A slow one is not suspected."""
         if isinstance(error, UpstreamTimeoutError):
             return b"data: %b\n\n" % timed_out().body()
@@ -325,7 +199,7 @@ class ChatHandler:
     def _captured(self, caller: Caller) -> Trajectory | None:
         return None if self._gateway.capture == "off" else caller.trajectory
 
-    async def _answered_before(self, exchange: _Exchange) -> wire.Fields | None:
+    async def _answered_before(self, exchange: Exchange) -> wire.Fields | None:
         """The recorded reply to the same request, where the client says that it asks again."""
         if not exchange.caller.retry:
             return None
@@ -335,11 +209,11 @@ class ChatHandler:
         log.info("answered from the log", trajectory=exchange.trajectory.id, seq=events[0].seq)
         return exchange.dialect.merged([e.response for e in events])
 
-    def _tell(self, exchange: _Exchange, answer: Answer) -> None:
+    def _tell(self, exchange: Exchange, answer: Answer) -> None:
         for callback in self.on_answered:
             callback(exchange.trajectory, exchange.call, answer)
 
-    async def _record(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
+    async def _record(self, exchange: Exchange, answer: Answer, status: Status) -> None:
         """Put the call on the log; raises a 503 `ApiError` where the log does not take it."""
         if self._gateway.capture == "async":
             self._in_background(self._publish(exchange, answer, status))
@@ -347,7 +221,7 @@ class ChatHandler:
             await self._publish(exchange, answer, status)
         crash.point("gateway.before_answer")
 
-    async def _publish(self, exchange: _Exchange, answer: Answer, status: Status) -> None:
+    async def _publish(self, exchange: Exchange, answer: Answer, status: Status) -> None:
         try:
             await self._registry.record(
                 exchange.trajectory,
@@ -370,8 +244,8 @@ class ChatHandler:
     # -- the inference servers -----------------------------------------------------------------------------------
 
     async def _reach(
-        self, dialect: Dialect, call: Call, caller: Caller, exchange: _Exchange | None
-    ) -> _Attempt:
+        self, dialect: Dialect, call: Call, caller: Caller, exchange: Exchange | None
+    ) -> Attempt:
         """Have the call answered by a replica that serves the version it is routed to.
 
         Waits for one, and asks again where a server went away before its answer was whole: nothing of it had reached
@@ -406,8 +280,8 @@ class ChatHandler:
             return attempt
 
     async def _ask(
-        self, dialect: Dialect, call: Call, caller: Caller, lease: Lease, exchange: _Exchange | None
-    ) -> _Attempt | None:
+        self, dialect: Dialect, call: Call, caller: Caller, lease: Lease, exchange: Exchange | None
+    ) -> Attempt | None:
         """One try; none where the server went away. Raises `ClientGoneError`, and `ApiError` when time is up."""
         if caller.gone:
             lease.release()
@@ -423,7 +297,7 @@ class ChatHandler:
                 timeout_s=self._gateway.request_timeout_s,
                 on_sent=caller.when_gone if exchange is None else exchange.sent,
             )
-            attempt = _Attempt(lease, reply, b"", started_at)
+            attempt = Attempt(lease, reply, b"", started_at)
             if exchange is not None:
                 exchange.take(attempt)
                 exchange.trajectory.replica = lease.replica.name

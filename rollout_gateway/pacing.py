@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 
-from nats.aio.msg import Msg
-
 from pipeline.broker import Broker
-from pipeline.events import GroupDiscarded, decode
+from pipeline.events import GroupDiscarded
 from pipeline.names import subject_token
 from rollout_gateway.errors import ApiError
+from rollout_gateway.tail import tail
 
+_STREAM = "GROUPS"
 _RETRY_AFTER_S = 1
 _MAX_WAITING = 10_000
 """Groups told to wait whose first asking is remembered; the oldest is forgotten."""
@@ -30,6 +30,7 @@ class Pacing:
         """By model, the groups neither trained nor discarded."""
         self._waiting: dict[tuple[str, str], float] = {}
         """When a group was first told to wait."""
+        self._next_seq = 0
 
     def admit(self, model: str, group: str, split: str) -> float:
         """Take the group in, or raise a 429 `ApiError`. Further trajectories of a group that is in always pass.
@@ -57,10 +58,15 @@ class Pacing:
         """These were trained or discarded."""
         self._ahead.get(model, set()).difference_update(groups)
 
-    async def heed_discards(self, broker: Broker) -> None:
-        async def discarded(message: Msg) -> None:
-            event = decode(message.data)
-            if isinstance(event, GroupDiscarded):
-                self.done(event.model, (event.group,))
+    async def begin(self, broker: Broker) -> None:
+        """Note where the log stands: what is discarded from now on counts."""
+        info = await broker.js.stream_info(_STREAM)
+        self._next_seq = info.state.last_seq + 1
 
-        await broker.client.subscribe(f"group.discarded.{subject_token(self._project)}.>", cb=discarded)
+    async def follow(self, broker: Broker) -> None:
+        """For ever: groups that are discarded are no longer ahead."""
+        subjects = [f"group.discarded.{subject_token(self._project)}.>"]
+        async for recorded in tail(broker, _STREAM, subjects, lambda: self._next_seq):
+            self._next_seq = recorded.seq + 1
+            if isinstance(recorded.event, GroupDiscarded):
+                self.done(recorded.event.model, (recorded.event.group,))

@@ -7,24 +7,18 @@ elsewhere, and a restarted gateway knows what the one before it knew.
 from __future__ import annotations
 
 import bisect
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import anyio
-import nats.errors
-import nats.js.errors
-from nats.js import api
-
-from pipeline.broker import Broker, BrokerUnavailableError, Recorded
+from pipeline.broker import Broker, Recorded
 from pipeline.events import CheckpointPublished, PolicyPromoted
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
+from rollout_gateway.tail import tail
 
 log = get_logger("rollout_gateway.policies")
 
 _STREAM = "POLICY"
-_LONG_POLL_S = 5.0
-_IDLE_S = 60.0
 
 
 @dataclass(eq=False)
@@ -132,55 +126,6 @@ class Policies:
 
     async def follow(self, broker: Broker, changed: Callable[[Recorded], None]) -> None:
         """For ever: take in each further event and say so to `changed`."""
-        async for recorded in _tail(broker, self._subjects, lambda: self.next_seq):
+        async for recorded in tail(broker, _STREAM, self._subjects, lambda: self.next_seq):
             if self.apply(recorded):
                 changed(recorded)
-
-
-async def _tail(broker: Broker, subjects: list[str], next_seq: Callable[[], int]) -> AsyncIterator[Recorded]:
-    """Events from `next_seq()` on, in order, for ever. The consumer is ephemeral: it is made anew wherever the server
-    forgot it, and starts where the reader stands."""
-    while True:
-        try:
-            sub = await broker.js.pull_subscribe(
-                "",
-                stream=_STREAM,
-                config=api.ConsumerConfig(
-                    filter_subjects=subjects,
-                    ack_policy=api.AckPolicy.NONE,
-                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-                    opt_start_seq=next_seq(),
-                    inactive_threshold=_IDLE_S,
-                    mem_storage=True,
-                ),
-            )
-        except (nats.errors.Error, nats.js.errors.Error) as error:
-            log.warning("following the policy stream", error=str(error) or type(error).__name__)
-            await anyio.sleep(0.5)  # paces the retry of a server that is away
-            continue
-        try:
-            while True:
-                try:
-                    messages = await sub.fetch(100, timeout=_LONG_POLL_S)
-                except (
-                    TimeoutError,
-                    nats.js.errors.FetchTimeoutError,
-                ):  # nats-py raises its own and asyncio's
-                    await sub.consumer_info()  # raises where the server forgot the consumer
-                    continue
-                for message in messages:
-                    seq = int(message.metadata.sequence.stream)
-                    yield await broker.get(_STREAM, seq)
-        except (nats.errors.Error, nats.js.errors.Error, BrokerUnavailableError) as error:
-            log.warning("following the policy stream again", error=str(error) or type(error).__name__)
-            await anyio.sleep(0.2)  # paces the retry of a server that is away
-        finally:
-            with anyio.move_on_after(1, shield=True):
-                await _drop(sub)
-
-
-async def _drop(sub: object) -> None:
-    try:
-        await sub.unsubscribe()  # type: ignore[attr-defined]
-    except nats.errors.Error as error:
-        log.debug("unsubscribe", error=str(error) or type(error).__name__)

@@ -88,7 +88,7 @@ async def serve(config: Config, ready: Ready) -> None:
         router = Router(policies, fleet)
         chat = ChatHandler(config.gateway, fleet, registry, router)
         pacing = Pacing(config.project, config.gateway.max_groups_ahead)
-        await pacing.heed_discards(broker)
+        await pacing.begin(broker)
         control = Control(config.project, policies, fleet, registry, router, pacing)
         inference = None
         if config.gateway.infer:
@@ -115,6 +115,8 @@ async def serve(config: Config, ready: Ready) -> None:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
                 tg.start_soon(policies.follow, broker, changed)
+                if config.gateway.max_groups_ahead:
+                    tg.start_soon(pacing.follow, broker)
                 if inference is not None:
                     tg.start_soon(inference.run)
                 async with serving(app, listener, max_body=config.gateway.max_body_bytes, grace_s=DRAIN_S):

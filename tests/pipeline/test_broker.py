@@ -45,7 +45,7 @@ async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(nats_co
 async def test_history_pages_and_keeps_order(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.broker._DIRECT_GET_BATCH", 3)
+    monkeypatch.setattr("pipeline.history._BATCH", 3)
     async with Broker.connect(nats_config) as broker:
         for seq in range(10):
             await broker.publish(exchange(seq=seq))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from pipeline.broker import Broker
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
-from tests.conftest import VllmServer, free_port
+from tests.conftest import NatsServer, VllmServer, free_port
 
 PROJECT = "test"
 
@@ -86,6 +88,33 @@ class GatewayProcess:
     def agent(self, opened: dict[str, Any], **options: Any) -> openai.OpenAI:
         """An OpenAI client that belongs to a trajectory."""
         return self.client(base_url=opened["base_url"], api_key=opened["api_key"], **options)
+
+
+@contextmanager
+def standing(folder: Path, vllm_port: int = 0) -> Iterator[GatewayProcess]:
+    """A gateway before a vLLM and a log of its own, outside of pytest; `vllm_port`: of a vLLM started by hand."""
+    with contextlib.ExitStack() as stack:
+        nats = NatsServer(folder)
+        nats.start()
+        stack.callback(nats.stop)
+        server = VllmServer(folder, vllm_port, args=("--max-loras", "4"))
+        if not vllm_port:
+            server.start()
+            stack.callback(server.stop)
+        gateway = GatewayProcess(
+            Config(
+                project=PROJECT,
+                run_dir=str(folder / "run"),
+                nats=NatsConfig(url=nats.url),
+                # One slot of the server stays empty: see docs/operations.md.
+                vllm=VllmConfig(urls=(server.url,), max_loras=3),
+                models=(ModelConfig(name="tictactoe", base=str(server.base)),),
+                gateway=GatewayConfig(port=free_port()),
+            )
+        )
+        gateway.start()
+        stack.callback(gateway.stop)
+        yield gateway
 
 
 StartGateway = Callable[..., GatewayProcess]

@@ -15,10 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from rollout_gateway.openapi import document
-from tests.conftest import NatsServer, VllmServer, free_port
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
+from tests.rollout_gateway.conftest import standing
 from tests.rollout_gateway.frameworks import compat_bin
 
 _SETTINGS = Path(__file__).with_name("schemathesis.toml")
@@ -49,28 +47,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        nats, server = NatsServer(folder), VllmServer(folder, args.vllm_port)
-        nats.start()
-        try:
-            if not args.vllm_port:
-                server.start()
-            config = Config(
-                project=PROJECT,
-                run_dir=str(folder / "run"),
-                nats=NatsConfig(url=nats.url),
-                vllm=VllmConfig(urls=(server.url,), max_loras=3),
-                models=(ModelConfig(name="tictactoe", base=str(server.base)),),
-                gateway=GatewayConfig(port=free_port()),
-            )
-            gateway = GatewayProcess(config)
-            gateway.start()
-            try:
-                sent, said = fuzz(gateway.url, args.examples, folder, seed=args.seed)
-            finally:
-                gateway.stop()
-        finally:
-            server.stop()
-            nats.stop()
+        with standing(folder, args.vllm_port) as gateway:
+            sent, said = fuzz(gateway.url, args.examples, folder, seed=args.seed)
     sys.stdout.write(said + f"\n{sent} requests sent, no finding\n")
     if sent < args.examples:
         raise SystemExit(f"only {sent} of {args.examples}")

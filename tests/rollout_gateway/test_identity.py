@@ -14,9 +14,10 @@ import pytest
 
 from pipeline.broker import Broker
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig, NatsConfig
-from pipeline.events import CheckpointPublished, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import CheckpointPublished, GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
 from rollout_gateway.errors import ApiError
 from rollout_gateway.keys import KeyRing
+from tests.conftest import NatsServer
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.test_chat import ASK, exchanges
 
@@ -212,3 +213,29 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
     assert found.event.trajectory == again.json()["id"]
     # How long the group waited, from the refusal to the opening, can be asked for.
     assert again_asked - told <= found.event.paced_s <= let_in - asked
+
+
+@pytest.mark.vllm
+async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
+    start_gateway: StartGateway, nats_server: NatsServer, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway(max_groups_ahead=1)
+    gateway.open(group="g1")
+    nats_server.kill()
+    await anyio.to_thread.run_sync(nats_server.start)
+    async with Broker.connect(nats_config) as broker:  # before the gateway has come back, or after
+        await broker.publish(
+            GroupDiscarded(
+                project=PROJECT,
+                group="g1",
+                model="tictactoe",
+                trajectories=(),
+                reason="too_small",
+                by="judge",
+            )
+        )
+    with anyio.fail_after(30):
+        async with httpx.AsyncClient(timeout=30) as client:
+            body = {"model": "tictactoe", "group": "g2"}
+            while (await client.post(f"{gateway.url}/v1/trajectories", json=body)).status_code != 201:
+                await anyio.sleep(0.1)  # as an agent that was told to wait

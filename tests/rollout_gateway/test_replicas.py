@@ -17,9 +17,10 @@ from pipeline.broker import Broker
 from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig
 from pipeline.events import PolicyLoaded, TrajectoryOpened
 from rollout_gateway.adapters import AdapterManager
-from rollout_gateway.chat import Caller, ChatHandler
+from rollout_gateway.chat import ChatHandler
 from rollout_gateway.dialects import CHAT
 from rollout_gateway.errors import ApiError
+from rollout_gateway.exchange import Caller
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
