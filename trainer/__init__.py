@@ -17,3 +17,9 @@
 | `checkpoint` | checkpoints on disk, adapters as tars |
 | `train`, `export`, `sft`, `cli` | the commands `journeyman train`, `export`, `sft`, and what they share |
 """
+
+import os
+
+# TRL and Unsloth report their use to Hugging Face as they start, from a thread of their own; set these to have it so.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")

@@ -118,3 +118,30 @@ async def test_train_says_in_a_line_why_it_can_not_go_on(tmp_path: Path) -> None
     )
     assert done.returncode == 1
     assert b"no NATS server answers" in done.stderr.splitlines()[-1]
+
+
+_ASKED = """
+import sys
+asked = []
+sys.addaudithook(lambda event, args: asked.append(args[0]) if event == "socket.getaddrinfo" else None)
+from trainer import train
+from pipeline.config import load
+from trainer.learner import make_learners
+config = load(sys.argv[1])
+make_learners(config, config.path("checkpoints"), None)
+from huggingface_hub.utils import _telemetry
+_telemetry._TELEMETRY_QUEUE.join()
+print(asked)
+"""
+
+
+def test_nothing_outside_is_asked_for_as_training_begins(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    configuration.save(kit.settings(tiny_base, tmp_path, nats_config), tmp_path / "config.toml")
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_TELEMETRY"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASKED, str(tmp_path / "config.toml")],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
