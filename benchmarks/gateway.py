@@ -3,9 +3,9 @@
 An instant inference server and a closed-loop client, both in C (`gateway_load.c`), on one core; the proxy on another.
 Bodies are 2 KB. Figures per core are calls (or chunks) per second of the proxy's own CPU time, all its processes
 counted, so a client that can't keep a proxy busy does not flatter or punish it; `*_rps` is what went through by the clock.
-Latency is measured with all of them on one core, and with the proxy on its own.
-Each proxy is run five times, in turn with the others, and the best run counts. Streams come at two rates: 50 chunks a second each, which is more than one
-core passes on, and 20, which it is not.
+Latency is measured with all of them on one core, and with the proxy on its own. Each proxy is run five times, in turn with
+the others, and the best run counts. Streams come at two rates: 50 chunks a second each, which is more than one core passes
+on, and 20, which it is not.
 
     python -m benchmarks.gateway --peers DIR     DIR: a virtual environment with vllm-router and litellm[proxy]
     python -m benchmarks.gateway --install-peers  makes one at build/peers first
@@ -109,8 +109,8 @@ async def acknowledged_p50_ms(url: str, count: int = 3000) -> float:
 
 
 @contextlib.contextmanager
-def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Proxy, Config]]:
-    """The gateway without capture and with it, the latter's settings, and so many trajectories opened there."""
+def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Proxy]]:
+    """The gateway without capture and with it, and so many trajectories opened there."""
     with (
         gateway(bench, url, "off", "plain") as (plain, plain_port, _),
         gateway(bench, url, "acked", "acked") as (captures, port, config),
@@ -119,7 +119,6 @@ def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Pro
         yield (
             Proxy("plain", plain_port, plain, peer=False),
             Proxy("capture", port, captures, f"/t/b%d{PATH}", peer=False),
-            config,
         )
     shutil.rmtree(config.run_dir)
 
@@ -128,7 +127,7 @@ def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Pro
 def all_proxies(bench: Bench, peers: Path, trajectories: int) -> Iterator[tuple[list[Proxy], str]]:
     """Ours, vLLM's router, nginx and none at all before one server; and the log's address."""
     with (
-        bench.upstream(), nats(bench) as url, ours(bench, url, trajectories) as (plain, captures, _),
+        bench.upstream(), nats(bench) as url, ours(bench, url, trajectories) as (plain, captures),
         vllm_router(bench, peers) as router, nginx(bench) as fast,
     ):  # fmt: skip
         direct = Proxy("direct", bench.upstream_port)
@@ -138,7 +137,9 @@ def all_proxies(bench: Bench, peers: Path, trajectories: int) -> Iterator[tuple[
 def bench_calls(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     with all_proxies(bench, peers, CONNECTIONS) as (proxies, _):
         for name, runs in bench.race(proxies).items():
-            best = max(runs, key=lambda run: run.per_core)
+            if not runs:
+                continue  # the peer did not get through one of them
+            best = max(runs, key=lambda run: run.per_core or run.rps)
             out |= {f"{name}_rps": best.rps}
             if name != "direct":
                 out |= {f"{name}_rps_per_core": best.per_core}
@@ -151,7 +152,7 @@ def bench_latency(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     for suffix, placed in (("", bench.together()), ("_two_cores", contextlib.nullcontext())):
         with placed, all_proxies(bench, peers, 1) as (proxies, url):
             raced = bench.race(proxies, connections=1).items()
-            p50 = {name: min(run.load["p50_ms"] for run in runs) for name, runs in raced}
+            p50 = {name: min(run.load["p50_ms"] for run in runs) for name, runs in raced if runs}
             with on_core(0):
                 p50["acknowledged"] = anyio.run(
                     acknowledged_p50_ms, url, backend_options={"use_uvloop": True}
@@ -164,7 +165,7 @@ def bench_streams(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     """A thousand streams at once, each captured."""
     for rate, chunk_ms in RATES.items():
         with (
-            bench.upstream(chunk_ms), nats(bench) as url, ours(bench, url, STREAMS) as (_, captures, _),
+            bench.upstream(chunk_ms), nats(bench) as url, ours(bench, url, STREAMS) as (_, captures),
             vllm_router(bench, peers) as router,
         ):  # fmt: skip
             proxies = [captures, router] if router is not None else [captures]
@@ -189,8 +190,9 @@ def bench_litellm(bench: Bench, out: dict[str, Any], peers: Path) -> None:
         if proxy is not None:
             # Its first answers take seconds each.
             (runs,) = bench.race([proxy], connections=8, warm_s=15, seconds=max(bench.seconds, 10)).values()
-            best = max(runs, key=lambda run: run.per_core)
-            out |= {"litellm_rps_per_core": best.per_core, "litellm_rps": best.rps}
+            best = max(runs, key=lambda run: run.per_core, default=None)
+            if best is not None:
+                out |= {"litellm_rps_per_core": best.per_core, "litellm_rps": best.rps}
 
 
 def bench_memory(bench: Bench, out: dict[str, Any], requests: int) -> None:

@@ -14,6 +14,14 @@ from pathlib import Path
 from benchmarks.proxied import Bench, Proxy, free_port
 
 
+def _installed(peers: Path, name: str) -> Path | None:
+    binary = peers / "bin" / name
+    if binary.exists():
+        return binary
+    sys.stderr.write(f"{binary} is not there: skipped\n")
+    return None
+
+
 @contextlib.contextmanager
 def nginx(bench: Bench) -> Iterator[Proxy | None]:
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -38,9 +46,8 @@ def nginx(bench: Bench) -> Iterator[Proxy | None]:
 
 @contextlib.contextmanager
 def vllm_router(bench: Bench, peers: Path) -> Iterator[Proxy | None]:
-    binary = peers / "bin" / "vllm-router"
-    if not binary.exists():
-        sys.stderr.write(f"{binary} is not there: skipped\n")
+    binary = _installed(peers, "vllm-router")
+    if binary is None:
         yield None
         return
     port, metrics = free_port(), free_port()
@@ -54,9 +61,8 @@ def vllm_router(bench: Bench, peers: Path) -> Iterator[Proxy | None]:
 
 @contextlib.contextmanager
 def litellm(bench: Bench, peers: Path) -> Iterator[Proxy | None]:
-    binary = peers / "bin" / "litellm"
-    if not binary.exists():
-        sys.stderr.write(f"{binary} is not there: skipped\n")
+    binary = _installed(peers, "litellm")
+    if binary is None:
         yield None
         return
     port = free_port()

@@ -113,8 +113,10 @@ class Bench:
         """All that is started meanwhile shares one core: where one call goes round, one process works at a time, and the
         figure holds no waking-up of a core that slept."""
         self._together = True
-        yield
-        self._together = False
+        try:
+            yield
+        finally:
+            self._together = False
 
     def core(self, core: int) -> int:
         """The core to use where `core` is meant."""
