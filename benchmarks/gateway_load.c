@@ -208,7 +208,7 @@ static void compose(int fd, const char *path, const char *header, const char *bo
     char target[256];
     snprintf(target, sizeof target, path, call[fd].number);
     int head = sprintf(call[fd].request,
-                       "POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n%s%sContent-Length: %zu\r\n\r\n",
+                       "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%s%sContent-Length: %zu\r\n\r\n",
                        target, header, *header ? "\r\n" : "", length);
     memcpy(call[fd].request + head, body, length);
     call[fd].whole = head + length;

@@ -102,6 +102,32 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     upstream_wait_s: float = 180.0
     """How long a request waits for an inference server to come (back) up."""
     max_body_bytes: int = 64 * 1024 * 1024
+    """The longest body of a model call; a longer one is a 413 and is not read."""
+    max_control_body_bytes: int = 1024 * 1024
+    """The same for calls of the control API."""
+    max_connections: int = 10_000
+    """Connections of clients at once. Beyond it the one that has been idle longest is closed, then the oldest whose request
+    is not whole; where all are being answered, a new one is a 503. Never more than the process may have open files for."""
+    head_timeout_s: float = 30.0
+    """How long a request's headers may take, and a new connection to begin its first request."""
+    body_timeout_s: float = 60.0
+    """How long a request's body may take; every 64 KiB of it that have come add a second."""
+    idle_timeout_s: float = 600.0
+    """How long a connection may stay open between two requests. Clients keep connections too, and one that is closed as a
+    request goes out on it fails that request: make this longer than clients keep theirs."""
+    write_timeout_s: float = 300.0
+    """A client that takes no byte of what waits for it for so long is cut off."""
+    hosts: tuple[str, ...] = ()
+    """Further names that clients may put into `Host`, without a port, as behind a reverse proxy; `*`: any. On the loopback
+    interface the gateway answers to `localhost`, the loopback addresses and these, so that a web page whose name was made
+    to point here reaches nothing. On other interfaces, where keys are required, it answers to any name until some are set."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call, such as `https://app.example.com`; `*`: any. Requests of other pages are refused."""
+    public_url: str = ""
+    """What `base_url` in the answer to an opening begins with, such as `https://gateway.example.com`. Empty: the scheme and
+    host of the request, or what a trusted proxy says of them."""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
+    """Addresses whose `Forwarded` and `X-Forwarded-Proto` and `-Host` headers are believed."""
     health_interval_s: float = 1.0
     """Between two health checks of an inference server that works."""
     health_retry_s: float = 0.25

@@ -29,7 +29,7 @@ from rollout_gateway.policies import Policies
 from rollout_gateway.promotion import Promotion, described
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
-from rollout_gateway.server import serving
+from rollout_gateway.server import Limits, serving
 from rollout_gateway.trajectories import Keys, Registry
 from rollout_gateway.watchers import Watchers
 
@@ -119,7 +119,7 @@ async def serve(config: Config, ready: Ready) -> None:
                     tg.start_soon(pacing.follow, broker)
                 if inference is not None:
                     tg.start_soon(inference.run)
-                async with serving(app, listener, max_body=config.gateway.max_body_bytes, grace_s=DRAIN_S):
+                async with serving(app, listener, Limits.of(config.gateway), grace_s=DRAIN_S):
                     host, port = listener.getsockname()[:2]
                     # What is there now stays: collections look at calls only, and seldom, since few of them are cycles.
                     gc.collect()

@@ -5,23 +5,29 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import anyio.abc
 import httpx
 import pytest
 
-from rollout_gateway.server import Handler, Request, serving
+from rollout_gateway.server import Admit, Handler, Limits, Request, serving
 
 pytestmark = pytest.mark.anyio
 
 
+def _everyone(_: Request) -> None:
+    pass
+
+
 @asynccontextmanager
-async def serve(handler: Handler, max_body: int = 1000) -> AsyncIterator[int]:
+async def serve(handler: Handler, admit: Admit = _everyone, **limits: Any) -> AsyncIterator[int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.setblocking(False)
-        async with serving(handler, listener, max_body=max_body, grace_s=5):
+        bounds = Limits(**{"max_body": 1000, **limits})
+        async with serving(handler, listener, bounds, grace_s=5, admit=admit):
             yield listener.getsockname()[1]
 
 
