@@ -60,6 +60,10 @@ class Streams:
     failures: list[str] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)
     """Versions that a reply has begun with."""
+    newest: int = 0
+    """The newest step among them."""
+    beside: set[str] = field(default_factory=set)
+    """Versions whose streams went on after a reply of a newer version had begun."""
     stopping: bool = False
 
     async def client(self, url: str, trajectory: str, number: int) -> None:
@@ -86,7 +90,7 @@ class Streams:
         if b" 200 " not in answer.split(b"\r\n", 1)[0]:
             self.failures.append(answer.decode())
             raise ConnectionResetError(answer.split(b"\r\n", 1)[0].decode())
-        before, models, name, done = asked, set(), "", False
+        before, models, name, done, step = asked, set(), "", False, 0
         async for event in _events(reader):
             now = time.perf_counter()
             if event == b"[DONE]":
@@ -98,8 +102,14 @@ class Streams:
             if "error" in chunk:
                 self.failures.append(event.decode())
                 continue
-            models.add(chunk["model"])
-            self.begun.add(chunk["model"])
+            model = chunk["model"]
+            if model not in models:
+                models.add(model)
+                self.begun.add(model)
+                step = int(model.rpartition("@")[2])
+                self.newest = max(self.newest, step)
+            if step < self.newest:
+                self.beside.add(model)
             name = chunk["id"]
         if not done:
             self.failures.append(f"{name} ended without its end")

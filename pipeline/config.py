@@ -229,8 +229,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     engine: Literal["transformers", "unsloth"] = "transformers"
     """`unsloth` needs a CUDA GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base model's weights; `auto`: float32 on CPU, bfloat16 on CUDA."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the base model's weights; `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing results."""
     load_in_4bit: bool = False
     """With engine `unsloth`: hold the base model in four bits."""
     max_seq_length: int = 8192

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(400))
+    if seed := _shuffle_seed():
+        _shuffle_files(items, seed)
+
+
+def pytest_report_header() -> str | None:
+    seed = _shuffle_seed()
+    return f"files in the order of {SHUFFLE}={seed}" if seed else None
+
+
+SHUFFLE = "JOURNEYMAN_TEST_SHUFFLE"
+"""Environment variable: a seed for the order in which test files run; `random` draws one. Unset: the order of their names."""
+
+
+@cache
+def _shuffle_seed() -> str:
+    given = os.environ.get(SHUFFLE, "")
+    return str(random.SystemRandom().randrange(10**6)) if given == "random" else given
+
+
+def _shuffle_files(items: list[pytest.Item], seed: str) -> None:
+    """Put whole files into a random order, so that no file can rely on what another one left behind."""
+    places: dict[Path, float] = {}
+    source = random.Random(seed)
+    for item in items:
+        if item.path not in places:
+            places[item.path] = source.random()
+    items.sort(key=lambda item: places[item.path])

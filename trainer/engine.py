@@ -224,7 +224,7 @@ class Engine:
         hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
         logprobs_N, entropies_N = self._head_in_chunks(hidden_ND, layout, entropy)
         place = (layout.sequence_N, layout.slot_N)
-        zeros = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        zeros = torch.zeros(shape, dtype=logprobs_N.dtype, device=self.device)
         return zeros.index_put(place, logprobs_N), zeros.index_put(place, entropies_N)
 
     def _head_in_chunks(
@@ -248,7 +248,10 @@ class Engine:
     def _score(
         self, hidden_nD: torch.Tensor, targets_n: torch.Tensor, temperatures_n: torch.Tensor, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_nV = self._head(hidden_nD).float() / temperatures_n.unsqueeze(1)
+        logits_nV = self._head(hidden_nD)
+        # At least float32: half the digits of a bfloat16 logprob would be noise.
+        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+        logits_nV = logits_nV / temperatures_n.unsqueeze(1)
         all_nV = torch.log_softmax(logits_nV, dim=-1)
         logprobs_n = all_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
         if not entropy:

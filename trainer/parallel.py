@@ -160,9 +160,8 @@ class Peers:
 
     @staticmethod
     def _sum(parameters: Sequence[torch.nn.Parameter]) -> None:
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).float().reshape(-1) for p in parameters]
-        )
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([g.to(torch.promote_types(g.dtype, torch.float32)).reshape(-1) for g in gradients])
         dist.all_reduce(flat)
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)

@@ -23,5 +23,6 @@ async def test_swaps_under_64_streams(start_gateway: StartGateway, nats_config: 
     assert (labels["mislabelled"], labels["versions"]) == (0, SWAPS + 1)
     assert labels["exchanges"] == seen["requests"] >= STREAMS
     assert labels["logprob_diff_own_max"] < 1e-3 < labels["logprob_diff_next_version_min"]
-    # The benchmark holds the ratio to 1.5 on a quiet machine; here other work may come between.
-    assert seen["swap_gap_p99_ms"] < 3 * seen["calm_gap_p99_ms"] + 500
+    # A new version does not wait until the streams of the old one have ended. How long the gaps between chunks are is measured
+    # by `benchmarks.gateway_swaps` on a quiet machine.
+    assert streams.beside

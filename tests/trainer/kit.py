@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from pipeline.broker import Broker
 from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs, pack_mask
+from trainer.engine import Engine
 
 VOCAB = 32
 MODEL = "tiny"
@@ -31,6 +34,27 @@ def make_model(folder: Path) -> str:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def exactly(engine: Engine) -> Engine:
+    """`engine`, which was made with dtype `float64`, with norms in float64 too: transformers computes them in float32.
+
+    Comparisons in float64 need no tolerance that depends on the processor's order of summation."""
+    for module in engine.model.modules():
+        if isinstance(module, Qwen3RMSNorm):
+            module.forward = partial(
+                torch.nn.functional.rms_norm,
+                normalized_shape=module.weight.shape, weight=module.weight, eps=module.variance_epsilon,
+            )  # fmt: skip
+    return engine
+
+
+def stir(engine: Engine, seed: int = 1) -> None:
+    """Random weights for the live adapter, which changes nothing when it is fresh."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in engine.parameters:
+            parameter.normal_(std=0.1)
 
 
 def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:

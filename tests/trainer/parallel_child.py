@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from tests.trainer.kit import settings
+from tests.trainer.kit import exactly, settings
 from tests.trainer.test_packing import tree_of_conversations
+from trainer import learner
 from trainer.engine import Engine
 from trainer.groups import Example
-from trainer.learner import make_engines
 from trainer.parallel import Peers, follow
 
 SETTINGS: list[dict[str, Any]] = [
@@ -57,7 +57,13 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
 def main() -> None:
     base, out, *how = sys.argv[1:]
     peers = Peers.join()
-    config = settings(base, Path(out).parent / f"run{peers.rank}", learning_rate=1e-4)
+    original = learner.make_engines
+
+    def make_engines(*given: Any) -> Any:
+        return {shape: exactly(engine) for shape, engine in original(*given).items()}
+
+    learner.make_engines = make_engines
+    config = settings(base, Path(out).parent / f"run{peers.rank}", learning_rate=1e-4, dtype="float64")
     if peers.rank == 0:
         (engine,) = make_engines(config, Path(out).parent, peers).values()
         torch.save(steps(engine), out)

@@ -1,7 +1,11 @@
 """Parity: on the same tokens our loss and gradients are those of TRL's GRPOTrainer over a padded batch.
 
 The reference below is TRL's trainer with TRL's own tensors (prompts padded on the left, completions on the right, tool
-tokens masked). Only its fused LM head, a GPU kernel, is replaced by plain logits.
+tokens masked) and arguments that each case spells out by TRL's names, so that a setting of ours that is mapped wrongly shows.
+Only its fused LM head, a GPU kernel, is replaced by plain logits.
+
+Both sides compute in float64. A loss is a small difference of large terms: in float32 two correct orders of summation differ
+by more than any tolerance that would still find a mistake, and by how much depends on the processor.
 """
 
 from __future__ import annotations
@@ -9,14 +13,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
 from pipeline.config import ConfigError, TrainerConfig
-from tests.trainer.kit import VOCAB, exchange
+from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer import grpo
 from trainer.engine import Engine
 from trainer.groups import Example
@@ -31,7 +34,7 @@ class PaddedGRPOTrainer(grpo.GRPOTrainer):
     ) -> Any:
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
-        logprobs = torch.log_softmax(logits[:, :-1].float(), -1)[:, -logits_to_keep:]
+        logprobs = torch.log_softmax(logits[:, :-1].double(), -1)[:, -logits_to_keep:]
         chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
         return chosen, -(logprobs.exp() * logprobs).sum(-1), None
 
@@ -60,7 +63,7 @@ def batch(seed: int = 0) -> list[Example]:
     return out
 
 
-def reference_inputs(examples: list[Example], config: TrainerConfig) -> dict[str, torch.Tensor]:
+def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
     prompts, completions = [], []
     for e in examples:
         start = int(np.flatnonzero(e.sequence.trained)[0])
@@ -91,17 +94,27 @@ def reference_inputs(examples: list[Example], config: TrainerConfig) -> dict[str
     return out
 
 
-def reference(engine: Engine, config: TrainerConfig, examples: list[Example], tmp_path: Path) -> Any:
-    args = grpo.grpo_config(config, tmp_path, cpu=True)
+def trl_arguments(output: Path, **given: Any) -> grpo.GRPOConfig:
+    """TRL's arguments, none of them taken from our settings."""
+    return grpo.GRPOConfig(
+        output_dir=str(output), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=2, num_generations=2, steps_per_generation=1, gradient_accumulation_steps=1,
+        report_to="none", remove_unused_columns=False, disable_tqdm=True, **given,
+    )  # fmt: skip
+
+
+def reference(engine: Engine, args: grpo.GRPOConfig, beta: float, examples: list[Example]) -> float:
+    """TRL's loss of the batch; its gradient is added to the engine's parameters."""
     trainer = PaddedGRPOTrainer(
         model=engine.model, reward_funcs=[grpo._no_reward], args=args,
         train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
     )  # fmt: skip
-    trainer.beta = config.beta
+    # Not by the arguments: with them the constructor would make a second adapter, and would start vLLM.
+    trainer.beta = beta
     trainer.use_vllm = args.vllm_importance_sampling_correction
     trainer.current_gradient_accumulation_steps = 1
     engine.model.train()
-    inputs = reference_inputs(examples, config)
+    inputs = reference_inputs(examples)
     sampled = inputs.pop("sampled")
     mask = inputs["completion_mask"] * inputs["tool_mask"]
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -109,27 +122,27 @@ def reference(engine: Engine, config: TrainerConfig, examples: list[Example], tm
     keep = inputs["completion_ids"].size(1)
     with torch.no_grad():
         current, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
-        if config.beta:
+        if beta:
             with engine.model.disable_adapter():
                 base, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
             inputs["ref_per_token_logps"] = base
-    if config.sampler_correction == "none":
+    if not args.vllm_importance_sampling_correction:
         inputs["old_per_token_logps"] = torch.where(mask.bool(), sampled, current)
     else:
         # As TRL does after generation with vLLM.
+        mode = args.vllm_importance_sampling_mode
+        low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
         difference = (current - sampled) * mask
-        if "sequence" in config.sampler_correction:
+        if "sequence" in mode:
             difference = difference.sum(-1, keepdim=True)
         ratio = difference.exp()
-        if "truncate" in config.sampler_correction:
-            ratio = ratio.clamp(min=config.correction_min, max=config.correction_max)
+        if "truncate" in mode:
+            ratio = ratio.clamp(min=low, max=high)
         else:
-            ratio = torch.where(
-                (ratio > config.correction_max) | (ratio < (config.correction_min or 0.0)), 0.0, ratio
-            )
+            ratio = torch.where((ratio > high) | (ratio < (low or 0.0)), 0.0, ratio)
         inputs["importance_sampling_ratio"] = ratio
         inputs["old_per_token_logps"] = current
-    if config.off_policy_mask is not None:
+    if args.off_policy_mask_threshold is not None:
         inputs["sampling_per_token_logps"] = sampled
     loss = trainer.compute_loss(engine.model, inputs)
     loss.backward()
@@ -137,6 +150,13 @@ def reference(engine: Engine, config: TrainerConfig, examples: list[Example], tm
 
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+ON: dict[str, Any] = {
+    "loss_type": "dapo", "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
+}  # fmt: skip
+"""TRL's arguments for our defaults with `correction_max` 2."""
+OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction": False}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -147,41 +167,95 @@ def test_parity_with_trl(
 ) -> None:
     if loss_type == "vespo" and correction.startswith("sequence"):
         pytest.skip("TRL's VESPO takes token corrections only")
-    config = TrainerConfig(
-        lora_rank=4, loss_type=loss_type, sampler_correction=correction, beta=beta, tokens_per_batch=40,  # type: ignore[arg-type]
-        importance_level="sequence" if loss_type == "luspo" else "token", correction_max=2.0, packing="padded",
-    )  # fmt: skip
-    assert_parity(engines["tiny"], config, tmp_path)
+    level = "sequence" if loss_type == "luspo" else "token"
+    theirs = (OFF if correction == "none" else ON | {"vllm_importance_sampling_mode": correction}) | {
+        "loss_type": loss_type, "importance_sampling_level": level,
+    }  # fmt: skip
+    settings = {
+        "loss_type": loss_type,
+        "sampler_correction": correction,
+        "beta": beta,
+        "importance_level": level,
+    }
+    assert_parity(engines["tiny"], settings, theirs, tmp_path)
 
 
-OPTIONS: list[dict[str, Any]] = [
+PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(
-        {"entropy_coef": 0.05, "loss_type": loss_type}
+        ({"entropy_coef": 0.05, "loss_type": loss_type}, ON | {"entropy_coef": 0.05, "loss_type": loss_type})
         for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
     ),
-    {"delta": 1.3, "sampler_correction": "none"},
-    {"off_policy_mask": 0.01, "sampler_correction": "none"},
-    {"off_policy_mask": 0.01},
-    {"correction_min": 0.5},
-    {"correction_min": 0.5, "sampler_correction": "token_mask"},
-    {"correction_min": 0.5, "sampler_correction": "sequence_mask"},
-    {"beta": 0.1, "kl_unbiased": False, "sampler_correction": "none"},
-    {"loss_type": "sapo", "loss_options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}},
-    {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}},
-]
+    ({"delta": 1.3, "sampler_correction": "none"}, OFF | {"delta": 1.3}),
+    ({"off_policy_mask": 0.01, "sampler_correction": "none"}, OFF | {"off_policy_mask_threshold": 0.01}),
+    ({"off_policy_mask": 0.01}, ON | {"off_policy_mask_threshold": 0.01}),
+    ({"correction_max": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
+    ({"correction_min": 0.5}, ON | {"vllm_importance_sampling_clip_min": 0.5}),
+    (
+        {"correction_min": 0.5, "sampler_correction": "token_mask"},
+        ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_mask"},
+    ),
+    (
+        {"correction_min": 0.5, "sampler_correction": "sequence_mask"},
+        ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "sequence_mask"},
+    ),
+    ({"epsilon": 0.9, "sampler_correction": "none"}, OFF | {"epsilon": 0.9}),
+    ({"epsilon_high": 5.0, "sampler_correction": "none"}, OFF | {"epsilon_high": 5.0}),
+    (
+        {"importance_level": "sequence", "sampler_correction": "none"},
+        OFF | {"importance_sampling_level": "sequence"},
+    ),
+    (
+        {"max_completion_length": 100, "loss_type": "dr_grpo"},
+        ON | {"max_completion_length": 100, "loss_type": "dr_grpo"},
+    ),
+    (
+        {"beta": 0.1, "kl_unbiased": False, "sampler_correction": "none"},
+        OFF | {"use_bias_correction_kl": False},
+    ),
+    (
+        {
+            "loss_type": "sapo", "sampler_correction": "none",
+            "loss_options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+        },
+        OFF | {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+    ),
+    (
+        {
+            "loss_type": "vespo",
+            "loss_options": {
+                "vespo_k_pos": 1.5,
+                "vespo_lambda_pos": 2.0,
+                "vespo_k_neg": 2.0,
+                "vespo_lambda_neg": 2.5,
+            },
+        },
+        ON | {
+            "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 2.5,
+        },
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "theirs"), PAIRS, ids=lambda v: str(v)[:60])
 def test_parity_with_trl_s_options(
-    engines: dict[str, Engine], tmp_path: Path, options: dict[str, Any]
+    engines: dict[str, Engine], tmp_path: Path, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
-    config = TrainerConfig(
-        **({"lora_rank": 4, "tokens_per_batch": 40, "correction_max": 2.0, "packing": "padded"} | options)
-    )
-    plain = msgspec.structs.replace(
-        config, **{name: getattr(TrainerConfig(), name) for name in options if name not in ("loss_type", "beta", "sampler_correction")}
-    )  # fmt: skip
-    assert assert_parity(engines["tiny"], config, tmp_path) != assert_parity(engines["tiny"], plain, tmp_path)
+    """Each option, mapped as spelled out, and each makes a difference."""
+    engine = engines["tiny"]
+    gradients = assert_parity(engine, options, theirs, tmp_path)
+    kept = ("loss_type", "beta", "sampler_correction")
+    engine.use(TrainerConfig(**BATCH | {k: v for k, v in options.items() if k in kept}))
+    engine.model.zero_grad()
+    engine.backward(batch(), [0] * 6, 0)
+    assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.parameters], rel=1e-3)
+
+
+BATCH: dict[str, Any] = {
+    "lora_rank": 4,
+    "tokens_per_batch": 40,
+    "correction_max": 2.0,
+    "packing": "padded",
+}
 
 
 def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
@@ -189,30 +263,34 @@ def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]
         engines["tiny"].use(TrainerConfig(lora_rank=4, loss_options={"sapo_temprature": 1.0}))
 
 
-def assert_parity(engine: Engine, config: TrainerConfig, tmp_path: Path) -> list[float]:
-    """Also returns the gradients' sizes."""
+def assert_parity(
+    engine: Engine, settings: dict[str, Any], theirs: dict[str, Any], tmp_path: Path
+) -> list[float]:
+    """Compare loss and gradients under our `settings` with TRL's under `theirs`; returns the gradients' norms."""
+    config = TrainerConfig(**BATCH | settings)
     engine.use(config)
     examples = batch()
     engine.model.zero_grad()
-    theirs = reference(engine, config, examples, tmp_path)
+    # The KL of TRL is set by hand on its trainer: see `reference`.
+    args = trl_arguments(tmp_path, **{"use_bias_correction_kl": True} | theirs)
+    their_loss = reference(engine, args, config.beta, examples)
     their_gradients = [p.grad.clone() for p in engine.parameters]
     engine.model.zero_grad()
     metrics = engine.backward(examples, [0] * len(examples), 0)
     assert metrics["micro_batches"] > 1
-    assert metrics["loss"] == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+    assert metrics["loss"] == pytest.approx(their_loss, rel=1e-9, abs=1e-12)
     for mine, other in zip(engine.parameters, their_gradients, strict=True):
-        scale = float(other.abs().max())
-        torch.testing.assert_close(mine.grad, other, rtol=1e-5, atol=1e-5 * scale + 1e-8)
+        assert mine.grad is not None
+        assert mine.grad.dtype == torch.float64
+        torch.testing.assert_close(mine.grad, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
     return [float(g.norm()) for g in their_gradients]
 
 
 @pytest.fixture(scope="module")
 def engines(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path_factory.mktemp("scratch"))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in engine.parameters:
-            parameter.normal_(std=0.1)
+    config = TrainerConfig(lora_rank=4, dtype="float64")
+    engine = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    stir(engine)
     return {"tiny": engine}
 
 
