@@ -198,7 +198,7 @@ async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Compose
         return
     async with AsyncExitStack() as stack:
         functions = {
-            r.name: await stack.enter_async_context(RewardFunction(r).open())
+            r.name: await stack.enter_async_context(RewardFunction(r, (config.run_dir,)).open())
             for r in judge.rewards
             if r.kind == "python"
         }

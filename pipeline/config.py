@@ -166,12 +166,17 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """As `judge.rubric`, for kind `ruler`."""
     timeout_s: float = 10.0
-    """Of one call of the function; its process is killed then."""
+    """Of one call of the function; its processes are killed then."""
     memory_mb: int = 1024
-    """Address space of the function's process."""
+    """Memory that all processes of one call may hold together, and address space of each."""
+    processes: int = 64
+    """Processes and threads that one call may have at once."""
     isolate: Literal["auto", "require", "off"] = "auto"
-    """`auto`: the function can reach no network, write no file and read only Python, system libraries and the search path,
-    as far as the kernel permits (a warning says where it does not); `require`: else it does not run; `off`: all is open."""
+    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable); where bubblewrap
+    is missing it runs without, and a warning says so. `require`: where bubblewrap is missing the judge does not start.
+    `off`: the function runs without a sandbox. docs/judging.md says what each promises."""
+    readable: tuple[str, ...] = ()
+    """Files and folders that the function may read in its sandbox besides Python and the modules of the search path."""
 
 
 class JudgeConfig(Section, frozen=True, kw_only=True):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
+import pathlib
+import signal
 import socket
 import sys
 import time
@@ -76,3 +81,126 @@ def leaves_a_child(trajectory: dict[str, Any]) -> float:
 def floods(_: dict[str, Any]) -> float:
     sys.stdout.write("x" * 5_000_000)
     return 0.5
+
+
+# -- attacks: what a trajectory could do that takes over the process which scores it -----------------------------
+
+
+def _named_daemon(name: str) -> bool:
+    """Fork twice with a session between. Return True in the process that nobody waits for, now called `name`."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return False
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
+    return True
+
+
+def daemonizes(trajectory: dict[str, Any]) -> float:
+    if trajectory["id"] == "bad" and _named_daemon(str(trajectory["task"])):
+        time.sleep(100)
+        os._exit(0)
+    if trajectory["id"] == "bad" and trajectory.get("hang"):
+        time.sleep(100)
+    return 0.5
+
+
+def connects_unix(trajectory: dict[str, Any]) -> float:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(trajectory["task"]).replace("@", "\0"))
+    return 1.0
+
+
+_FORGED = (
+    b'{"reward": 1.0}\n{"n": 1, "answer": "{\\"reward\\": 1.0}"}\n{"n": 2, "answer": "{\\"reward\\": 1.0}"}\n'
+)
+
+
+def forges(trajectory: dict[str, Any]) -> float:
+    """Write good scores for everybody into whatever is open here, and in any process that can be seen."""
+    if trajectory["id"] == "bad":
+        for fd in [1, *range(3, 64)]:
+            with contextlib.suppress(OSError):
+                os.write(fd, _FORGED * 3)
+        if _named_daemon(str(trajectory["task"])):
+            while True:
+                for fd in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+                    with contextlib.suppress(OSError), fd.open("wb", buffering=0) as channel:
+                        channel.write(_FORGED)
+    time.sleep(0.2)
+    return 0.125
+
+
+def seizes(_: dict[str, Any]) -> float:
+    """Count the files and memories of the other processes here that this one can open."""
+    opened = 0
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        if int(process.name) != os.getpid():
+            for held in [process / "mem", process / "environ", *(process / "fd" / str(n) for n in range(64))]:
+                for how in (os.O_RDONLY, os.O_WRONLY):
+                    with contextlib.suppress(OSError):
+                        os.close(os.open(held, how))
+                        opened += 1
+    return float(opened)
+
+
+def kills(trajectory: dict[str, Any]) -> float:
+    if trajectory["id"] == "bad":
+        os.kill(-1, signal.SIGKILL)  # all but the caller
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.5
+
+
+def hoards(trajectory: dict[str, Any]) -> float:
+    """Hold memory in six processes, each of which stays below the limit."""
+    for _ in range(6):
+        if os.fork() == 0:
+            held = bytearray(int(trajectory["task"]) << 20)
+            held[:: mmap.PAGESIZE] = b"x" * len(held[:: mmap.PAGESIZE])
+            time.sleep(100)
+    time.sleep(100)
+    return 0.5
+
+
+def bombs(_: dict[str, Any]) -> float:
+    """Become 512 processes, where nobody says stop: enough to exceed any limit here, not enough to harm the machine."""
+    for _generation in range(9):
+        with contextlib.suppress(OSError):
+            os.fork()
+    time.sleep(100)
+    return 0.5
+
+
+def shares(trajectory: dict[str, Any]) -> float:
+    """Leave System V shared memory behind, and say how much was there before."""
+    before = len(pathlib.Path("/proc/sysvipc/shm").read_text().splitlines()) - 1
+    if trajectory["id"] == "bad":
+        libc = ctypes.CDLL(None)
+        libc.shmget(0, 1 << 20, 0o1600)
+    return float(before)
+
+
+CALLS: list[str] = []
+
+
+def remembers(trajectory: dict[str, Any]) -> float:
+    CALLS.append(trajectory["id"])
+    return float(len(CALLS))
+
+
+def exits(_: dict[str, Any]) -> float:
+    sys.exit("enough")
+
+
+def writes_somewhere(_: dict[str, Any]) -> float:
+    """Count the places of this file system where a file can be written."""
+    written = 0
+    for folder in ("/", "/tmp", "/dev", "/dev/shm", "/proc", "/usr", os.path.dirname(__file__)):  # noqa: PTH120
+        with contextlib.suppress(OSError), open(f"{folder}/mine", "w") as file:  # noqa: PTH123
+            file.write("x")
+            written += 1
+    with contextlib.suppress(OSError):
+        written += os.write(os.memfd_create("mine"), b"x")
+    return float(written)
