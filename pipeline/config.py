@@ -101,6 +101,11 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     request_timeout_s: float = 300.0
     upstream_wait_s: float = 180.0
     """How long a request waits for an inference server to come (back) up."""
+    deadly_request_s: float = 600.0
+    """How long a request that was in flight at two deaths of its inference server is refused (502) when it comes again."""
+    drain_s: float = 10.0
+    """How long running calls may go on when the gateway stops. Calls that come meanwhile get a 503 `stopping`; what is not
+    done by then is cut off with an error, and recorded as `failed`."""
     max_body_bytes: int = 64 * 1024 * 1024
     """The longest body of a model call; a longer one is a 413 and is not read."""
     max_control_body_bytes: int = 1024 * 1024

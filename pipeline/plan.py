@@ -156,6 +156,8 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         spec = ProcessSpec(
             name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation
         )
+        if name == "gateway":  # it lets running calls end, then records those that it cuts off
+            spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
         if name == "trainer":  # it loads a model
             spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
         processes.append(spec)

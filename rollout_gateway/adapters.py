@@ -156,7 +156,7 @@ class AdapterManager:
             except (UpstreamError, msgspec.DecodeError) as error:
                 if replica.ready or replica.up:
                     log.warning("replica lost", replica=replica.name, error=str(error))
-                replica.up = replica.ready = False
+                replica.up = replica.ready = replica.doubted = False
                 self._fleet.changed()
                 pause = gateway.health_retry_s
             except BrokerError as error:
@@ -196,7 +196,7 @@ class AdapterManager:
         for version, root in held.items():
             if version not in replica.loaded:
                 await self._adopt(replica, version, root)
-        replica.up = True
+        replica.up, replica.doubted = True, False
 
     async def _adopt(self, replica: Replica, version: str, root: str) -> None:
         """Take over what a server holds that this gateway did not load, if it is what was published."""

@@ -18,7 +18,7 @@ from rollout_gateway import openapi, routes, wire
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
-from rollout_gateway.errors import ApiError, too_many_calls, unavailable
+from rollout_gateway.errors import ApiError, stopping, too_many_calls, unavailable
 from rollout_gateway.exchange import Caller, ClientGoneError
 from rollout_gateway.identity import Identity
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
@@ -62,9 +62,20 @@ class App:
         max_calls: int,
     ) -> None:
         self._calls, self._max_calls = 0, max_calls or sys.maxsize
+        self._callers: dict[Request, Caller] = {}
+        self._stopping = False
         self._chat, self._control, self._promotion = chat, control, promotion
         self._identity, self._router = identity, router
         self._watchers, self._metrics = watchers, metrics
+
+    def stop(self) -> None:
+        """From now on, model calls and openings get a 503 `stopping`."""
+        self._stopping = True
+
+    def cut_off(self) -> None:
+        """End the calls that are under way: each is answered with an error and recorded."""
+        for caller in list(self._callers.values()):
+            caller.cut_off()
 
     async def __call__(self, request: Request) -> None:
         try:
@@ -124,6 +135,8 @@ class App:
                 action = cast(Action, route.parts[-1])
                 answer = await self._promotion.decide(values[0], action, decision)
             case "open":
+                if self._stopping:
+                    raise stopping()
                 answer = await control.open(body, _base_url(request), _traceparent(headers))
             case "list":
                 asked = {k: v[-1] for k, v in parse_qs(query, keep_blank_values=True).items()}
@@ -177,10 +190,13 @@ class App:
             raise
         finally:
             self._calls -= 1
+            self._callers.pop(request, None)
             self._metrics.call(path, status, time.perf_counter() - started)
 
     def _read(self, request: Request) -> bytes:
         """The body of a call that was counted; raises a 429 `ApiError` where there are too many at once."""
+        if self._stopping:
+            raise stopping()
         if self._calls > self._max_calls:
             raise too_many_calls()
         return _body(request)
@@ -197,6 +213,7 @@ class App:
         )
         request.on_gone = caller.leave
         caller.gone = request.gone
+        self._callers[request] = caller
         return caller
 
     async def _translated_call(self, path: str, request: Request, named: str | None) -> int:

@@ -7,7 +7,6 @@ call whose answer was recorded but never arrived is given the recorded one, not 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,13 +15,14 @@ import msgspec
 from pipeline import crash
 from pipeline.broker import BrokerError
 from pipeline.config import GatewayConfig
-from pipeline.events import ExchangeRecorded, now_us
+from pipeline.events import ExchangeRecorded
 from pipeline.log import get_logger
 from rollout_gateway import wire
 from rollout_gateway.dialects import Dialect
-from rollout_gateway.errors import ApiError, error_body, timed_out, unavailable
+from rollout_gateway.errors import ApiError, error_body, stopping, timed_out, unavailable
 from rollout_gateway.exchange import Attempt, Caller, ClientGoneError, Exchange, Listener, Status
-from rollout_gateway.replicas import Fleet, Lease, Replica, least_loaded
+from rollout_gateway.reach import Reach
+from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
 from rollout_gateway.streaming import StreamCapture
 from rollout_gateway.trajectories import Registry, Trajectory
@@ -38,7 +38,8 @@ class ChatHandler:
     """Plain and streamed calls of either dialect."""
 
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, registry: Registry, router: Router) -> None:
-        self._gateway, self._fleet, self._registry, self._router = gateway, fleet, registry, router
+        self._gateway, self._registry = gateway, registry
+        self._reach = Reach(gateway, fleet, router)
         self.on_answered: list[Callable[[Trajectory, Call, Answer], None]] = []
         self._background: set[asyncio.Task[None]] = set()
 
@@ -48,7 +49,7 @@ class ChatHandler:
         """Status and body of the answer. Raises `ApiError`; `ClientGoneError` where the client left before the end."""
         trajectory = self._captured(caller)
         if trajectory is None:
-            attempt = await self._reach(dialect, call, caller, None)
+            attempt = await self._reach.answer(dialect, call, caller, None)
             return attempt.status, attempt.body
         trajectory.begin()
         try:
@@ -69,9 +70,9 @@ class ChatHandler:
     async def _ask_recorded(
         self, dialect: Dialect, call: Call, caller: Caller, exchange: Exchange
     ) -> Attempt:
-        """`_reach`; a call that was sampled for and got no answer is on the log as what it was."""
+        """`Reach.answer`; a call that was sampled for and got no answer is on the log as what it was."""
         try:
-            return await self._reach(dialect, call, caller, exchange)
+            return await self._reach.answer(dialect, call, caller, exchange)
         except (ClientGoneError, ApiError) as error:
             if exchange.version:
                 gone = isinstance(error, ClientGoneError)
@@ -88,7 +89,7 @@ class ChatHandler:
         Raises as `plain` does, before the listener was started."""
         trajectory = self._captured(caller)
         if trajectory is None:
-            attempt = await self._reach(dialect, call, caller, None)
+            attempt = await self._reach.answer(dialect, call, caller, None)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             await self._pass_through(attempt, caller, listener)
@@ -120,7 +121,7 @@ class ChatHandler:
             await attempt.reply.pipe(listener.write)
         except UpstreamError as error:
             if not caller.gone:
-                listener.write(self._broken(attempt, error))
+                listener.write(self._broken(attempt, caller, error))
         finally:
             caller.when_gone(None)
             attempt.lease.release()
@@ -148,18 +149,19 @@ class ChatHandler:
             await attempt.reply.pipe(take, cut if write_chunks is not None else None)
             if not capture.ended:
                 raise UpstreamError("the stream ended without its end", answered=True)
-            status = "complete"
         except (UpstreamError, msgspec.DecodeError) as error:
-            if capture.ended:
-                status = "complete"
-            elif exchange.caller.gone:
-                status = "cancelled"
-            else:
-                broken = self._broken(attempt, error)
+            if not capture.ended:
+                if exchange.caller.gone:
+                    status = "cancelled"
+                else:
+                    broken = self._broken(attempt, exchange.caller, error)
         finally:
+            if capture.ended and not capture.error:
+                status = "complete"
             exchange.caller.when_gone(None)
             attempt.lease.release()
             exchange.first_token_at = capture.first_token_at
+            self._tried(exchange, attempt, status, died=bool(broken) or capture.server_failed)
             # As a task of its own: the record is made even where this one is cancelled.
             recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
             self._background.add(recording)
@@ -180,10 +182,20 @@ class ChatHandler:
         finally:
             exchange.trajectory.end()
 
-    def _broken(self, attempt: Attempt, error: Exception) -> bytes:
-        """The server broke off in mid-stream: suspect it, and give the event that says so. A slow one is not suspected."""
+    def _tried(self, exchange: Exchange, attempt: Attempt, status: Status, *, died: bool) -> None:
+        """A stream has ended: say so to whoever looks for requests that kill their server."""
+        if died and not exchange.caller.cut:
+            self._in_background(self._reach.broke_off(exchange.call, exchange, attempt))
+        elif attempt.trial is not None:
+            attempt.trial.answered() if status == "complete" else attempt.trial.left()
+
+    def _broken(self, attempt: Attempt, caller: Caller, error: Exception) -> bytes:
+        """The server broke off in mid-stream: suspect it, and give the event that says so. A slow one is not suspected, and
+        neither is one whose stream was cut off here."""
         if isinstance(error, UpstreamTimeoutError):
             return b"data: %b\n\n" % timed_out().body()
+        if caller.cut:
+            return b"data: %b\n\n" % stopping().body()
         log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
         attempt.lease.replica.suspect()
         message = f"The inference server broke off: {error}"
@@ -241,91 +253,10 @@ class ChatHandler:
         """The complete exchange of an open trajectory whose reply has the id `reply`."""
         return await self._registry.exchange_of(trajectory, reply)
 
-    # -- the inference servers -----------------------------------------------------------------------------------
-
-    async def _reach(
-        self, dialect: Dialect, call: Call, caller: Caller, exchange: Exchange | None
-    ) -> Attempt:
-        """Have the call answered by a replica that serves the version it is routed to.
-
-        Waits for one, and asks again where a server went away before its answer was whole: nothing of it had reached
-        the client or the log. A streamed answer is handed out unread, with its lease; any other is read, its lease
-        given back."""
-        deadline = time.monotonic() + self._gateway.upstream_wait_s
-        trajectory = exchange.trajectory if exchange is not None else None
-        doubted: set[tuple[str, str]] = set()
-
-        def prefer(replicas: list[Replica]) -> Replica:
-            for replica in replicas:
-                if trajectory is not None and replica.name == trajectory.replica:
-                    return replica
-            return least_loaded(replicas)
-
-        while True:
-            lease = await self._fleet.acquire(
-                lambda: self._router.version(call.asked.model, trajectory), prefer, deadline
-            )
-            attempt = await self._ask(dialect, call, caller, lease, exchange)
-            if attempt is None:
-                continue
-            # A dying server says 500, and a restarted one knows no adapter: have it looked at once, then ask again.
-            life = (lease.replica.name, lease.replica.incarnation)
-            if (attempt.status >= 500 or attempt.status == 404) and life not in doubted:
-                doubted.add(life)
-                log.warning(
-                    "doubted", replica=life[0], status=attempt.status, body=attempt.body[:300].decode()
-                )
-                lease.replica.suspect()
-                continue
-            return attempt
-
-    async def _ask(
-        self, dialect: Dialect, call: Call, caller: Caller, lease: Lease, exchange: Exchange | None
-    ) -> Attempt | None:
-        """One try; none where the server went away. Raises `ClientGoneError`, and `ApiError` when time is up."""
-        if caller.gone:
-            lease.release()
-            raise ClientGoneError
-        started_at = now_us()
-        streaming_on = False
-        try:
-            body = dialect.upstream_body(call, lease.version, capture=exchange is not None)
-            reply = await lease.replica.upstream.request(
-                "POST",
-                dialect.path,
-                body,
-                timeout_s=self._gateway.request_timeout_s,
-                on_sent=caller.when_gone if exchange is None else exchange.sent,
-            )
-            attempt = Attempt(lease, reply, b"", started_at)
-            if exchange is not None:
-                exchange.take(attempt)
-                exchange.trajectory.replica = lease.replica.name
-            streaming_on = call.stream and reply.status == 200
-            if not streaming_on:
-                attempt.body = await reply.read()
-            return attempt
-        except UpstreamTimeoutError as error:
-            if exchange is not None:
-                exchange.version, exchange.replica = lease.version, lease.replica.name
-            raise timed_out() from error
-        except UpstreamError as error:
-            if caller.has_left():
-                if exchange is not None:
-                    exchange.version, exchange.replica = lease.version, lease.replica.name
-                raise ClientGoneError from error
-            log.warning("upstream", replica=lease.replica.name, error=str(error))
-            lease.replica.suspect()
-            return None
-        finally:
-            if not streaming_on:
-                caller.when_gone(None)
-                lease.release()
-
 
 def _read_answer(dialect: Dialect, body: bytes, call: Call) -> Answer:
     try:
-        return dialect.read_answer(body, call.asked)
+        return dialect.read_answer(body, call)
     except (msgspec.DecodeError, KeyError) as error:
         raise ApiError(
             502,

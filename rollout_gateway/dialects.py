@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from rollout_gateway.errors import ApiError
-from rollout_gateway.wire import Answer, Asked, Call, Fields, Raw, Sampled, pack_ids, read_fields, text
+from rollout_gateway.wire import Answer, Asked, Call, Echo, Fields, Raw, Sampled, pack_ids, read_fields, text
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
@@ -63,19 +63,24 @@ class Dialect:
         if capture:
             fields["return_token_ids"] = Raw(b"true")
             if not call.asked.wants_logprobs:
-                fields["logprobs"] = self.asks_logprobs
+                self._ask_logprobs(call, fields)
         return _encode(fields)
 
-    def read_answer(self, body: bytes, asked: Asked) -> Answer:
+    def _ask_logprobs(self, call: Call, fields: Fields) -> None:
+        """Ask for the logprobs of what is sampled, which the client did not ask for."""
+        fields["logprobs"] = self.asks_logprobs
+
+    def read_answer(self, body: bytes, call: Call) -> Answer:
         """Take apart vLLM's reply and remove from it what the client did not ask for.
 
         Raises `msgspec.DecodeError` or `KeyError` where it is no such reply."""
+        asked, echo = call.asked, call.echo
         fields = _fields_decoder.decode(body)
         prompt_ids = pack_ids(fields.get("prompt_token_ids"))
         self.clean(fields, asked)
         choices = []
         for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
-            ids = pack_ids(choice.get("token_ids"))
+            ids = pack_ids(choice.get("token_ids")) if echo is None or echo.samples else b""
             sampled = Sampled(
                 index=int(bytes(choice["index"])) if "index" in choice else position,
                 ids=ids,
@@ -85,6 +90,8 @@ class Dialect:
                 prompt_ids=pack_ids(choice.get("prompt_token_ids")),
             )
             self.clean_choice(choice, asked)
+            if echo is not None:
+                choice[self.content] = self.echoed(echo.text(sampled.index), choice.get(self.content))
             choices.append(sampled)
         return Answer(fields, prompt_ids, choices)
 
@@ -101,6 +108,10 @@ class Dialect:
                 choice.pop(name, None)
         if not asked.wants_logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
+
+    def echoed(self, prompt: str, said: Raw | None) -> Raw:
+        """What was said, after its prompt."""
+        return Raw(_encode(prompt + text(said)))
 
     def merged(self, bodies: list[bytes]) -> Fields:
         """The reply that a call's recorded responses, one a choice, were."""
@@ -228,6 +239,8 @@ class ChatDialect(Dialect):
 
 class _Prompted(Asked, kw_only=True):
     prompt: Raw
+    echo: bool | None = None
+    max_tokens: int | None = None
 
 
 class _CompletionLogprobs(msgspec.Struct):
@@ -254,10 +267,21 @@ class CompletionDialect(Dialect):
             raise ApiError(
                 400, "prompt is a text, tokens, or a list of these.", code="invalid_body", param="prompt"
             )
-        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        return Call(
-            body, fields, asked, endpoint or self.path, (len(prompt) if several else 1) * (asked.n or 1)
-        )
+        prompts: list[Any] = [prompt]
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompts = prompt
+        each = asked.n or 1
+        echo = None
+        if asked.echo:
+            texts = prompts if all(isinstance(p, str) for p in prompts) else None
+            echo = Echo(prompts, each, asked.max_tokens != 0, texts)
+        return Call(body, fields, asked, endpoint or self.path, len(prompts) * each, echo)
+
+    def _ask_logprobs(self, call: Call, fields: Fields) -> None:
+        # With `echo` vLLM would also compute the logprobs of the whole prompt, and show them.
+        if call.echo is None or call.echo.samples:
+            fields["logprobs"] = self.asks_logprobs
+            fields.pop("echo", None)
 
     def logprobs(self, raw: Raw | None) -> bytes:
         if raw is None:

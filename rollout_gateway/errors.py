@@ -74,6 +74,10 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
     )
 
 
+def stopping() -> ApiError:
+    return unavailable("The gateway is stopping. Try again.", "stopping", retry_after_s=1)
+
+
 def too_many_calls() -> ApiError:
     return ApiError(
         429,

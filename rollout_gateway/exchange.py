@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.names import parse_version
+from rollout_gateway.blame import Trial
 from rollout_gateway.dialects import Dialect
 from rollout_gateway.replicas import Lease
 from rollout_gateway.trajectories import Trajectory
@@ -27,6 +28,8 @@ class Caller:
     """The client says that it tried before."""
     side_call: bool = False
     gone: bool = False
+    cut: bool = False
+    """The gateway is stopping and waits for this call no longer."""
     _on_gone: Callable[[], None] | None = None
 
     def leave(self) -> None:
@@ -35,11 +38,23 @@ class Caller:
         if self._on_gone is not None:
             self._on_gone()
 
+    def cut_off(self) -> None:
+        """End the call now: it is answered with an error."""
+        self.cut = True
+        if self._on_gone is not None:
+            self._on_gone()
+
     def has_left(self) -> bool:
         return self.gone
 
+    def was_cut(self) -> bool:
+        return self.cut
+
     def when_gone(self, action: Callable[[], None] | None) -> None:
+        """Call `action` when the client leaves or the call is cut off; at once if that has happened."""
         self._on_gone = action
+        if action is not None and (self.gone or self.cut):
+            action()
 
 
 class Listener(Protocol):
@@ -72,6 +87,10 @@ class Attempt:
     body: bytes
     """The whole reply, unless it is being streamed."""
     started_at: int
+    incarnation: str = ""
+    """The life of the server that was asked."""
+    trial: Trial | None = None
+    """Set for a request that was in flight at a death of its server before."""
 
     @property
     def status(self) -> int:

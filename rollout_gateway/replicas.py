@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_gateway.errors import unavailable
+from rollout_gateway.errors import stopping, unavailable
 from rollout_gateway.upstream import Upstream
 
 
@@ -35,6 +35,8 @@ class Replica:
         self.up = False
         self.ready = False
         """Up, and holds what it has to hold: may be routed to."""
+        self.doubted = False
+        """A call failed here, and its keeper has not looked since."""
         self.incarnation = ""
         """Changes when the server restarts."""
         self.loaded: dict[str, Loaded] = {}
@@ -58,6 +60,7 @@ class Replica:
         """Something says that it died or lost its adapters: nothing new goes there until its keeper has looked."""
         self.ready = False
         self.up = False
+        self.doubted = True
         self.work.set()
 
 
@@ -96,6 +99,10 @@ class Fleet:
     def ready(self) -> list[Replica]:
         return [r for r in self.replicas if r.ready]
 
+    def change(self) -> asyncio.Event:
+        """Set when something about a replica changes next."""
+        return self._changed
+
     def changed(self) -> None:
         """Wake whoever waits for a replica or a version."""
         event, self._changed = self._changed, asyncio.Event()
@@ -130,7 +137,7 @@ class Fleet:
                     replica.loaded[version].last_used = time.monotonic()
                 return Lease(self, replica, version)
             if self.closing:
-                raise unavailable("The gateway is stopping.", "stopping", retry_after_s=1)
+                raise stopping()
             if self.ready():
                 self.demand(version)
             changed = self._changed

@@ -32,12 +32,18 @@ log = get_logger("rollout_gateway.server")
 
 _DEFAULTS = GatewayConfig()
 _SWEEP_S = 1.0
+_CUT_S = 5.0
+"""How long a call that was cut off may take to be recorded and answered."""
 _OTHER_FILES = 128
 """File descriptors that the process needs for anything but connections."""
 
 Handler = Callable[[Request], Awaitable[None]]
 Admit = Callable[[Request], None]
 """Raises `ApiError` for a request that is refused by its head."""
+
+
+def _nothing() -> None:
+    """Nothing is to be cut off."""
 
 
 def _everyone(_: Request) -> None:
@@ -139,19 +145,25 @@ class Server:
             for connection in list(self.connections):
                 connection.sweep(now)
 
-    async def _drain(self, grace_s: float) -> None:
-        """Until running requests have ended, or `grace_s` has passed."""
+    async def _drain(self, grace_s: float, cut_off: Callable[[], None]) -> None:
+        """Until running requests have ended, or were cut off after `grace_s`. New ones are still read: the handler refuses
+        them."""
         self.closing = True
-        for connection in list(self.connections):
-            if connection.active is None:
-                connection.transport.close()
-        if self.tasks:
-            _, late = await asyncio.wait(list(self.tasks), timeout=grace_s)
-            for task in late:
+        if await self._running(grace_s):
+            log.warning("calls are cut off", calls=len(self.tasks))
+            cut_off()
+            for task in await self._running(_CUT_S):
                 task.cancel()
-            if late:
-                log.warning("calls were cut off", calls=len(late))
-                await asyncio.wait(late, timeout=grace_s)
+            await self._running(_CUT_S)
+
+    async def _running(self, wait_s: float) -> list[asyncio.Task[None]]:
+        """The requests that still run after `wait_s`. Returns as soon as none does."""
+        until = self.loop.time() + wait_s
+        while self.tasks and (left := until - self.loop.time()) > 0:
+            await asyncio.wait(list(self.tasks), timeout=left)
+        return list(self.tasks)
+
+    def _close(self) -> None:
         for connection in list(self.connections):
             connection.transport.close()
 
@@ -164,8 +176,10 @@ async def serving(
     *,
     grace_s: float,
     admit: Admit = _everyone,
+    cut_off: Callable[[], None] = _nothing,
 ) -> AsyncIterator[Server]:
-    """`handler` answers on `listener` while the block runs; running calls end, within `grace_s`, before it is left.
+    """`handler` answers on `listener` while the block runs. Before it is left, running calls have `grace_s` to end;
+    `cut_off` is to end what runs after that. Meanwhile new requests still reach the handler.
 
     A body larger than `limits.max_body` is not read, and `Request.too_large` says so."""
     server = Server(handler, limits, admit)
@@ -174,9 +188,10 @@ async def serving(
     try:
         yield server
     finally:
-        listening.close()
         with anyio.CancelScope(
             shield=True
         ):  # also where this task is cancelled: that is how the gateway stops
-            await server._drain(grace_s)
+            await server._drain(grace_s, cut_off)
+        listening.close()
+        server._close()
         sweeping.cancel()

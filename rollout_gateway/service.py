@@ -35,8 +35,8 @@ from rollout_gateway.watchers import Watchers
 
 log = get_logger("rollout_gateway")
 
-DRAIN_S = 10
-"""How long running calls may take to end when the gateway stops."""
+_SETTLE_S = 10
+"""How long records that were begun may take to reach the log when the gateway stops."""
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -119,7 +119,9 @@ async def serve(config: Config, ready: Ready) -> None:
                     tg.start_soon(pacing.follow, broker)
                 if inference is not None:
                     tg.start_soon(inference.run)
-                async with serving(app, listener, Limits.of(config.gateway), grace_s=DRAIN_S):
+                async with serving(
+                    app, listener, Limits.of(config.gateway), grace_s=config.gateway.drain_s, cut_off=app.cut_off
+                ):
                     host, port = listener.getsockname()[:2]
                     # What is there now stays: collections look at calls only, and seldom, since few of them are cycles.
                     gc.collect()
@@ -129,10 +131,11 @@ async def serve(config: Config, ready: Ready) -> None:
                     try:
                         await anyio.sleep_forever()
                     finally:
+                        app.stop()
                         fleet.close()
                         watchers.close()
         finally:
-            with anyio.move_on_after(DRAIN_S, shield=True):
+            with anyio.move_on_after(_SETTLE_S, shield=True):
                 await chat.settle()
             for replica in fleet.replicas:
                 replica.upstream.close()

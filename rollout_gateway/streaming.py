@@ -43,6 +43,16 @@ _TAIL = b'null,"finish_reason":null}]}\n\n'
 _BESIDE = len(b"data: ") + len(_TAIL)
 
 
+class StreamError(msgspec.Struct):
+    """The error of an event that ends a stream."""
+
+    message: str = ""
+    code: int = 500
+
+
+_error_decoder = msgspec.json.Decoder(StreamError, strict=False)
+
+
 @dataclass(eq=False)
 class _Choice:
     """What has come of one choice."""
@@ -52,6 +62,8 @@ class _Choice:
     kept_logprobs: list[Raw] = field(default_factory=list)
     pieces: list[Raw] = field(default_factory=list)
     prompt_ids: bytes = b""
+    echoed: bool = False
+    """The prompt, where the client asked for it, has been put before the first piece."""
     finish: Fields | None = None
 
 
@@ -60,6 +72,7 @@ class StreamCapture:
 
     def __init__(self, dialect: Dialect, call: Call) -> None:
         self._dialect, self._asked, self._expected = dialect, call.asked, call.choices
+        self._echo = call.echo
         self._buffer = b""
         self._prompt_ids = b""
         self._top: Fields = {}
@@ -69,6 +82,8 @@ class StreamCapture:
         self._held: list[bytes] = []
         self.ended = False
         """The end mark has come."""
+        self.error: StreamError | None = None
+        """The server gave up in mid-stream, and said so."""
         self.first_token_at = 0
         self._plain = (
             dialect is CHAT
@@ -79,6 +94,11 @@ class StreamCapture:
         """Whether a chunk may be cut rather than decoded: the client sees neither ids nor logprobs."""
         self._cut: list[tuple[bytes, ...]] = []
         """Content, logprob and token of what was cut and not read yet, as they came."""
+
+    @property
+    def server_failed(self) -> bool:
+        """The server said that it is at fault, as one does that is about to die."""
+        return self.error is not None and self.error.code >= 500
 
     @property
     def held(self) -> bytes:
@@ -159,7 +179,9 @@ class StreamCapture:
     def _decoded(self, payload: bytes) -> bytes | None:
         """Note a chunk; give what the client is to see of it, none where it held only what the gateway asked for."""
         fields = _fields_decoder.decode(payload)
-        if "choices" not in fields:  # an error in mid-stream
+        if "choices" not in fields:
+            if "error" in fields:
+                self.error = _error_decoder.decode(fields["error"])
             return payload
         if not self._top:
             self._top = {
@@ -182,7 +204,7 @@ class StreamCapture:
         state = self._choices.setdefault(index, _Choice())
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         packed = wire.pack_ids(ids)
-        if packed:
+        if packed and (self._echo is None or self._echo.samples):
             if not self.first_token_at:
                 self.first_token_at = now_us()
             state.ids += packed
@@ -191,6 +213,11 @@ class StreamCapture:
             state.kept_logprobs.append(logprobs)
         if not state.prompt_ids and "prompt_token_ids" in choice:
             state.prompt_ids = wire.pack_ids(choice["prompt_token_ids"])
+        if self._echo is not None and not state.echoed:
+            state.echoed = True
+            choice[self._dialect.piece] = self._dialect.echoed(
+                self._echo.text(index), choice.get(self._dialect.piece)
+            )
         piece = choice.get(self._dialect.piece)
         empty = self._dialect.is_empty(piece)
         if not empty and piece is not None:

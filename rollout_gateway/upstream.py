@@ -28,11 +28,12 @@ Cutter = Callable[[bytes], int]
 
 
 class UpstreamError(Exception):
-    """The server could not be reached or broke off; `answered` if part of a reply had come."""
+    """The server could not be reached or broke off; `answered` if part of a reply had come, `sent` if the request had
+    gone out to it."""
 
-    def __init__(self, message: str, *, answered: bool) -> None:
+    def __init__(self, message: str, *, answered: bool, sent: bool = True) -> None:
         super().__init__(message)
-        self.answered = answered
+        self.answered, self.sent = answered, sent
 
 
 class UpstreamTimeoutError(UpstreamError):
@@ -318,8 +319,14 @@ class Upstream:
         data = self._head(method, path, len(body), headers) + body
         if self._sweeper is None:
             self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+        sent = False
         while True:
-            connection = self._take_idle() or await self._connect(timeout_s)
+            try:
+                connection = self._take_idle() or await self._connect(timeout_s)
+            except UpstreamError as error:
+                error.sent = sent
+                raise
+            sent = True
             connection.send(data, timeout_s)
             if on_sent is not None:
                 on_sent(connection.break_off)
@@ -363,7 +370,7 @@ class Upstream:
                 )
         except (OSError, TimeoutError) as error:
             why = str(error) or type(error).__name__
-            raise UpstreamError(f"{self.url} can't be reached: {why}", answered=False) from error
+            raise UpstreamError(f"{self.url} can't be reached: {why}", answered=False, sent=False) from error
         self._all.add(connection)
         return connection
 

@@ -72,6 +72,28 @@ _A = TypeVar("_A", bound=Asked)
 
 
 @dataclass(eq=False, slots=True)
+class Echo:
+    """The prompts of a completion that asked for `echo`.
+
+    vLLM repeats no prompt in a reply that also holds token ids, which the gateway always asks for. So the gateway puts the
+    prompt in front of each choice itself."""
+
+    prompts: list[str | list[int]]
+    """One for each prompt of the request, as the client sent them."""
+    choices: int
+    """Choices for each prompt."""
+    samples: bool = True
+    """False for `max_tokens: 0`: vLLM then samples one token that it does not show."""
+    texts: list[str] | None = None
+    """The prompts as texts. `None` until token ids among them were decoded by the inference server."""
+
+    def text(self, index: int) -> str:
+        """What stands before the choice `index`."""
+        assert self.texts is not None
+        return self.texts[index // self.choices]
+
+
+@dataclass(eq=False, slots=True)
 class Call:
     """A request, read."""
 
@@ -83,6 +105,8 @@ class Call:
     """Where the client posted it."""
     choices: int = 1
     """How many choices the answer will have."""
+    echo: Echo | None = None
+    """Set where the client asked for its prompt in the reply."""
 
     @property
     def stream(self) -> bool:

@@ -147,6 +147,33 @@ def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServ
     unload_all(vllm_server)
 
 
+StartGatewayAlone = Callable[..., GatewayProcess]
+
+
+@pytest.fixture
+def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGatewayAlone]:
+    """The same without vLLM: `urls` are those of servers that a test makes itself."""
+    started: list[GatewayProcess] = []
+
+    def start(*, urls: tuple[str, ...], folder: str = "run", **settings: Any) -> GatewayProcess:
+        config = Config(
+            project=PROJECT,
+            run_dir=str(tmp_path / folder),
+            nats=nats_config,
+            vllm=VllmConfig(urls=urls),
+            models=(ModelConfig(name="tictactoe"),),
+            gateway=GatewayConfig(port=free_port(), **settings),
+        )
+        gateway = GatewayProcess(config)
+        started.append(gateway)
+        gateway.start()
+        return gateway
+
+    yield start
+    for gateway in started:
+        gateway.stop()
+
+
 @pytest.fixture
 def gateway(start_gateway: StartGateway) -> GatewayProcess:
     return start_gateway()

@@ -220,3 +220,54 @@ async def test_completions_record_what_was_sampled(
         assert json.loads(event.response)["choices"][0]["text"] == choice["text"]
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="tictactoe", prompt="x" * 3000)
+
+
+ECHOES: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": ["a1=x", "b2=o c3"], "n": 2},
+    "a text": {"prompt": "a1=x"},
+    "tokens": {"prompt": [[64, 65, 66], [97]]},
+    "nothing sampled": {"prompt": [[64, 65], [97]], "max_tokens": 0},
+    "with logprobs": {"prompt": "a1=x", "logprobs": 1},
+    "with logprobs and nothing sampled": {"prompt": "a1=x", "logprobs": 1, "max_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("case", ECHOES)
+async def test_echo_repeats_the_prompt_and_records_only_what_was_sampled(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, case: str
+) -> None:
+    body: Any = {"max_tokens": 4, "seed": 3, "temperature": 1.0, "echo": True, **ECHOES[case]}
+    url = f"{vllm_server.url}/v1/completions"
+    wanted = httpx.post(url, json={**body, "model": "tictactoe@0"}, timeout=60).json()["choices"]
+    sampled = httpx.post(
+        url, timeout=60,
+        json={**body, "model": "tictactoe@0", "echo": False, "logprobs": 0, "return_token_ids": True,
+              "max_tokens": body["max_tokens"] or 1},
+    ).json()["choices"]  # fmt: skip
+    client = gateway.agent(gateway.open(id="echo"))
+    reply = client.completions.create(model="tictactoe", **body)
+    assert [c.text for c in reply.choices] == [c["text"] for c in wanted]
+    assert "token_ids" not in reply.model_dump_json()
+    if "logprobs" in body:
+        assert [c.logprobs and c.logprobs.tokens for c in reply.choices] == [
+            c["logprobs"]["tokens"] for c in wanted
+        ]
+    else:
+        assert all(c.logprobs is None and not c.model_dump().get("prompt_logprobs") for c in reply.choices)
+    text: dict[int, str] = {}
+    for chunk in client.completions.create(model="tictactoe", stream=True, **body):
+        for choice in chunk.choices:
+            text[choice.index] = text.get(choice.index, "") + choice.text
+    assert [text[i] for i in range(len(wanted))] == [c["text"] for c in wanted]
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "echo")
+    assert [(e.seq, e.choice) for e in events] == [(s, c) for s in range(2) for c in range(len(wanted))]
+    for event in events:
+        choice = sampled[event.choice]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert unpack_ids(event.prompt_ids).tolist() == choice["prompt_token_ids"]
+        assert unpack_ids(event.sampled_ids).tolist() == (ids if body["max_tokens"] else [])
+        assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(
+            logprobs if body["max_tokens"] else [], abs=1e-3
+        )
+        assert json.loads(event.response)["choices"][0]["text"] == wanted[event.choice]["text"]

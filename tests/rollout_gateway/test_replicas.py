@@ -68,6 +68,7 @@ class FakeVllm:
                 _, path, _ = head.split(b" ", 2)
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
                 body = msgspec.json.decode(await reader.readexactly(length) if length else b"{}")
+                await self.before(path.decode(), body, writer)
                 if self.drop_next and path.startswith(b"/v1/chat"):
                     self.drop_next = False
                     return
@@ -79,6 +80,9 @@ class FakeVllm:
         finally:
             self._writers.discard(writer)
             writer.close()
+
+    async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+        """Called with each request before it is answered."""
 
     async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
         match path:
