@@ -11,6 +11,7 @@ Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
 from __future__ import annotations
 
 import hashlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
-from pipeline import crash, objects, streams
+from pipeline import access, crash, objects, streams
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
@@ -137,15 +138,23 @@ class Broker(Reader):
     async def connect(
         cls, config: NatsConfig, *, name: str = "journeyman", provision: bool = True
     ) -> AsyncIterator[Broker]:
-        """A broker at `config.url`, reconnecting for as long as the block runs.
+        """A broker at `config.url`, reconnecting for as long as the block runs. `name` decides the NATS user (`pipeline.users`).
 
-        Raises `BrokerUnavailableError` where no server answers at first."""
+        With `provision`, and unless the settings leave that to another, streams and consumers are made first.
+        Raises `BrokerUnavailableError` where no server answers at first or it refuses the user, `ConfigError` where the
+        settings name credentials that can't be used."""
+        refused = ""
 
         async def on_error(error: Exception) -> None:
-            log.warning("nats", error=str(error) or type(error).__name__)
+            nonlocal refused
+            said = str(error) or type(error).__name__
+            if "authorization" in said.lower() or "tls" in said.lower() or isinstance(error, ssl.SSLError):
+                refused = said
+            log.warning("nats", error=said)
 
-        client = Client()
-        publisher = Publisher(client)
+        client = access.make_client(config)
+        options = access.options(config, name)
+        publisher = Publisher(client, options["inbox_prefix"])
         try:
             # With endless reconnection nats-py tries for ever the first time too; that one is bounded here.
             with anyio.fail_after(config.connect_timeout_s):
@@ -158,16 +167,22 @@ class Broker(Reader):
                     connect_timeout=5,
                     allow_reconnect=True,
                     pending_size=64 * 1024 * 1024,
+                    **options,
                 )
         except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
             await client.close()
+            if refused:
+                raise BrokerUnavailableError(
+                    f"the NATS server at {config.url} does not take this connection ({refused}): check nats.users, "
+                    "nats.nkey_seed, nats.credentials and nats.tls_*"
+                ) from error
             raise BrokerUnavailableError(
                 f"no NATS server answers at {config.url}: start it, or mend nats.url"
             ) from error
         broker = cls(client, config, publisher)
         try:
             await publisher.start()
-            if provision:
+            if provision and config.provision:
                 await broker._provision_patiently()
             yield broker
         finally:
@@ -224,7 +239,10 @@ class Broker(Reader):
         await objects.provision(self)
 
     async def provision_consumer(self, spec: streams.ConsumerSpec) -> None:
-        """Make a consumer what `spec` says; what it has acknowledged stays so."""
+        """Make a consumer what `spec` says; what it has acknowledged stays so. One of the table is left alone if the
+        settings leave provisioning to another user."""
+        if not self.config.provision and spec in streams.CONSUMERS:
+            return
         policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
         await self.js.add_consumer(
             spec.stream,

@@ -24,12 +24,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline import log, streams
+from pipeline import environment, log, streams
 from pipeline.broker import Broker, BrokerError
-from pipeline.config import Config, ConfigError, NatsConfig, load
+from pipeline.config import Config, ConfigError, NatsConfig, load, nats_of_run
 from pipeline.events import CheckpointPublished
 from pipeline.plan import SERVICES, make_plan, nats_command, vllm_command
-from pipeline.supervisor import Supervisor, SupervisorError, Watched
+from pipeline.supervisor import Supervisor, SupervisorError, Watched, private
 
 ELSEWHERE = {
     "sql": ("store.sql", "ask the history with SQL"),
@@ -85,6 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.set_defaults(run=_status)
 
+    provision = commands.add_parser(
+        "provision", help="make streams, consumers and buckets on a NATS server of your own"
+    )
+    provision.add_argument("--config", required=True, help="settings that name the server, TOML")
+    provision.add_argument(
+        "--set", action="append", default=[], metavar="section.key=value", dest="overrides"
+    )
+    provision.set_defaults(run=_provision)
+
     become = commands.add_parser(
         "exec", help="become the NATS or vLLM server that `up` would start, for containers"
     )
@@ -120,6 +129,8 @@ def _up(args: argparse.Namespace) -> None:
         for spec in specs:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         return
+    os.umask(0o077)  # a run's files are its owner's
+    private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as sink:
@@ -141,8 +152,31 @@ def _messages(error: BaseException) -> list[str]:
 
 def _exec(args: argparse.Namespace) -> None:
     make = nats_command if args.server == "nats" else vllm_command
-    spec = make(load(args.config), args.port, args.host)
-    os.execve(spec.argv[0], list(spec.argv), {**os.environ, **spec.env})  # noqa: S606 - no shell on purpose
+    config = load(args.config)
+    spec = make(config, args.port, args.host)
+    os.umask(0o077)
+    private(Path(config.run_dir))
+    if spec.prepare is not None:
+        spec.prepare()
+    secret = {name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()}
+    env = {**environment.of(config, spec.name, os.environ), **spec.env, **secret}
+    os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - no shell on purpose
+
+
+def _provision(args: argparse.Namespace) -> None:
+    config = load(args.config, args.overrides)
+    if not config.nats.url:
+        raise ConfigError(
+            "nats.url: say which server; the one that `journeyman up` starts is provisioned by it"
+        )
+    nats = msgspec.structs.replace(config.nats, provision=True)
+
+    async def make() -> None:
+        async with Broker.connect(nats, name="provision") as broker:
+            await broker.provision_consumer(streams.trainer_consumer(config.trainer.branch))
+
+    anyio.run(make)
+    console.print(f"provisioned {config.nats.url}")
 
 
 async def _supervise(config: Config, supervisor: Supervisor) -> None:
@@ -198,7 +232,7 @@ def _status(args: argparse.Namespace) -> None:
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
     try:
-        state |= anyio.run(_log_status, state["urls"]["nats"])
+        state |= anyio.run(_log_status, nats_of_run(run_dir))
     except BrokerError as error:
         state["log"] = str(error)
     if args.json:
@@ -211,8 +245,8 @@ def _alive(pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
-async def _log_status(url: str) -> dict[str, Any]:
-    async with Broker.connect(NatsConfig(url=url), provision=False) as broker:
+async def _log_status(nats: NatsConfig) -> dict[str, Any]:
+    async with Broker.connect(nats, name="status", provision=False) as broker:
         held = []
         for spec in streams.STREAMS:
             info = await broker.js.stream_info(spec.name)

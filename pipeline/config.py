@@ -15,6 +15,9 @@ from typing import Any, Literal
 import msgspec
 import tomli_w
 
+PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")
+"""Everything that `journeyman up` may start."""
+
 
 class ConfigError(ValueError):
     """A setting that can't be used; the message names it."""
@@ -37,6 +40,25 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Bytes; larger events travel through the object store."""
     replicas: int = 1
     """Copies of each stream in a NATS cluster."""
+    users: str = ""
+    """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md has the users). Each
+    process connects with its own. `journeyman up` makes them for the server that it starts."""
+    nkey_seed: str = ""
+    """File with the nkey seed that every process connects with. One of `users`, `nkey_seed` and `credentials` at most."""
+    credentials: str = ""
+    """Credentials file (JWT and seed, as `nsc` writes it) that every process connects with."""
+    inbox_prefix: str = ""
+    """What the subjects of replies begin with. Empty: `_INBOX_<user>` with `users`, else `_INBOX`."""
+    tls_ca: str = ""
+    """File with the CA certificates that sign the server's. Set, or with a `tls://` address, nothing is sent without TLS.
+    Empty: the system's."""
+    tls_cert: str = ""
+    """File with the certificate that this side shows to the server."""
+    tls_key: str = ""
+    """File with the private key of `tls_cert`; empty: it is in the same file."""
+    provision: bool = True
+    """Whether services make streams, consumers and buckets when they connect. Set it to false where they lack the right, and
+    run `journeyman provision` as a user who has it. `journeyman up` does both for the server that it starts."""
     connect_timeout_s: float = 15.0
     """How long a service looks for the server at its start."""
     ack_timeout_s: float = 5.0
@@ -50,6 +72,9 @@ class VllmConfig(Section, frozen=True, kw_only=True):
 
     urls: tuple[str, ...] = ()
     """Servers that already run. Empty: `journeyman up` starts one."""
+    api_key_file: str = ""
+    """File with the API key that the gateway sends to the servers. `journeyman up` makes one for the server that it
+    starts."""
     port: int = 0
     """Port of the server that `journeyman up` starts; 0: any free one."""
     args: tuple[str, ...] = ()
@@ -355,6 +380,18 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
     """Whether prompts and replies are part of the spans."""
 
 
+class SigningConfig(Section, frozen=True, kw_only=True):
+    """Signatures of checkpoints: with them, who can write to the log still can't have an adapter loaded."""
+
+    seed: str = ""
+    """File with the nkey seed that the trainer signs with. `journeyman up` makes one in the run directory."""
+    keys: tuple[str, ...] = ()
+    """Public nkeys whose checkpoints may be served. `journeyman up` adds that of `seed`."""
+    check: Literal["auto", "require", "off"] = "auto"
+    """`auto`: signatures are checked where `keys` is not empty; `require`: the gateway does not start without `keys`; `off`:
+    every checkpoint on the log may be served."""
+
+
 class Config(Section, frozen=True, kw_only=True):
     """Everything."""
 
@@ -369,6 +406,10 @@ class Config(Section, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    signing: SigningConfig = SigningConfig()
+    environment: dict[str, tuple[str, ...]] = {}
+    """Further environment variables that `journeyman up` passes on, by process (`nats`, `vllm`, `gateway`, `judge`, `trainer`,
+    `store`, `telemetry`): names, or beginnings of names with a `*` at the end. docs/security.md says what each gets anyway."""
 
     def path(self, *parts: str) -> Path:
         """A path under the run directory; absolute parts stand for themselves."""
@@ -442,7 +483,52 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     return config
 
 
+_CREDENTIALS_HINT = {
+    "nats.url": "nats.credentials or nats.nkey_seed",
+    "vllm.urls": "vllm.api_key_file",
+    "judge.api_base": "judge.api_key_env",
+    "store.s3_endpoint": "the AWS_* variables",
+}
+
+
+def names_user(addresses: str) -> bool:
+    """Return whether one of the comma-separated `addresses` holds a user name, password or token."""
+    return any("@" in (a.partition("://")[2] or a).partition("/")[0] for a in addresses.split(","))
+
+
+def _check_urls(config: Config) -> None:
+    """Addresses are shown in states, logs and errors, so they must not hold a password. The error does not show it either."""
+    addresses = {
+        "nats.url": (config.nats.url,),
+        "vllm.urls": config.vllm.urls,
+        "judge.api_base": (config.judge.api_base,),
+        "store.s3_endpoint": (config.store.s3_endpoint,),
+    }
+    for name, urls in addresses.items():
+        if any(names_user(url) for url in urls):
+            raise ConfigError(
+                f"{name}: an address must not hold a user name, password or token; use {_CREDENTIALS_HINT[name]}"
+            )
+
+
+def _check_access(config: Config) -> None:
+    nats = config.nats
+    named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
+    if len(named) > 1:
+        raise ConfigError(f"nats: {' and '.join(named)} are set; a connection proves itself by one of them")
+    if nats.tls_key and not nats.tls_cert:
+        raise ConfigError("nats.tls_key is set without nats.tls_cert")
+    if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
+        raise ConfigError("vllm.args: --api-key would show in the list of processes; use vllm.api_key_file")
+    if unknown := set(config.environment) - set(PROCESSES):
+        raise ConfigError(
+            f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}"
+        )
+
+
 def _check(config: Config) -> None:
+    _check_urls(config)
+    _check_access(config)
     names = [m.name for m in config.models]
     if len(set(names)) != len(names):
         raise ConfigError("models: two have the same name")
@@ -470,6 +556,17 @@ def _check(config: Config) -> None:
             f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
             f"{staleness + 2}, or running requests lose their adapter"
         )
+
+
+def nats_of_run(run_dir: Path) -> NatsConfig:
+    """Return how to reach the log of a run that `journeyman up` started: its settings, at the address that it uses now.
+
+    Raises `ConfigError` where nothing was started."""
+    state, saved = run_dir / "state.json", run_dir / "config.toml"
+    if not state.is_file():
+        raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
+    nats = load(saved).nats if saved.is_file() else NatsConfig()
+    return msgspec.structs.replace(nats, url=msgspec.json.decode(state.read_bytes())["urls"]["nats"])
 
 
 def _without_none(tree: Any) -> Any:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from pipeline import log
 from pipeline.broker import Broker, BrokerError, Recorded
-from pipeline.config import ConfigError, NatsConfig, load
+from pipeline.config import ConfigError, NatsConfig, load, nats_of_run
 from pipeline.events import DeadLettered, decode
 from pipeline.streams import RETRY_HEADER
 
@@ -117,19 +117,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def nats_of(args: argparse.Namespace) -> NatsConfig:
     """The server that the options name. Raises `ConfigError` where there is none to be found."""
-    if args.nats_url:
-        return NatsConfig(url=args.nats_url)
     if args.config:
         nats = load(args.config).nats
-        if nats.url:
-            return nats
+        if args.nats_url or nats.url:
+            return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
         raise ConfigError(f"{args.config} names no nats.url: give --nats-url or --run-dir")
+    if args.nats_url and not args.run_dir:
+        return NatsConfig(url=args.nats_url)
     states = [Path(args.run_dir) / "state.json"] if args.run_dir else list(Path("runs").glob("*/state.json"))
     states = [s for s in states if s.is_file()]
     if not states:
         raise ConfigError("no run is to be found: give --run-dir, --config or --nats-url")
     newest = max(states, key=lambda p: p.stat().st_mtime)
-    return NatsConfig(url=msgspec.json.decode(newest.read_bytes())["urls"]["nats"])
+    nats = nats_of_run(newest.parent)
+    return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
 
 
 async def _run(args: argparse.Namespace) -> None:

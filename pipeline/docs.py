@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import config, events, schema, streams
+from pipeline import config, events, schema, streams, users
 from pipeline.schema import Column
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -99,6 +99,39 @@ def _days(seconds: float) -> str:
     return f"{seconds / streams.DAY_S:g} days" if seconds else "for ever"
 
 
+def _users_part() -> Iterator[str]:
+    """The NATS users: what each does, then the subjects that follow from it."""
+
+    def names(values: tuple[str, ...]) -> str:
+        return ", ".join(f"`{v}`" for v in values)
+
+    yield "## Users\n"
+    yield (
+        "The server that `journeyman up` starts has these users (`pipeline/users.py`). Each proves itself with an nkey whose "
+        "seed lies in `<run_dir>/keys/<user>.nk`, mode 0600. Everything that is not listed is refused. Whoever may write to a "
+        "bucket can also empty it. Whoever follows a stream makes consumers on it, and the server delivers those under its own "
+        "rights: an event's subject alone proves nothing about its author, which is why checkpoints are signed.\n"
+    )
+    yield _table(
+        ("user", "is", "publishes events", "takes from consumers", "follows", "reads streams", "reads buckets", "writes buckets"),
+        (
+            (
+                f"`{u.name}`", u.purpose, names(u.publishes), names(u.consumes), names((*u.follows, *u.branches)),
+                names(u.reads), names(u.fetches), names(u.stores),
+            )
+            for u in users.USERS
+        ),
+    )  # fmt: skip
+    yield "From that follow these NATS permissions, for a server of your own:\n"
+    for each in users.USERS:
+        allowed = users.rights(each)
+        yield f"### `{each.name}`\n"
+        yield f"Subscribe: {names(allowed.subscribe)}\n"
+        yield f"Publish: {names(allowed.publish)}\n"
+        if allowed.never:
+            yield f"Never publish: {names(allowed.never)}\n"
+
+
 def streams_page() -> str:
     def stream_rows() -> Iterator[tuple[str, ...]]:
         for s in streams.STREAMS:
@@ -123,9 +156,10 @@ def streams_page() -> str:
     return "\n".join(
         (
             "# Streams and consumers\n",
-            _GENERATED.format(source="`pipeline/streams.py`"),
+            _GENERATED.format(source="`pipeline/streams.py` and `pipeline/users.py`"),
             _doc(streams.StreamSpec)
-            + " Every service provisions them when it connects; changing the table changes an "
+            + " They are provisioned by `journeyman up`, by `journeyman provision`, or by every service that connects to a server "
+            "of your own (`nats.provision`); changing the table changes an "
             "existing stream's limits and leaves its data alone, except for what a shorter retention then lets go.\n",
             _table(("stream", "subjects", "holds", "kept", "size", "duplicate window"), stream_rows()),
             "## Consumers\n",
@@ -148,6 +182,7 @@ def streams_page() -> str:
                 ("bucket", "holds", "kept"),
                 ((f"`{b.name}`", b.purpose, _days(b.max_age_s)) for b in streams.buckets()),
             ),
+            *_users_part(),
         )
     )
 

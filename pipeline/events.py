@@ -408,6 +408,10 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     started_at: Micros = 0
     branch: str = "main"
     """The line of history it was trained from; versions of different branches are different, though named alike."""
+    signature: bytes = b""
+    """The trainer's Ed25519 signature of every other field; empty if the trainer has no signing key."""
+    signer: str = ""
+    """Public nkey of who signed."""
 
     def subject(self) -> str:
         return checkpoint_subject(self.project, self.model, str(self.step), self.branch)

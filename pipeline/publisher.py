@@ -67,9 +67,10 @@ class _AckParser(Parser):  # type: ignore[misc]  # nats-py's parser is untyped
 class Publisher:
     """Publishes on one connection: made before it is there, `start`ed once it is."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, inbox_prefix: str = "_INBOX") -> None:
+        """`inbox_prefix` is what the connection will have: the server may let it listen nowhere else."""
         self._client = client
-        self._inbox = (client.new_inbox() + ".").encode()
+        self._inbox = f"{inbox_prefix}.{client._nuid.next().decode()}.".encode()
         self._mark = b"MSG " + self._inbox
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """By the last token of the inbox: the acknowledgement, and when to give up on it."""

@@ -69,6 +69,7 @@ def main(name: str, serve: Serve) -> None:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
     log.configure(name, config.log_level)
+    os.umask(0o077)  # a run's files are its owner's: they hold prompts, replies and keys
     try:
         anyio.run(
             _until_signalled, serve, config, _ready_on(args.ready_fd), backend_options={"use_uvloop": True}

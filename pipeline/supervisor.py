@@ -21,7 +21,8 @@ import anyio.abc
 import httpx
 import msgspec
 
-from pipeline.broker import Broker, BrokerError
+from pipeline import environment, signing, streams
+from pipeline.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.config import Config, save
 from pipeline.log import get_logger
 from pipeline.plan import ProcessSpec
@@ -86,7 +87,9 @@ class Supervisor:
         """Start everything, report `started` once all of it works, keep it so until `stop`.
 
         Cancelling kills at once instead. Raises `SupervisorError` (in a group) if a process never comes up."""
+        private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
+        self.config = signing.provided(self.config)
         save(self.config, self.config.path("config.toml"))
         self._write_state()
         async with anyio.create_task_group() as tg:
@@ -127,14 +130,23 @@ class Supervisor:
 
     async def _run_once(self, watched: Watched) -> int:
         spec = watched.spec
+        if spec.prepare is not None:
+            spec.prepare()
+        env = {
+            **environment.of(self.config, spec.name, os.environ),
+            **spec.env,
+            **{name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()},
+            "PYTHONUNBUFFERED": "1",
+            # The fault handler from the first import on, which may be what hangs (`_await_start`).
+            "PYTHONFAULTHANDLER": "1",
+        }
         read_end, write_end = os.pipe()
         argv = list(spec.argv) + ([] if spec.probe else ["--ready-fd", str(write_end)])
-        # The fault handler from the first import on, which may be what hangs (`_await_start`).
-        env = {**os.environ, **spec.env, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         with (self._logs / f"{spec.name}.log").open("ab") as sink:
             process = await anyio.open_process(
                 [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv],
                 stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env, start_new_session=True, pass_fds=(write_end,),
+                umask=0o077,
             )  # fmt: skip
         os.close(write_end)
         watched.process, watched.pid = process, process.pid
@@ -167,6 +179,8 @@ class Supervisor:
     async def _await_ready(self, watched: Watched, fd: int) -> None:
         if watched.spec.probe:
             await _answers(watched.spec.probe)
+            if watched.spec.name == "nats":
+                await self._provision()
         else:
             await anyio.wait_readable(fd)
             if not os.read(fd, 65536):
@@ -174,6 +188,17 @@ class Supervisor:
         watched.ever_ready = True
         self._change(watched, "ready")
         watched.ready.set()
+
+    async def _provision(self) -> None:
+        """Make streams, consumers and buckets, which the services may not."""
+        settings = msgspec.structs.replace(self.config.nats, provision=True)
+        while True:
+            try:
+                async with Broker.connect(settings, name="supervisor") as broker:
+                    await broker.provision_consumer(streams.trainer_consumer(self.config.trainer.branch))
+                    return
+            except BrokerUnavailableError as error:
+                log.warning("the log is not there yet", exc=error)
 
     def _obituary(self, watched: Watched, code: int) -> str:
         path = self._logs / f"{watched.spec.name}.log"
@@ -208,7 +233,7 @@ class Supervisor:
             return
         try:
             with anyio.move_on_after(DRAIN_S) as bound:
-                async with Broker.connect(self.config.nats, provision=False) as broker:
+                async with Broker.connect(self.config.nats, name="supervisor", provision=False) as broker:
                     while await broker.lag("store-"):  # noqa: ASYNC110 - the server can only be asked
                         await anyio.sleep(PROBE_EVERY_S)
             if bound.cancelled_caught:
@@ -244,6 +269,12 @@ class Supervisor:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
         temporary.replace(path)
+
+
+def private(run_dir: Path) -> None:
+    """Make the run directory, for its owner only."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.chmod(0o700)  # one from before may be open to all
 
 
 async def _answers(probe: str) -> None:

@@ -14,7 +14,7 @@ import io
 import shutil
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import anyio
@@ -81,14 +81,20 @@ class AdapterFiles:
     def path(self, version: str, sha256: str) -> Path:
         return self.folder / f"{subject_token(version).replace('/', '%2F')}-{sha256[:16]}"
 
-    async def ensure(self, version: str, name: str, sha256: str) -> Path:
-        """The unpacked adapter's folder, downloading it where it is not there.
+    async def ensure(
+        self, version: str, name: str, sha256: str, files: Mapping[str, str] | None = None
+    ) -> Path:
+        """The unpacked adapter's folder, downloading it where it is not there. `files`: the SHA-256 of each file in it; a
+        folder from before is unpacked again where one differs.
 
         Raises `AdapterError` where its bytes are not those that were published."""
         path = self.path(version, sha256)
         async with self._locks.setdefault(version, asyncio.Lock()):
             if path.is_dir():
-                return path
+                if await anyio.to_thread.run_sync(_unchanged, path, files or {}):
+                    return path
+                log.error("the adapter's folder was changed; unpacking it again", version=version)
+                await anyio.to_thread.run_sync(shutil.rmtree, path)
             try:
                 data = await self._broker.get_object(ADAPTERS_BUCKET, name)
             except HistoryGoneError as error:
@@ -106,12 +112,25 @@ class AdapterFiles:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
+    """Whether every file of an unpacked adapter is the one that was published."""
+    for file in folder.iterdir():
+        wanted = files.get(file.name)
+        if wanted is not None and hashlib.sha256(file.read_bytes()).hexdigest() != wanted:
+            return False
+        if files and wanted is None:
+            return False
+    return True
+
+
 def _unpack(data: bytes, path: Path) -> None:
     temporary = path.with_name(path.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         archive.extractall(temporary, filter="data")
+    for file in temporary.rglob("*"):  # the archive's own modes are for everyone
+        file.chmod(0o700 if file.is_dir() else 0o600)
     crash.point("gateway.before_rename")
     temporary.rename(path)
     crash.point("gateway.after_rename")
@@ -288,7 +307,7 @@ class AdapterManager:
     async def _load(self, replica: Replica, version: str) -> None:
         started = now_us()
         event = self._policies.checkpoint(version).event
-        path = await self._files.ensure(version, event.adapter, event.adapter_sha256)
+        path = await self._files.ensure(version, event.adapter, event.adapter_sha256, event.files)
         status, body = await replica.upstream.fetch(
             "POST",
             "/v1/load_lora_adapter",

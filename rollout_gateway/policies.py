@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.broker import Broker, Recorded
-from pipeline.events import CheckpointPublished, PolicyPromoted
+from pipeline.config import SigningConfig
+from pipeline.events import CheckpointPublished, DeadLettered, PolicyPromoted, encode
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
+from pipeline.signing import Trust
 from rollout_gateway.tail import tail
 
 log = get_logger("rollout_gateway.policies")
@@ -63,8 +65,11 @@ class ModelState:
 class Policies:
     """The models, kept up to date by `follow`."""
 
-    def __init__(self, project: str, models: Iterable[str]) -> None:
+    def __init__(self, project: str, models: Iterable[str], trust: Trust | None = None) -> None:
         self.project = project
+        self._trust = trust or Trust(SigningConfig())
+        self._refused: list[tuple[Recorded, str]] = []
+        """Checkpoints that are not the trainer's, and why; not reported yet."""
         self.models = {name: ModelState(name) for name in models}
         self.next_seq = 1
         self.refused: dict[str, str] = {}
@@ -109,6 +114,9 @@ class Policies:
             return model.decide(event, recorded.seq)
         if event.version in model.checkpoints:
             return False
+        if objection := self._trust.objection(event):
+            self._refused.append((recorded, objection))
+            return False
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 
@@ -122,6 +130,7 @@ class Policies:
         events = [r for subject in self._subjects for r in await broker.history(_STREAM, subject)]
         for recorded in sorted(events, key=lambda r: r.seq):
             self.apply(recorded)
+        await self._report_refused(broker)
         log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
     async def follow(self, broker: Broker, changed: Callable[[Recorded], None]) -> None:
@@ -129,3 +138,17 @@ class Policies:
         async for recorded in tail(broker, _STREAM, self._subjects, lambda: self.next_seq):
             if self.apply(recorded):
                 changed(recorded)
+            await self._report_refused(broker)
+
+    async def _report_refused(self, broker: Broker) -> None:
+        """Put refused checkpoints among the dead letters: once each, however many gateways refuse it and however often."""
+        while self._refused:
+            recorded, why = self._refused.pop()
+            log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
+            letter = DeadLettered(
+                project="", stream=_STREAM, stream_seq=recorded.seq, original_subject=recorded.subject,
+                consumer="gateway", reason="unsigned", detail=why, payload=encode(recorded.event),
+            )  # fmt: skip
+            await broker.publish_raw(
+                f"{letter.subject()}.{recorded.seq}", encode(letter), {}, message_id=letter.message_id()
+            )

@@ -29,8 +29,8 @@ class Loaded:
 class Replica:
     """One inference server."""
 
-    def __init__(self, url: str) -> None:
-        self.upstream = Upstream(url)
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.upstream = Upstream(url, api_key=api_key)
         self.name = url.partition("://")[2].rstrip("/")
         self.up = False
         self.ready = False
@@ -83,8 +83,9 @@ class Lease:
 class Fleet:
     """All replicas."""
 
-    def __init__(self, urls: tuple[str, ...]) -> None:
-        self.replicas = [Replica(url) for url in urls]
+    def __init__(self, urls: tuple[str, ...], api_key: str = "") -> None:
+        """`api_key` is what every server asks for; empty if they ask for none."""
+        self.replicas = [Replica(url, api_key) for url in urls]
         self.demanded: dict[str, float] = {}
         """Exact versions that a request waits or waited for, with the time of the last such request."""
         self.waiting_for_room = False

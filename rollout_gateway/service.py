@@ -7,6 +7,7 @@ import gc
 import os
 import secrets
 import socket
+from pathlib import Path
 
 import anyio
 
@@ -16,6 +17,7 @@ from pipeline.events import CheckpointPublished, PolicyLoaded, wire_name
 from pipeline.log import get_logger
 from pipeline.names import new_id
 from pipeline.service import Ready
+from pipeline.signing import Trust
 from rollout_gateway.adapters import AdapterManager
 from rollout_gateway.app import App
 from rollout_gateway.chat import ChatHandler
@@ -73,16 +75,36 @@ def key_secret(config: Config) -> bytes:
     return path.read_bytes()
 
 
+def api_key(config: Config) -> str:
+    """The key that the inference servers ask for; empty if the settings name none."""
+    if not config.vllm.api_key_file:
+        return ""
+    try:
+        key = Path(config.vllm.api_key_file).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read") from error
+    if not key or not key.isprintable():
+        raise ConfigError(
+            f"vllm.api_key_file: {config.vllm.api_key_file} holds no key, which is one printable line"
+        )
+    return key
+
+
 async def serve(config: Config, ready: Ready) -> None:
     """The service. Ready once it listens and knows the policies; calls wait for inference servers that are not up."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls: the gateway needs an inference server")
-    ring = KeyRing(config.gateway)
+    ring, trust = KeyRing(config.gateway), Trust(config.signing)
+    if not trust.checks:
+        log.warning(
+            "checkpoints are not checked: whoever can write to the log decides what is served",
+            setting="signing",
+        )
     listener = _listen(config.gateway.host, config.gateway.port)
     async with Broker.connect(config.nats, name="gateway") as broker:
-        policies = Policies(config.project, (m.name for m in config.models))
+        policies = Policies(config.project, (m.name for m in config.models), trust)
         await policies.rebuild(broker)
-        fleet = Fleet(config.vllm.urls)
+        fleet = Fleet(config.vllm.urls, api_key(config))
         registry = Registry(broker, config.project, Keys(key_secret(config), config.project))
         await registry.heed_completions()
         router = Router(policies, fleet)

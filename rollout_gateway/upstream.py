@@ -273,7 +273,7 @@ class Reply:
 class Upstream:
     """One server and its idle connections. `on_lost` is called when a connection breaks, which often means a restart."""
 
-    def __init__(self, url: str, *, max_idle: int = 1024) -> None:
+    def __init__(self, url: str, *, api_key: str = "", max_idle: int = 1024) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http(s) URL")
@@ -285,6 +285,7 @@ class Upstream:
         self._host_header = parts.netloc.rpartition("@")[2].encode()
         self._idle: deque[_Connection] = deque()
         self._all: set[_Connection] = set()
+        self._authorization = f"Authorization: Bearer {api_key}\r\n".encode() if api_key else b""
         self._max_idle = max_idle
         self._heads: dict[tuple[str, str], bytes] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -297,6 +298,7 @@ class Upstream:
                 f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: ".encode()
                 + self._host_header
                 + b"\r\nContent-Type: application/json\r\n"
+                + self._authorization
             )
             if len(self._heads) < 64:
                 self._heads[method, path] = start

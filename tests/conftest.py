@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,9 @@ def anyio_backend() -> str:
 class NatsServer:
     """A NATS server process; `stop` and `start` keep its port and store, so that a restart can be tested."""
 
-    def __init__(self, folder: Path, max_payload: int = 1_048_576) -> None:
-        self.folder, self.port = folder, -1
+    def __init__(self, folder: Path, max_payload: int = 1_048_576, extra: str = "") -> None:
+        """`extra` is more of the server's configuration, such as its users."""
+        self.folder, self.port, self._extra = folder, -1, extra
         self._config = folder / "nats.conf"
         self._max_payload = max_payload
         self.process: subprocess.Popen[bytes] | None = None
@@ -46,7 +48,7 @@ class NatsServer:
         ports.mkdir(parents=True)
         self._config.write_text(
             f'host: 127.0.0.1\nport: {self.port}\nmax_payload: {self._max_payload}\nports_file_dir: "{ports}"\n'
-            f'jetstream {{ store_dir: "{self.folder / "js"}" }}\n'
+            f'jetstream {{ store_dir: "{self.folder / "js"}" }}\n{self._extra}'
         )
         binary = Path(sys.executable).with_name("nats-server")
         log = (self.folder / "nats.log").open("ab")
@@ -81,7 +83,7 @@ def start_nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     """Starts NATS servers of a test's own."""
     servers: list[NatsServer] = []
 
-    def start(**options: int) -> NatsServer:
+    def start(**options: Any) -> NatsServer:
         server = NatsServer(tmp_path_factory.mktemp("nats"), **options)
         servers.append(server)
         server.start()

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import openai
 import pytest
+
+from tests.test_up import check_environments, check_files, check_stranger, environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590)]
 
@@ -34,11 +37,13 @@ class Installation:
             "trainer.groups_per_step": 2,
             "trainer.start_timeout_s": 60,
             "vllm.max_model_len": 256,
+            "judge.api_key_env": "OPENAI_API_KEY",
         }
         flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]
         self.process = subprocess.Popen(
-            [JOURNEYMAN, "up", "--run-dir", str(run_dir), *flags], cwd=ROOT, stdout=subprocess.DEVNULL
-        )
+            [JOURNEYMAN, "up", "--run-dir", str(run_dir), *flags], cwd=ROOT, stdout=subprocess.DEVNULL,
+            env=environment(),
+        )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         path = self.run_dir / "state.json"
@@ -68,6 +73,16 @@ class Installation:
         )  # fmt: skip
         rows: list[dict[str, Any]] = json.loads(out.stdout)
         return rows
+
+
+def check_doors(installation: Installation) -> None:
+    """Nobody outside can use NATS or vLLM, and no process knows a secret that is not its own."""
+    state = installation.state()
+    check_environments(state)
+    check_stranger(state["urls"]["nats"])
+    for path in ("/v1/models", "/v1/load_lora_adapter"):
+        reply = httpx.request("GET" if "models" in path else "POST", state["urls"]["vllm"][0] + path, json={})
+        assert reply.status_code == 401
 
 
 class Fleet:
@@ -109,6 +124,7 @@ async def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_p
     installation = Installation(tmp_path / "run")
     try:
         await installation.until(lambda s: s["ready"], "did not come up")
+        await anyio.to_thread.run_sync(check_doors, installation)
         fleet = Fleet(installation.state()["urls"]["gateway"])
         async with fleet.client, anyio.create_task_group() as tg:
             for lane in range(2):
@@ -138,6 +154,7 @@ async def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_p
             installation.process.wait()
     left = [s["pid"] for s in installation.state()["services"].values() if Path(f"/proc/{s['pid']}").exists()]
     assert not left
+    check_files(installation.run_dir)
 
     counted = installation.sql(
         "SELECT count(*) AS n, count(DISTINCT trajectory) AS different FROM trajectories WHERE completed_at IS NOT NULL"

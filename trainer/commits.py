@@ -21,6 +21,7 @@ from pipeline.broker import Broker, BrokerUnavailableError
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished
 from pipeline.log import get_logger
+from pipeline.signing import Signer, Trust
 from trainer.checkpoint import CheckpointError, Manifest
 from trainer.learner import Learner
 
@@ -40,6 +41,14 @@ class Commits:
     def __init__(self, broker: Broker, config: Config) -> None:
         self.broker, self.config = broker, config
         self._computing = anyio.CapacityLimiter(1)
+        self._signer, self._trust = Signer.of(config), Trust(config.signing)
+
+    def trusted(self, event: CheckpointPublished) -> bool:
+        """Whether a checkpoint of the log may be gone on from: an unsigned one was not written by a trainer."""
+        objection = self._trust.objection(event)
+        if objection:
+            log.error("checkpoint refused", reason=objection)
+        return not objection
 
     async def recover(self, learner: Learner, last: CheckpointPublished | None) -> tuple[int, ...]:
         """Bring `learner` to its newest committed step; `last` is the newest on the log. A checkpoint on disk whose event
@@ -96,6 +105,8 @@ class Commits:
         await self.persist(partial(self.broker.put_object, streams.ADAPTERS_BUCKET, manifest.adapter, tar))
         crash.point("trainer.after_upload")
         event = manifest.event()
+        if self._signer is not None:
+            event = self._signer.sign(event)
         ack = await self.broker.publish(event, headers=manifest.trace)
         crash.point("trainer.after_publish")
         if ack.duplicate:

@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 
 import anyio
+import msgspec
 
 from pipeline import log, streams
 from pipeline.broker import Broker
-from pipeline.config import Config, NatsConfig
+from pipeline.config import Config
 from pipeline.events import CheckpointPublished, checkpoint_subject
 from trainer import cli
 from trainer.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
@@ -80,7 +81,8 @@ class Fetch:
     async def _get(self, step: int) -> bytes:
         config = self._config
         subject = checkpoint_subject(config.project, self._model, str(step), config.trainer.branch)
-        async with Broker.connect(NatsConfig(url=self._url), name="export", provision=False) as broker:
+        nats = msgspec.structs.replace(config.nats, url=self._url)
+        async with Broker.connect(nats, name="export", provision=False) as broker:
             found = await broker.last("POLICY", subject)
             if found is None or not isinstance(found.event, CheckpointPublished):
                 raise CheckpointError(

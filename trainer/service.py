@@ -116,7 +116,7 @@ class Trainer:
             published = [
                 r.event
                 for r in await self.broker.history("POLICY", subject)
-                if isinstance(r.event, CheckpointPublished)
+                if isinstance(r.event, CheckpointPublished) and self.log.trusted(r.event)
             ]
             for event in published:
                 self._consumed.update(unpack_seqs(event.group_seqs).tolist())
@@ -384,7 +384,8 @@ def _trace_of(batch: list[Held]) -> dict[str, str]:
 async def train(config: Config, ready: Ready, peers: Peers | None = None) -> None:
     """Train until every model has reached `trainer.max_steps`, or for ever where that is 0."""
     scratch = config.path(config.trainer.checkpoints)
-    async with Broker.connect(config.nats, name="trainer") as broker:
+    user = "trainer" if config.trainer.branch == "main" else "experiment"
+    async with Broker.connect(config.nats, name=user) as broker:
         learners = await anyio.to_thread.run_sync(make_learners, config, scratch, peers)
         trainer = Trainer(config, broker, learners)
         spec = streams.trainer_consumer(config.trainer.branch)

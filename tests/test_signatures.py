@@ -1,0 +1,121 @@
+"""Signed checkpoints, from the trainer that signs to the gateway that serves nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline import nkey, signing
+from pipeline.broker import Broker
+from pipeline.config import ConfigError, NatsConfig, SigningConfig
+from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
+from rollout_gateway.policies import Policies
+from tests.trainer import kit
+from tests.trainer.conftest import tiny_base as tiny_base
+from tests.trainer.test_service import running, steps_reach
+
+pytestmark = pytest.mark.anyio
+
+
+def event(**fields: object) -> CheckpointPublished:
+    known: dict[str, object] = {
+        "project": "p", "model": kit.MODEL, "step": 1, "version": f"{kit.MODEL}@1", "parent": f"{kit.MODEL}@0", "batch_id": "b",
+        "groups": ("g",), "config_hash": "c", "adapter": "a", "adapter_sha256": "s", "adapter_bytes": 1, "metrics": {"loss": 0.1},
+    }  # fmt: skip
+    return CheckpointPublished(**(known | fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair() -> nkey.KeyPair:
+    return nkey.KeyPair(nkey.new_seed())
+
+
+def test_every_field_is_under_the_signature(pair: nkey.KeyPair) -> None:
+    trust = signing.Trust(SigningConfig(keys=(pair.public,)))
+    signed = signing.Signer(pair).sign(event())
+    assert trust.objection(decode(encode(signed))) == ""  # type: ignore[arg-type]
+    changed = {
+        str: "other", int: 7, bytes: b"other", tuple: ("other",), dict: {"other": "x"},
+    }  # fmt: skip
+    for field in msgspec.structs.fields(CheckpointPublished):
+        value = changed[type(getattr(signed, field.name))]
+        value = {"other": 1.0} if field.name == "metrics" else value
+        assert trust.objection(msgspec.structs.replace(signed, **{field.name: value})), field.name
+
+
+def test_a_field_that_an_event_did_not_have_leaves_its_signature_valid(pair: nkey.KeyPair) -> None:
+    """What is signed leaves defaults out, so that events from before a field was added still verify."""
+    signed = signing.signed_bytes(event())
+    assert b"branch" not in signed
+    assert b"files" not in signed
+    assert b'"branch":"b"' in signing.signed_bytes(event(branch="b"))
+
+
+def test_keys_that_can_not_be_used_are_named_and_not_shown(pair: nkey.KeyPair) -> None:
+    seed = nkey.new_seed().decode()
+    for wrong in ("", "U", seed, pair.public[:-1] + "A"):
+        with pytest.raises(ConfigError, match=r"signing\.keys") as caught:
+            signing.Trust(SigningConfig(keys=(wrong,)))
+        assert seed not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"signing\.keys is empty"):
+        signing.Trust(SigningConfig(check="require"))
+    assert not signing.Trust(SigningConfig(keys=(pair.public,), check="off")).checks
+    assert not signing.Trust(SigningConfig()).checks
+
+
+async def letters(broker: Broker) -> list[str]:
+    found = [r.event for r in await broker.history("DEAD", "dead.>")]
+    return sorted(e.detail for e in found if isinstance(e, DeadLettered) and e.reason == "unsigned")
+
+
+async def test_forged_checkpoints_are_passed_by(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
+    seed = tmp_path / "checkpoints.nk"
+    config = msgspec.structs.replace(config, signing=SigningConfig(seed=str(seed)))
+    config = signing.provided(config)
+    public = nkey.load(seed).public
+    assert config.signing.keys == (public,)
+    trust = signing.Trust(config.signing)
+
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+            (true,) = await steps_reach(broker, 1)
+        assert true.signer == public
+        stranger = signing.Signer(nkey.KeyPair(nkey.new_seed()))
+        altered = msgspec.structs.replace(true, adapter="evil", adapter_sha256="0", step=8, version="tiny@8")
+        for forged in (
+            event(step=7, version="tiny@7"),
+            altered,
+            stranger.sign(event(step=9, version="tiny@9")),
+        ):
+            await broker.publish(forged)
+
+        policies = Policies("p", [kit.MODEL], trust)
+        await policies.rebuild(broker)
+        assert policies.names() == ["tiny", "tiny@0", "tiny@1"]
+        said = await letters(broker)
+        assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
+        await Policies("p", [kit.MODEL], trust).rebuild(broker)  # another gateway, or this one again
+        assert await letters(broker) == said
+
+        changed: list[int] = []
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(policies.follow, broker, lambda r: changed.append(r.event.step))  # type: ignore[union-attr]
+            await broker.publish(event(step=6, version="tiny@6"))
+            # A trainer that starts again goes on from its own last step, and signs with the same key.
+            async with running(config) as facts:
+                assert facts == {"step": 1}
+                await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2)
+                newest = (await steps_reach(broker, 6))[-1]
+            with anyio.fail_after(20):
+                while not policies.knows("tiny@2"):
+                    await anyio.sleep(0.02)
+            tg.cancel_scope.cancel()
+        assert (newest.version, newest.signer, changed) == ("tiny@2", public, [2])
+        assert len(await letters(broker)) == 4
