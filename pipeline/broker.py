@@ -10,6 +10,7 @@ Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ssl
 import time
@@ -189,7 +190,8 @@ class Broker(Reader):
             with anyio.move_on_after(2, shield=True):
                 if client.is_connected:
                     await client.flush(timeout=1)
-                await client.close()
+                with contextlib.suppress(OSError):  # nats-py drains what a dead server has closed already
+                    await client.close()
             publisher.close()
 
     # -- provisioning --------------------------------------------------------------------------------------------
@@ -219,18 +221,23 @@ class Broker(Reader):
             wanted = api.StreamConfig(
                 name=spec.name,
                 description=spec.purpose,
-                subjects=list(spec.subjects),
+                subjects=[*spec.subjects, streams.alive_subject(spec.name)],
                 retention=api.RetentionPolicy.LIMITS,
                 storage=api.StorageType.FILE,
                 compression=api.StoreCompression.S2,
                 max_age=spec.max_age_s,
-                max_bytes=spec.max_bytes,
+                max_bytes=streams.byte_limit(spec.share, self.config.max_bytes),
+                discard=api.DiscardPolicy(spec.discard),
+                allow_msg_ttl=True,  # of probes (`pipeline.liveness`)
                 duplicate_window=spec.duplicate_window_s,
                 num_replicas=self.config.replicas,
                 allow_direct=True,
             )
             try:
-                await self.js.stream_info(spec.name)
+                info = await self.js.stream_info(spec.name)
+                wanted.max_bytes = streams.byte_limit(
+                    spec.share, self.config.max_bytes, now=info.config.max_bytes, held=info.state.bytes
+                )
                 await self.js.update_stream(wanted)
             except nats.js.errors.NotFoundError:
                 await self.js.add_stream(wanted)

@@ -28,6 +28,7 @@ from pipeline import environment, log, streams
 from pipeline.broker import Broker, BrokerError
 from pipeline.config import Config, ConfigError, NatsConfig, load, nats_of_run
 from pipeline.events import CheckpointPublished
+from pipeline.liveness import fills
 from pipeline.plan import SERVICES, make_plan, nats_command, vllm_command
 from pipeline.supervisor import Supervisor, SupervisorError, Watched, private
 
@@ -256,7 +257,9 @@ async def _log_status(nats: NatsConfig) -> dict[str, Any]:
         for recorded in await broker.history("POLICY", "policy.checkpoint.>"):
             if isinstance(recorded.event, CheckpointPublished):
                 policies[recorded.event.model] = recorded.event.version
-        return {"streams": held, "lag": lag, "policies": policies}
+        # The supervisor's own alarms are in its state; these hold where none runs.
+        alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]
+        return {"streams": held, "lag": lag, "policies": policies, "full": alarms}
 
 
 def _print_status(run_dir: Path, state: dict[str, Any]) -> None:
@@ -265,6 +268,8 @@ def _print_status(run_dir: Path, state: dict[str, Any]) -> None:
     for name, service in state["services"].items():
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
     console.print(table)
+    for alarm in dict.fromkeys((*state.get("alarms", ()), *state.get("full", ()))):
+        console.print(f"[bold red]alarm[/] {alarm}")
     if "streams" not in state:
         console.print(f"log: {state['log']}")
         return

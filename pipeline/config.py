@@ -34,8 +34,13 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Address of a NATS server with JetStream. Empty: `journeyman up` starts one from its wheel."""
     port: int = 0
     """Port of the server that `journeyman up` starts; 0: any free one."""
-    sync_always: bool = False
-    """fsync every message before acknowledging it: survives a power cut, at about a tenth of the rate."""
+    sync: Literal["always"] | float = "always"
+    """`always`: the server that `journeyman up` starts writes each message through to the disk before it acknowledges it,
+    so what was acknowledged survives a power cut. A number: seconds between two such writes; a power cut then loses what
+    was acknowledged since the last one, and the services go on with what is left (docs/operations.md)."""
+    max_bytes: int = 0
+    """Bytes that streams and buckets may take on disk together; docs/streams.md says how they share them. 0: half of the
+    disk's free space at the start for the server that `journeyman up` starts, no limit for a server elsewhere."""
     max_payload: int = 1_048_576
     """Bytes; larger events travel through the object store."""
     replicas: int = 1
@@ -65,6 +70,16 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """How long one publish waits for its acknowledgement before it is repeated."""
     publish_deadline_s: float = 60.0
     """How long a publish is repeated before it is an error."""
+
+
+class SupervisorConfig(Section, frozen=True, kw_only=True):
+    """How `journeyman up` watches what it started."""
+
+    deadline_s: float = 30.0
+    """A process that is ready and then gives no sign of life for so long is killed and started again. A sign of life is a
+    heartbeat of a service's event loop, vLLM's health page, and a write that each stream of the log acknowledges."""
+    probe_every_s: float = 10.0
+    """Between two probes of the log, and of vLLM."""
 
 
 class VllmConfig(Section, frozen=True, kw_only=True):
@@ -402,6 +417,7 @@ class Config(Section, frozen=True, kw_only=True):
     vllm: VllmConfig = VllmConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     gateway: GatewayConfig = GatewayConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
     judge: JudgeConfig = JudgeConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()

@@ -135,7 +135,7 @@ def _users_part() -> Iterator[str]:
 def streams_page() -> str:
     def stream_rows() -> Iterator[tuple[str, ...]]:
         for s in streams.STREAMS:
-            size = f"{s.max_bytes:,} bytes" if s.max_bytes > 0 else "unlimited"
+            size = f"{s.share:.0%}; {s.at_limit}"
             window = f"{s.duplicate_window_s:g} s"
             yield (
                 f"`{s.name}`",
@@ -159,9 +159,21 @@ def streams_page() -> str:
             _GENERATED.format(source="`pipeline/streams.py` and `pipeline/users.py`"),
             _doc(streams.StreamSpec)
             + " They are provisioned by `journeyman up`, by `journeyman provision`, or by every service that connects to a server "
-            "of your own (`nats.provision`); changing the table changes an "
-            "existing stream's limits and leaves its data alone, except for what a shorter retention then lets go.\n",
-            _table(("stream", "subjects", "holds", "kept", "size", "duplicate window"), stream_rows()),
+            "of your own (`nats.provision`); changing the table changes an existing stream's limits and leaves its data alone, except "
+            "for what a shorter retention then lets go. No byte limit is set below what a stream holds. At 80 % of a limit the "
+            "supervisor logs an alarm, which `journeyman status` shows. Each stream also takes `alive.<stream>`: probes of "
+            "supervisor and gateways, gone after a minute, which no consumer reads.\n",
+            _table(
+                (
+                    "stream",
+                    "subjects",
+                    "holds",
+                    "kept",
+                    "share of `nats.max_bytes`, and at that limit",
+                    "duplicate window",
+                ),
+                stream_rows(),
+            ),
             "## Consumers\n",
             _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
             _table(
@@ -179,8 +191,8 @@ def streams_page() -> str:
             ),
             "## Buckets\n",
             _table(
-                ("bucket", "holds", "kept"),
-                ((f"`{b.name}`", b.purpose, _days(b.max_age_s)) for b in streams.buckets()),
+                ("bucket", "holds", "kept", "share of `nats.max_bytes`"),
+                ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
             ),
             *_users_part(),
         )

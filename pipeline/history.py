@@ -16,7 +16,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pipeline import objects
+from pipeline import objects, streams
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError, BrokerUnavailableError, HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, decode
@@ -98,6 +98,8 @@ class Reader:
                 first = int(headers["Nats-Sequence"])
                 if first > last:
                     return
+                if headers["Nats-Subject"].startswith(streams.ALIVE):
+                    continue  # a probe: no event
                 yield first, headers["Nats-Subject"], headers, message.data
             first += 1
 

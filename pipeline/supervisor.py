@@ -21,7 +21,7 @@ import anyio.abc
 import httpx
 import msgspec
 
-from pipeline import environment, signing, streams
+from pipeline import environment, liveness, signing, streams
 from pipeline.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.config import Config, save
 from pipeline.log import get_logger
@@ -74,10 +74,17 @@ class Supervisor:
         self._run_dir = Path(config.run_dir)
         self._logs = config.path("logs")
         self._stop_requested = anyio.Event()
+        self._log_probe = liveness.LogProbe(config, on_alarms=self._write_state)
+        self._probing: anyio.CancelScope | None = None
 
     @property
     def ready(self) -> bool:
         return all(w.state == "ready" for w in self.watched.values())
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """What an operator has to know of the log at present."""
+        return self._log_probe.alarms
 
     def stop(self) -> None:
         """Ask for an orderly stop; `run` returns when it is done."""
@@ -102,6 +109,8 @@ class Supervisor:
                 task_status.started()
 
             tg.start_soon(announce)
+            if self.config.nats.url:
+                tg.start_soon(self._watch_log)
             await self._stop_requested.wait()
             await self._stop_all()
             tg.cancel_scope.cancel()
@@ -153,7 +162,7 @@ class Supervisor:
         self._change(watched, "starting")
         try:
             async with anyio.create_task_group() as tg:
-                tg.start_soon(self._await_start, watched, read_end)
+                tg.start_soon(self._watch, watched, read_end)
                 code = await process.wait()
                 tg.cancel_scope.cancel()
         finally:
@@ -164,6 +173,45 @@ class Supervisor:
                     await process.wait()
             watched.process = None
         return code
+
+    # -- liveness (`pipeline.liveness`) --------------------------------------------------------------------------
+
+    async def _watch(self, watched: Watched, fd: int) -> None:
+        """From the start of a process on: end it where it does not get ready, or gives no sign of life afterwards."""
+        await self._await_start(watched, fd)
+        probe = watched.spec.probe
+        if probe.startswith("tcp://"):
+            return  # the log: `_watch_log` writes to it
+        if probe:
+            await self._end(watched, await liveness.unhealthy(probe, self.config.supervisor))
+        else:
+            await self._end(watched, await liveness.silent(fd, self.config.supervisor.deadline_s))
+
+    async def _watch_log(self) -> None:
+        """For as long as the installation runs: restart the log's server where it takes no writes, if it is ours."""
+        watched = self.watched.get("nats")
+        if watched is not None:
+            await watched.ready.wait()
+
+        async def lost(reason: str) -> None:
+            if watched is not None and watched.state == "ready":
+                await self._end(watched, reason)
+
+        with anyio.CancelScope() as self._probing:
+            await self._log_probe.watch(lost)
+
+    async def _end(self, watched: Watched, reason: str) -> None:
+        """Kill a process that hangs; `_keep` starts it again."""
+        process = watched.process
+        if process is None or watched.stopping.is_set():
+            return
+        log.error("restarted, since it does not work", process=watched.spec.name, reason=reason)
+        self._change(watched, "failed")
+        if not watched.spec.probe:  # a Python process says in its log where every thread of it is
+            process.send_signal(signal.SIGABRT)
+            with anyio.move_on_after(_LAST_WORDS_S):
+                await process.wait()
+        _kill_group(process.pid)
 
     async def _await_start(self, watched: Watched, fd: int) -> None:
         """Until the process is ready, or it is given up on: a start that hangs is worth no more than one that fails."""
@@ -209,6 +257,8 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         """In order, so that what is on the way still arrives: services, then the store, then the log."""
+        if self._probing is not None:
+            self._probing.cancel()
         for name in STOP_ORDER:
             if name == "store" and name in self.watched:
                 await self._drain_store()
@@ -260,6 +310,7 @@ class Supervisor:
                 "nats": self.config.nats.url,
                 "vllm": list(self.config.vllm.urls),
             },
+            "alarms": list(self.alarms),
             "services": {
                 name: {"pid": w.pid, "state": w.state, "restarts": w.restarts}
                 for name, w in self.watched.items()

@@ -39,6 +39,8 @@ class User:
     """Buckets whose objects it may read."""
     stores: tuple[str, ...] = ()
     """Buckets that it may also write to. Whoever may write to a bucket can replace and remove what it holds."""
+    probes: tuple[str, ...] = ()
+    """Streams to which it writes the probes that tell whether they take messages (`pipeline.liveness`)."""
     listens: tuple[str, ...] = ()
     """Subjects of events that it hears as they are published."""
     provisions: bool = False
@@ -52,6 +54,7 @@ USERS: tuple[User, ...] = (
         follows=("POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         fetches=(streams.ADAPTERS_BUCKET,),
+        probes=("ROLLOUTS",),
         listens=("rollout.completed.>",),
     ),
     User(
@@ -90,6 +93,7 @@ USERS: tuple[User, ...] = (
         publishes=("rollout.>", "group.>", "policy.>", "dead.>"),
         reads=EVENT_STREAMS,
         fetches=(streams.ADAPTERS_BUCKET,),
+        probes=EVENT_STREAMS,
         provisions=True,
     ),
 )  # fmt: skip
@@ -117,7 +121,7 @@ def inbox_prefix(name: str) -> str:
 def rights(who: User) -> Rights:
     """Return the subjects that the server allows `who`."""
     api = "$JS.API."
-    publish = [*who.publishes, f"{api}STREAM.NAMES"]
+    publish = [*who.publishes, *(streams.alive_subject(s) for s in who.probes), f"{api}STREAM.NAMES"]
     never: list[str] = []
     consumed = [streams.consumer(name) for name in who.consumes]
     read = {*who.reads, *(c.stream for c in consumed)}

@@ -11,6 +11,7 @@ from pipeline.broker import BrokerError
 from pipeline.events import Outcome, TrajectoryCompleted, TrajectoryOpened
 from pipeline.names import MAX_NAME, InvalidNameError, check_name, new_id, parse_version
 from rollout_gateway.errors import ApiError, invalid_json, unavailable, unknown_model
+from rollout_gateway.loghealth import LogHealth
 from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
@@ -86,9 +87,10 @@ class Control:
         registry: Registry,
         router: Router,
         pacing: Pacing,
+        log_health: LogHealth,
     ) -> None:
         self._project, self._policies, self._fleet = project, policies, fleet
-        self._pacing = pacing
+        self._pacing, self._log_health = pacing, log_health
         self._registry, self._router = registry, router
 
     async def open(self, body: bytes, base_url: str, traceparent: str) -> dict[str, Any]:
@@ -234,7 +236,13 @@ class Control:
             {"replica": r.name, "ready": r.ready, "in_flight": r.load, "loaded": sorted(r.loaded)}
             for r in self._fleet.replicas
         ]
-        return {"status": "ok", "serving": bool(self._fleet.ready()), "replicas": replicas}
+        trouble = self._log_health.trouble
+        return {
+            "status": "ok",
+            "serving": bool(self._fleet.ready()) and not trouble,
+            "log": trouble or "ok",
+            "replicas": replicas,
+        }
 
 
 def _described(found: Trajectory, completed: TrajectoryCompleted | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rollout_gateway.control import Control
 from rollout_gateway.identity import Identity
 from rollout_gateway.inference import Inference
 from rollout_gateway.keys import KeyRing
+from rollout_gateway.loghealth import LogHealth
 from rollout_gateway.metrics import Metrics
 from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
@@ -111,7 +112,8 @@ async def serve(config: Config, ready: Ready) -> None:
         chat = ChatHandler(config.gateway, fleet, registry, router)
         pacing = Pacing(config.project, config.gateway.max_groups_ahead)
         await pacing.begin(broker)
-        control = Control(config.project, policies, fleet, registry, router, pacing)
+        log_health = LogHealth()
+        control = Control(config.project, policies, fleet, registry, router, pacing, log_health)
         inference = None
         if config.gateway.infer:
             inference = Inference(config.project, registry, config.gateway)
@@ -136,13 +138,18 @@ async def serve(config: Config, ready: Ready) -> None:
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
+                tg.start_soon(log_health.run, broker)
                 tg.start_soon(policies.follow, broker, changed)
                 if config.gateway.max_groups_ahead:
                     tg.start_soon(pacing.follow, broker)
                 if inference is not None:
                     tg.start_soon(inference.run)
                 async with serving(
-                    app, listener, Limits.of(config.gateway), grace_s=config.gateway.drain_s, cut_off=app.cut_off
+                    app,
+                    listener,
+                    Limits.of(config.gateway),
+                    grace_s=config.gateway.drain_s,
+                    cut_off=app.cut_off,
                 ):
                     host, port = listener.getsockname()[:2]
                     # What is there now stays: collections look at calls only, and seldom, since few of them are cycles.
