@@ -7,7 +7,7 @@ SEED ?= 0
 
 venv: $(VENV)/.ready-cpu
 
-$(VENV)/.ready-cpu: requirements/cpu.txt pyproject.toml deploy/make-venv.sh
+$(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements/source.txt pyproject.toml deploy/make-venv.sh
 	deploy/make-venv.sh cpu $(VENV)
 
 demo: venv
@@ -28,14 +28,18 @@ docs: venv
 bench-store bench-gateway bench-judge bench-trainer bench-staleness: bench-%: venv
 	$(PY) -m benchmarks.$*
 
-# Needs uv (from PyPI). The CPU lock names torch's CPU build; where no configured index has it, add --extra-index-url.
+# Needs uv (from PyPI). torch's CPU build is on PyTorch's own index only, and its hashes are kept in requirements/torch-cpu.txt by hand;
+# the version of the other packages depends on it, so uv has to find it: set UV_FIND_LINKS to a folder with its wheel, or
+# UV_INDEX=https://download.pytorch.org/whl/cpu. nkeys has no wheel and is locked in requirements/source.txt. Versions stay as they are unless a requirement says otherwise: add --upgrade to move them.
+LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_31 --generate-hashes --only-binary :all: \
+  --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt \
+  --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet
+
 lock:
-	uv pip compile pyproject.toml --extra cpu --extra dev --override requirements/overrides-cpu.txt \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/cpu.txt
-	uv pip compile pyproject.toml --extra gpu \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/gpu.txt
-	uv pip compile requirements/compat.in \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate -o requirements/compat.txt
+	$(LOCK) pyproject.toml --extra cpu --extra dev --override requirements/overrides-cpu.txt --no-emit-package torch \
+	  -o requirements/cpu.txt
+	$(LOCK) pyproject.toml --extra gpu -o requirements/gpu.txt
+	$(LOCK) requirements/compat.in -o requirements/compat.txt
 
 clean:
 	rm -rf $(VENV) .venv-compat tests/rollout_gateway/agents/node/node_modules runs build *.egg-info

@@ -19,13 +19,19 @@ fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
+# Every file has to have a hash of the lock, and nothing is built but requirements/source.txt. --no-deps keeps out what the lock leaves out on purpose
+# (requirements/overrides-cpu.txt).
+locked=(--no-deps --require-hashes --only-binary ":all:")
+
 # torch's CPU build lies on disk or in a configured index on some machines, elsewhere on PyTorch's own index only.
 # That index is asked only when the first try failed: a dead index makes every install slow.
-torch=$(grep '^torch==' "requirements/$kind.txt")
-pip install -qq --no-deps "$torch" 2>/dev/null ||
-  pip install -qq --no-deps --index-url "$torch_cpu_index" "$torch"
+torch="requirements/torch-$kind.txt"
+if [ -f "$torch" ]; then
+  pip install -qq "${locked[@]}" -r "$torch" 2>/dev/null ||
+    pip install -qq "${locked[@]}" --index-url "$torch_cpu_index" -r "$torch"
+fi
 
-# --no-deps keeps out what the lock leaves out on purpose (requirements/overrides-cpu.txt).
-pip install -qq --no-deps -r "requirements/$kind.txt"
+pip install -qq "${locked[@]}" -r "requirements/$kind.txt"
+pip install -qq --no-deps --require-hashes --no-build-isolation --use-pep517 --no-binary ":all:" -r requirements/source.txt
 pip install -qq --no-deps --no-build-isolation -e .
 touch "$venv/.ready-$kind"

