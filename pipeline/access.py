@@ -63,6 +63,12 @@ def options(config: NatsConfig, name: str) -> dict[str, Any]:
     return found
 
 
+def refuses(error: Exception) -> bool:
+    """Return whether an error of a connection is about who one is or about TLS, so that trying again can't help."""
+    said = str(error).lower()
+    return isinstance(error, ssl.SSLError) or "authorization violation" in said or "tls" in said
+
+
 def tls_context(config: NatsConfig) -> ssl.SSLContext:
     """Return the TLS settings: the CA that signs the server, and the client's certificate."""
     what = f"nats.tls_ca ({config.tls_ca})"

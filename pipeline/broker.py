@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -44,6 +43,7 @@ _WRONG_LAST_SEQUENCE = 10071
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 _HEADERS_MARGIN = 4096
+_SECOND_OPINION_S = 0.5
 
 
 @dataclass(eq=False)
@@ -145,20 +145,22 @@ class Broker(Reader):
         Raises `BrokerUnavailableError` where no server answers at first or it refuses the user, `ConfigError` where the
         settings name credentials that can't be used."""
         refused = ""
+        looking = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
 
         async def on_error(error: Exception) -> None:
             nonlocal refused
-            said = str(error) or type(error).__name__
-            if "authorization" in said.lower() or "tls" in said.lower() or isinstance(error, ssl.SSLError):
-                refused = said
-            log.warning("nats", error=said)
+            if access.refuses(error):
+                refused = str(error) or type(error).__name__
+                # Trying again won't help, unless another server of a cluster knows better.
+                looking.deadline = min(looking.deadline, anyio.current_time() + _SECOND_OPINION_S)
+            log.warning("nats", error=str(error) or type(error).__name__)
 
         client = access.make_client(config)
         options = access.options(config, name)
         publisher = Publisher(client, options["inbox_prefix"])
         try:
             # With endless reconnection nats-py tries for ever the first time too; that one is bounded here.
-            with anyio.fail_after(config.connect_timeout_s):
+            with looking:
                 await client.connect(
                     config.url,
                     name=name,
@@ -170,6 +172,8 @@ class Broker(Reader):
                     pending_size=64 * 1024 * 1024,
                     **options,
                 )
+            if looking.cancelled_caught:
+                raise TimeoutError
         except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
             await client.close()
             if refused:

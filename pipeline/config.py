@@ -61,6 +61,12 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """File with the certificate that this side shows to the server."""
     tls_key: str = ""
     """File with the private key of `tls_cert`; empty: it is in the same file."""
+    server_cert: str = ""
+    """File with the certificate of the server that is started here (`journeyman up`, `journeyman exec nats`); for `up` it
+    must name 127.0.0.1. Set, the server takes TLS connections only; where `tls_ca` and `tls_cert` are set too, clients must show
+    a certificate of that CA. Empty: no TLS, for a server that only the loopback interface reaches."""
+    server_key: str = ""
+    """File with the private key of `server_cert`."""
     provision: bool = True
     """Whether services make streams, consumers and buckets when they connect. Set it to false where they lack the right, and
     run `journeyman provision` as a user who has it. `journeyman up` does both for the server that it starts."""
@@ -536,6 +542,8 @@ def _check_access(config: Config) -> None:
         raise ConfigError(f"nats: {' and '.join(named)} are set; a connection proves itself by one of them")
     if nats.tls_key and not nats.tls_cert:
         raise ConfigError("nats.tls_key is set without nats.tls_cert")
+    if bool(nats.server_cert) != bool(nats.server_key):
+        raise ConfigError("nats.server_cert and nats.server_key: both are needed, or neither")
     if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
         raise ConfigError("vllm.args: --api-key would show in the list of processes; use vllm.api_key_file")
     if unknown := set(config.environment) - set(PROCESSES):

@@ -1,5 +1,7 @@
 """nkeys, NATS's Ed25519 keys: seeds in files that only their owner reads, signatures, and their check.
 
+    python -m pipeline.nkey trainer.nk     # makes the file unless it is there, and prints the public key
+
 A seed (`SU…`) is the secret; the public key (`U…`) names it. Both are text. No function here puts a seed into an error.
 
 Errors: `ConfigError`, which names the file.
@@ -7,11 +9,13 @@ Errors: `ConfigError`, which names the file.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import binascii
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,3 +107,20 @@ def _raw(public: str) -> bytes:
     if len(data) != _PUBLIC_BYTES or data[0] != nkeys.PREFIX_BYTE_USER or nkeys.crc16(data[:-2]) != checksum:
         raise ValueError("not a public nkey of a user, which begins with U and has 56 characters")
     return data[1:33]
+
+
+def main() -> int:
+    """0; 2 if the file holds no seed."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.nkey")
+    parser.add_argument("file", type=Path, help="where the seed lies, or is to lie")
+    try:
+        pair = load_or_make(parser.parse_args().file)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{pair.public}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

