@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import Callable
