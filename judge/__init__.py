@@ -8,10 +8,12 @@
 | `compose` | rewards of several parts: agents', metrics, Python functions, RULER with rubrics |
 | `sandbox`, `sandbox_worker`, `confine` | Python reward functions in a process of their own, without network and files |
 | `ruler` | RULER: calls, asking again, several orders, subsets, retries, accounting |
-| `transcripts`, `prompt`, `replies` | what a judge reads, how it is asked, how its answer is read |
+| `conversations`, `transcripts` | what of a trajectory a judge reads: all that trains |
+| `layout`, `budget`, `prompt` | how it is asked: what is common once, nothing cut while there is room, all of it fenced |
+| `lenient_json`, `replies` | how its answer is read |
 | `merge` | several judgings to one score, without the effect of places |
 | `rubrics`, `rubrics/` | what a judge looks for: files, named by their hash |
-| `llm`, `callers` | the judge model, through litellm's router, here or in processes of their own |
+| `llm`, `params`, `callers` | the judge model, through litellm's router, here or in processes of their own |
 | `labelled`, `eval` | agreement with ground truth; `journeyman judge eval` |
 | `watch` | anchors judged again and again, the alarm, `judge.json`, `group.measured` |
 | `rejudge` | history scored again as a verdict set; `journeyman rejudge` |

@@ -23,7 +23,7 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from judge.llm import Complete, Messages, ModelError, Reply, open_router
+from judge.llm import Complete, ContextWindowError, Messages, ModelError, Reply, open_router
 from pipeline.config import ConfigError, JudgeConfig
 from pipeline.log import configure as configure_log
 from pipeline.log import get_logger
@@ -44,6 +44,8 @@ class _Answer(msgspec.Struct, frozen=True):
     number: int
     reply: Reply | None = None
     error: str = ""
+    too_long: bool = False
+    """The error is a `ContextWindowError`."""
 
 
 class _Start(msgspec.Struct, frozen=True):
@@ -99,7 +101,8 @@ class _Process:
                 if answer.reply is not None:
                     future.set_result(answer.reply)
                 else:
-                    future.set_exception(ModelError(answer.error))
+                    kind = ContextWindowError if answer.too_long else ModelError
+                    future.set_exception(kind(answer.error))
         except (
             anyio.IncompleteRead,
             anyio.EndOfStream,
@@ -248,7 +251,8 @@ async def _work(out: BinaryIO) -> None:
             try:
                 say(_Answer(call.number, await complete(call.messages, call.schema)))
             except ModelError as error:
-                say(_Answer(call.number, error=str(error)))
+                too_long = isinstance(error, ContextWindowError)
+                say(_Answer(call.number, error=str(error), too_long=too_long))
 
         with suppress(asyncio.IncompleteReadError):
             async with anyio.create_task_group() as tg:

@@ -93,6 +93,7 @@ class Composed:
                         "group": member.group,
                         "task": member.task,
                         "messages": transcript.messages,
+                        "conversations": [c.messages for c in transcript.parts()],
                         "tools": transcript.tools,
                         "reward": member.reward,
                         "rewards": member.rewards,

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import anyio.to_thread
 
+from judge.params import of_model
 from pipeline.config import ConfigError, JudgeConfig
 from pipeline.log import get_logger
 
@@ -36,6 +37,8 @@ class Reply:
     cost_usd: float = 0.0
     """0 where the price is not known."""
     latency_s: float = 0.0
+    cut_off: bool = False
+    """The reply ended at the limit of tokens, not where the model wanted to end it."""
 
 
 class ModelError(Exception):
@@ -46,7 +49,13 @@ def pooled(config: JudgeConfig) -> bool:
     """Whether `judge.concurrency` is kept by the connection pool, so that litellm's own time is no part of a call's place:
     while all places are taken, the next calls are made ready. With fallbacks, or a provider whose client is not OpenAI's,
     the places have to be counted around litellm."""
-    return config.model.startswith("openai/") and not config.fallbacks
+    own_way = ("api_key", "api_base", "base_url", "organization", "timeout", "ssl_verify")
+    tables = (config.params, config.model_params.get(config.model, {}))
+    return (
+        config.model.startswith("openai/")
+        and not config.fallbacks
+        and not any(key in table for table in tables for key in own_way)
+    )
 
 
 def calls_at_once(config: JudgeConfig) -> int:
@@ -54,11 +63,15 @@ def calls_at_once(config: JudgeConfig) -> int:
     return config.concurrency * (2 if pooled(config) else 1)
 
 
+class ContextWindowError(ModelError):
+    """The prompt, with the tokens that a reply may have, is more than the model takes."""
+
+
 class Complete(Protocol):
     """One call of a judge model."""
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
-        """`schema` is a `response_format`. Raises `ModelError`."""
+        """`schema` is a `response_format`. Raises `ModelError`, and its `ContextWindowError` where the prompt is too long."""
 
 
 def _import_litellm() -> Any:
@@ -126,14 +139,27 @@ class Router:
         if self._client is not None:
             await self._client.close()
 
+    def _provider(self, name: str) -> str:
+        try:
+            return str(self._litellm.get_llm_provider(name)[1])
+        except self._litellm.exceptions.BadRequestError:  # litellm does not know the name
+            return name.partition("/")[0]
+
     def _deployment(self, name: str, key: str) -> dict[str, Any]:
         parameters: dict[str, Any] = {"model": name}
-        if self._config.api_base:
-            parameters["api_base"] = self._config.api_base
-            parameters["api_key"] = key or "none"
-        elif key:
-            parameters["api_key"] = key
-        return {"model_name": name, "litellm_params": parameters}
+        same_provider = self._provider(name) == self._provider(self._config.model)
+        if same_provider:  # key and address go nowhere else
+            if self._config.api_base:
+                parameters["api_base"] = self._config.api_base
+                parameters["api_key"] = key or "none"
+            elif key:
+                parameters["api_key"] = key
+        if self._config.max_tokens:
+            parameters["max_tokens"] = self._config.max_tokens
+        own = of_model(self._config, name, same_provider=same_provider)
+        if "max_completion_tokens" in own:
+            parameters.pop("max_tokens", None)
+        return {"model_name": name, "litellm_params": {**parameters, **own}}
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
         parameters: dict[str, Any] = {}
@@ -149,6 +175,10 @@ class Router:
             response = await self._router.acompletion(
                 model=self._config.model, messages=messages, **parameters
             )
+        except self._litellm.exceptions.ContextWindowExceededError as error:
+            raise ContextWindowError(
+                f"{self._config.model}: the prompt is too long: {str(error)[:500]}"
+            ) from error
         except self._litellm.exceptions.BadRequestError as error:
             if structured and self._config.structured == "auto" and _about_the_schema(str(error)):
                 log.warning("no structured output", model=self._config.model, detail=str(error)[:300])
@@ -174,6 +204,7 @@ class Router:
             completion_tokens=int(getattr(usage, "completion_tokens", 0) or 0),
             cost_usd=float(cost or 0.0),
             latency_s=took_s,
+            cut_off=bool(response.choices) and response.choices[0].finish_reason == "length",
         )
 
 

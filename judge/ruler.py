@@ -12,11 +12,14 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar, TypeVarTuple
 
 import anyio
+import anyio.to_thread
 
 from judge import prompt, replies
-from judge.llm import Complete, ModelError
+from judge.budget import pieces
+from judge.llm import Complete, ContextWindowError, ModelError, Reply
 from judge.merge import Judging, PositionBias, agree, concordance, merge, orders
 from judge.rubrics import Rubric
 from judge.scoring import UnscoredError
@@ -28,15 +31,20 @@ from pipeline.log import get_logger
 
 log = get_logger("judge.ruler")
 
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 Load = Callable[[TrajectoryCompleted], Awaitable[Transcript]]
 
-_SUBSET_CHARS = 2_000
-"""A trajectory cut below this says too little: rather judge fewer at once."""
 _SMALLEST_SUBSET = 4
 _SHARED = 2
 """Trajectories that neighbouring subsets have in common."""
 _LONGEST_PAUSE_S = 60.0
-_RESERVED_CHARS = 6_000
+_LEAST_CONTEXT = 2_000
+"""Tokens of a prompt below which a judge model's context is not tried any more."""
+_LARGE = 50_000
+"""Characters of a reply, or bytes of trajectories, that are worked on in a thread, so that nothing else has to wait."""
+_QUOTED = 4_000
+"""Characters of a reply that are sent back where the rest of its scores is asked for."""
 
 
 class JudgingError(Exception):
@@ -95,6 +103,7 @@ class LlmRuler:
         self._limiter = limiter or anyio.CapacityLimiter(config.concurrency)
         self._groups = anyio.CapacityLimiter(config.concurrency)
         self._rng = rng or random.SystemRandom()
+        self._context_tokens = config.context_tokens
         self.measured = Measured()
 
     async def __call__(
@@ -185,19 +194,38 @@ class LlmRuler:
 
     async def _pass(self, ordered: Sequence[Transcript]) -> tuple[tuple[Judging, ...], list[Verdict]]:
         """One judging in this order: one call, or one for each subset."""
-        budget = max(self._config.context_tokens * prompt.CHARS_PER_TOKEN - _RESERVED_CHARS, _SUBSET_CHARS)
+        while True:
+            tokens = self._context_tokens
+            try:
+                return await self._pass_within(ordered, tokens)
+            except ContextWindowError as error:
+                smaller = tokens // 2
+                if smaller < _LEAST_CONTEXT:
+                    raise JudgingError(str(error)) from error
+                if self._context_tokens == tokens:  # of several judgings at once, one is enough to learn it
+                    self._context_tokens = smaller
+                    log.warning(
+                        "judge.context_tokens is more than the judge model takes", tokens=tokens, now=smaller
+                    )
+
+    async def _pass_within(
+        self, ordered: Sequence[Transcript], tokens: int
+    ) -> tuple[tuple[Judging, ...], list[Verdict]]:
+        room = prompt.room(self.rubric, len(ordered), tokens)
+        sizes = await _off_loop(_characters(ordered), prompt.measure, ordered)
         judgings, verdicts = [], []
-        for subset in subsets(ordered, budget):
-            verdict = await self._call(subset, budget)
-            scores = {s.trajectory: s.score for s in verdict.scores}
-            judgings.append(Judging(verdict.order, scores))
+        for piece in pieces(sizes.members, sizes.context, room, _SMALLEST_SUBSET, _SHARED):
+            verdict = await self._call([ordered[i] for i in piece], room)
+            judgings.append(Judging(verdict.order, {s.trajectory: s.score for s in verdict.scores}))
             verdicts.append(verdict)
         return tuple(judgings), verdicts
 
-    async def _call(self, subset: Sequence[Transcript], budget: int) -> Verdict:
-        """Ask until every score could be read. Raises `JudgingError` after `attempts` calls."""
+    async def _call(self, subset: Sequence[Transcript], room: int) -> Verdict:
+        """Ask until every score could be read. Raises `JudgingError` after `attempts` calls, `ContextWindowError` where the
+        prompt is too long for the model."""
         spent = _Spent()
-        asked = prompt.build(self.rubric, subset, self._rng, budget)
+        characters = _characters(subset)
+        asked = await _off_loop(characters, prompt.build, self.rubric, subset, self._rng, room)
         messages, wanted = list(asked.messages), list(asked.names)
         scores: dict[str, float] = {}
         why: dict[str, str] = {}
@@ -207,27 +235,30 @@ class LlmRuler:
             try:
                 async with self._limiter:
                     reply = await self._complete(messages, prompt.answer_schema(wanted))
+            except ContextWindowError:
+                raise
             except ModelError as error:
                 raise JudgingError(str(error)) from error
             spent.add(
                 reply.model, reply.prompt_tokens, reply.completion_tokens, reply.cost_usd, reply.latency_s
             )
             self._account(reply.prompt_tokens, reply.completion_tokens, reply.cost_usd)
-            got = replies.read(reply.text, wanted)
+            got = await _off_loop(len(reply.text), replies.read, reply.text, wanted)
             if not got.missing:
                 scores |= got.scores
                 why |= got.explanations
                 return self._verdict(asked, scores, why, spent)
-            problem = f"{len(got.missing)} of {len(subset)} scores could not be read: {reply.text[:200]!r}"
+            problem = f"{len(got.missing)} of {len(subset)} scores could not be read: {_excerpt(reply)}"
             if got.scores and got.scale == 1.0:
                 scores |= got.scores
                 why |= got.explanations
                 wanted = list(got.missing)
                 again = prompt.ask_again(wanted, "Some scores were missing or contradicted each other.")
-                messages = [*asked.messages, {"role": "assistant", "content": reply.text[:20_000]}, again]
+                quoted = {"role": "assistant", "content": reply.text.strip()[:_QUOTED]}
+                messages = [*asked.messages, quoted, again]
             else:
                 # Nothing to build on, or scores on a scale that an answer for a few could not be matched to.
-                asked = prompt.build(self.rubric, subset, self._rng, budget)
+                asked = await _off_loop(characters, prompt.build, self.rubric, subset, self._rng, room)
                 messages, wanted, scores, why = list(asked.messages), list(asked.names), {}, {}
         raise JudgingError(f"after {self._config.attempts} calls, {problem}")
 
@@ -253,6 +284,7 @@ class LlmRuler:
             cost_usd=spent.cost_usd,
             latency_s=spent.latency_s,
             attempts=spent.calls,
+            left_out=asked.left_out,
         )
 
 
@@ -284,19 +316,24 @@ def _first(group: BaseExceptionGroup[HistoryGoneError]) -> HistoryGoneError:
     return error
 
 
-def subsets(ordered: Sequence[Transcript], budget: int) -> list[Sequence[Transcript]]:
-    """The list in overlapping pieces, none of which leaves a trajectory less than `_SUBSET_CHARS` or its own length.
+def _characters(transcripts: Sequence[Transcript]) -> int:
+    """About how much text there is, told without rendering it."""
+    return sum(
+        len(content) if isinstance(content := m.get("content"), str) else 100
+        for t in transcripts
+        for c in t.parts()
+        for m in c.messages
+    )
 
-    Neighbours share trajectories, so that their scores can be brought to one level."""
-    sizes = [min(sum(len(str(m)) for m in t.messages), budget) for t in ordered]
-    if sum(sizes) <= budget or len(ordered) <= _SMALLEST_SUBSET:
-        return [ordered]
-    at_once = max(budget // max(_SUBSET_CHARS, min(max(sizes), budget // _SMALLEST_SUBSET)), _SMALLEST_SUBSET)
-    if at_once >= len(ordered):
-        return [ordered]
-    step = at_once - _SHARED
-    pieces = [list(ordered[i : i + at_once]) for i in range(0, len(ordered) - _SHARED, step)]
-    last = pieces[-1]
-    if len(last) < at_once:
-        pieces[-1] = list(ordered[-at_once:])
-    return list(pieces)
+
+async def _off_loop(characters: int, work: Callable[[*Args], T], *args: *Args) -> T:
+    """`work(*args)`, in a thread where there is much to do."""
+    if characters < _LARGE:
+        return work(*args)
+    return await anyio.to_thread.run_sync(work, *args)
+
+
+def _excerpt(reply: Reply) -> str:
+    if reply.cut_off:
+        return f"the reply was cut off after {reply.completion_tokens} tokens (judge.max_tokens): {reply.text.strip()[:200]!r}"
+    return repr(reply.text.strip()[:200])

@@ -22,9 +22,9 @@ from typing import Any
 import anyio
 import msgspec
 
+from judge.lenient_json import Object, documents
 from judge.llm import Complete, Messages, ModelError, open_router
 from judge.prompt import defuse
-from judge.replies import documents
 from pipeline.config import Config, ConfigError, load
 
 BATCH = 10
@@ -86,12 +86,12 @@ def scenario(task: str, difficulty: int = 3) -> Scenario:
 def read_batch(reply: str) -> list[Scenario]:
     """The scenarios in a reply, whatever stands around them; none where it can't be read."""
     found = []
-    for document in documents(reply):
-        entries = document.one(("scenarios", "tasks")) if hasattr(document, "one") else document
+    for document in (d.value for d in documents(reply)):
+        entries = document.one(("scenarios", "tasks")) if isinstance(document, Object) else document
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, str):
                 task, difficulty = entry, 3
-            elif hasattr(entry, "one"):
+            elif isinstance(entry, Object):
                 task, difficulty = entry.one(("task", "scenario", "prompt")), entry.one(("difficulty",))
             else:
                 continue

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from judge.groups import Group, GroupKey, key_of
+from judge.params import scoring
 from judge.rubrics import load_rubric
 from pipeline.config import JudgeConfig
 from pipeline.events import (
@@ -34,7 +35,7 @@ AGENT = "agent"
 
 
 Reason = Literal["too_small", "late", "unscored"]
-PROMPT_VERSION = 1
+PROMPT_VERSION = 2
 """Goes into the judge configuration's hash: raise it when the way of asking changes."""
 
 
@@ -75,6 +76,7 @@ def judge_hash(config: JudgeConfig) -> str:
             "agreement": config.agreement,
             "temperature": config.temperature,
             "context_tokens": config.context_tokens,
+            "params": scoring(config),
             "prompt": PROMPT_VERSION,
         }
     return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]

@@ -105,8 +105,11 @@ class ScoringServer:
     """The message of an answer that is a status."""
     host: str = "127.0.0.1"
     port: int = 0
+    finish_reason: str = "stop"
     requests: list[Request] = field(default_factory=list)
     """What was asked, newest last; only where `keep` is set."""
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of the same requests, with lower-case names."""
     keep: bool = False
     calls: int = 0
     now: int = 0
@@ -137,12 +140,14 @@ class ScoringServer:
                     headers = {k.strip().lower(): v.strip() for k, _, v in (f.partition(":") for f in fields)}
                     body = await stream.receive_exactly(int(headers.get("content-length", "0")))
                     method, path, _ = line.split(" ", 2)
-                    status, answer = await self._answer(method, path, body)
+                    status, answer = await self._answer(method, path, headers, body)
                     payload = json.dumps(answer).encode()
                     head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
                     await connection.send(head.encode() + b"\r\n\r\n" + payload)
 
-    async def _answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    async def _answer(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, Any]]:
         if method == "GET":
             models = [{"id": "scorer", "object": "model"}]
             return 200, {"object": "list", "data": models, "calls": self.calls, "most_at_once": self.most}
@@ -152,6 +157,7 @@ class ScoringServer:
         self.calls += 1
         if self.keep:
             self.requests.append(request)
+            self.headers.append(headers)
         self.now += 1
         self.most = max(self.most, self.now)
         try:
@@ -173,7 +179,11 @@ class ScoringServer:
             "created": 0,
             "model": request["model"],
             "choices": [
-                {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                {
+                    "index": 0,
+                    "finish_reason": self.finish_reason,
+                    "message": {"role": "assistant", "content": text},
+                }
             ],
             "usage": usage,
         }

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 import tomli_w
 
+from pipeline.secrets import written_out
+
 PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")
 """Everything that `journeyman up` may start."""
 
@@ -260,6 +262,15 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """Whether the answer's JSON schema is sent along; `auto`: until the provider refuses it."""
     temperature: float | None = None
     """Sent only where set."""
+    max_tokens: int = 8192
+    """Tokens that one reply may have, a reasoning model's thinking included; it ends a reply that would never end. 0: not
+    sent."""
+    params: dict[str, Any] = {}
+    """Further parameters of litellm's `completion` for the judge model, and for fallbacks of the same provider: for example
+    `reasoning_effort`, `extra_headers`, `api_version`, `tenant_id`. A string may hold `${NAME}`, which becomes the environment
+    variable's value; secrets are given in this way only."""
+    model_params: dict[str, dict[str, Any]] = {}
+    """By litellm name of the judge model or of a fallback: its own parameters, before those in `params`."""
     request_timeout_s: float = 120.0
     retries: int = 2
     """Times that one call is repeated by the router when the provider fails."""
@@ -267,8 +278,9 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """Calls for one judging until every score could be read."""
     retry_for_s: float = 3600.0
     """How long a group that could not be judged is tried again before it is discarded as unscored."""
-    context_tokens: int = 32_000
-    """Budget of one call's prompt; longer trajectories are cut, longer groups judged in overlapping subsets."""
+    context_tokens: int = 100_000
+    """Tokens of one call's prompt at most: today's judge models take 128,000 or more, reply included. Longer groups are judged
+    in overlapping subsets, longer trajectories cut. It is halved by itself where the model refuses a prompt as too long."""
     rewards: tuple[RewardConfig, ...] = ()
     """What the final reward is made of; empty: agents' own rewards where all have one, else the judge model's."""
     combine: Literal["mean", "sum", "product", "min"] = "mean"
@@ -560,6 +572,13 @@ def _check(config: Config) -> None:
         raise ConfigError("models: two have the same name")
     if any("@" in name for name in names):
         raise ConfigError("models: a name can't hold '@', which separates the version")
+    tables = {"judge.params": config.judge.params, "judge.model_params": config.judge.model_params}
+    for name in (n for where, table in tables.items() for n in written_out(table, where)):
+        raise ConfigError(
+            f'{name}: a secret does not belong into settings; name its variable instead: "${{NAME}}"'
+        )
+    if config.judge.max_tokens < 0 or config.judge.context_tokens < 1000:
+        raise ConfigError("judge: max_tokens is 0 or more, context_tokens at least 1000")
     if config.judge.min_size < 2:
         raise ConfigError("judge.min_size: a group needs at least 2 members to compare")
     if config.judge.judgings < 1 or config.judge.attempts < 1 or config.judge.concurrency < 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.config import Config
+from pipeline.secrets import references
 
 EVERY = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP",
@@ -53,6 +54,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     own: list[str] = []
     if process == "judge":
         own += [config.judge.api_key_env] if config.judge.api_key_env else []
+        own += [*references(config.judge.params), *references(config.judge.model_params)]
         for model in (config.judge.model, *config.judge.fallbacks):
             own += _provider(model)
     if process == "gateway" and config.gateway.key_secret_env:

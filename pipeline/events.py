@@ -251,6 +251,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
     attempts: int = 1
     """Calls made until the reply could be read."""
+    left_out: int = 0
+    """Bytes of the trajectories that did not fit into the prompt (`judge.context_tokens`), so that the judge did not see them."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from judge.llm import Messages, ModelError, Reply
+from judge.llm import ContextWindowError, Messages, ModelError, Reply
 from judge.rubrics import load_rubric
 from judge.ruler import LlmRuler
 from judge.scoring_server import Answer
@@ -43,19 +43,25 @@ def exchange(
     )  # fmt: skip
 
 
+TOO_LONG = 413
+"""The answer of a model whose context the prompt does not fit."""
+
+
 class Model:
     """A judge model in the test's own process: `answer` is given the request and says what to reply."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Answer]) -> None:
-        self.answer, self.requests = answer, list[dict[str, Any]]()
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer], *, cut_off: bool = False) -> None:
+        self.answer, self.requests, self.cut_off = answer, list[dict[str, Any]](), cut_off
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
         request: dict[str, Any] = {"messages": [dict(m) for m in messages], "response_format": schema}
         self.requests.append(request)
         text = self.answer(request)
+        if text == TOO_LONG:
+            raise ContextWindowError("the prompt is too long")
         if isinstance(text, int):
             raise ModelError(f"answered {text}")
-        return Reply(text, "test-judge", 100, 10, 0.001, 0.05)
+        return Reply(text, "test-judge", 100, 10, 0.001, 0.05, self.cut_off)
 
 
 def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any) -> LlmRuler:

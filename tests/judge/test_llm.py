@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from judge.llm import ModelError, Router
+from judge.callers import open_complete
+from judge.llm import ContextWindowError, ModelError, Router
 from judge.scoring_server import Answer, Scorer, ScoringServer
 from pipeline.config import ConfigError, JudgeConfig
 
@@ -98,6 +99,56 @@ async def test_a_fallback_answers_for_a_model_that_fails() -> None:
     async with ScoringServer(answer).run() as server:
         router = await Router.make(settings(server, fallbacks=("openai/other",)))
         assert (await router(HELLO, None)).model == "other"
+
+
+@pytest.mark.usefixtures("routers")
+async def test_a_reply_is_bounded_and_parameters_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM", "t-1")
+    params = {
+        "seed": 3,
+        "extra_headers": {"x-team": "${TEAM}"},
+        "extra_body": {"chat_template_kwargs": {"a": 1}},
+    }
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        await (await Router.make(settings(server)))(HELLO, None)
+        await (await Router.make(settings(server, params=params, max_tokens=0)))(HELLO, None)
+        await (await Router.make(settings(server, params={"max_tokens": 7})))(HELLO, None)
+        usual, own, less = server.requests
+        assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
+        assert (own["seed"], own["chat_template_kwargs"], "max_tokens" in own) == (3, {"a": 1}, False)
+        assert [h.get("x-team") for h in server.headers] == [None, "t-1", None]
+
+
+@pytest.mark.usefixtures("routers")
+async def test_a_key_goes_to_its_provider_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k-1")
+    config = JudgeConfig(
+        model="openai/a",
+        fallbacks=("openai/b", "anthropic/c"),
+        api_base="http://127.0.0.1:1",
+        api_key_env="JUDGE_KEY",
+    )
+    listed = (await Router.make(config))._router.model_list
+    assert [d["litellm_params"].get("api_key") for d in listed] == ["k-1", "k-1", None]
+    assert [d["litellm_params"].get("api_base") for d in listed] == ["http://127.0.0.1:1"] * 2 + [None]
+
+
+@pytest.mark.usefixtures("routers")
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_prompt_that_is_too_long_is_an_error_of_its_own(workers: int) -> None:
+    refusal = "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens."
+    async with (
+        ScoringServer(lambda _: 400, refusal=refusal).run() as server,
+        open_complete(settings(server, workers=workers)) as complete,
+    ):
+        with pytest.raises(ContextWindowError, match="maximum context length"):
+            await complete(HELLO, SCHEMA)
+
+
+@pytest.mark.usefixtures("routers")
+async def test_a_reply_that_was_cut_off_says_so() -> None:
+    async with ScoringServer(lambda _: "{", finish_reason="length").run() as server:
+        assert (await (await Router.make(settings(server)))(HELLO, None)).cut_off
 
 
 @pytest.mark.usefixtures("routers")

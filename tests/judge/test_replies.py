@@ -6,13 +6,17 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from judge.replies import read
+from judge import lenient_json
+from judge.replies import LONGEST, read
 from judge.scoring_server import Scorer, blocks
 from tests.judge.helpers import Model, ruler, transcript
 
@@ -191,7 +195,92 @@ def defective() -> list[Case]:
     return cases
 
 
-POOL = well_formed() + in_lines() + defective()
+def plain() -> list[Case]:
+    """Replies whose meaning is plain though their form is not the one asked for."""
+    entries = _entries(1.0, "number")
+    draft = [{"id": i, "score": 0.5} for i in IDS]
+    one_a_line = "\n".join(json.dumps(e) for e in entries)
+    final = json.dumps({"scores": entries})
+    drafted = json.dumps({"scores": draft})
+    lines = "\n".join(f"{i}: {s}" for i, s in TRUTH.items())
+    draft_lines = "\n".join(f"{i}: 0.5" for i in IDS)
+    shown = {i: {"draft_score": 0.5, "final_score": s, "reason": "x"} for i, s in TRUTH.items()}
+    replies = [
+        one_a_line,
+        f"```jsonl\n{one_a_line}\n```",
+        one_a_line.replace("\n", ",\n"),
+        "\n\n".join(f"About this one:\n{json.dumps(e)}" for e in entries),
+        *(json.dumps({"scores": [{**e, "id": f(e["id"])} for e in entries]}) for f in _ECHOES),
+        *("\n".join(f"{f(i)}: {s}" for i, s in TRUTH.items()) for f in _ECHOES),
+        json.dumps({f"trajectory {i}": s for i, s in TRUTH.items()}),
+        json.dumps({"scores": [{"id": e["id"], "final_score": e["score"]} for e in entries]}),
+        json.dumps([{"id": e["id"], "score": 0.5, "final_score": e["score"]} for e in entries]),
+        json.dumps([{"id": e["id"], "draft_score": 0.5, "Final Score": e["score"]} for e in entries]),
+        json.dumps(shown),
+        json.dumps({"draft_scores": draft, "final_scores": entries}),
+        json.dumps({"final": entries, "initial": draft}),
+        f"Draft:\n{drafted}\nFinal:\n{final}",
+        f"{drafted}\n{final}",
+        "\n".join(json.dumps(e) for e in draft) + "\n\nOn reflection:\n" + one_a_line,
+        f"{draft_lines}\n\nAfter comparing them again:\n\n{lines}",
+        f"{drafted}\n\nFinal scores:\n{lines}",
+        f"{final}\n\nabc101: 3 mistakes\ndef202: 7 mistakes",
+        "\n".join(f"### Trajectory {i}\nIt did well.\n**Final score:** {s}\n" for i, s in TRUTH.items()),
+        "scores:\n" + "\n".join(f"- id: {i}\n  score: {s}\n" for i, s in TRUTH.items()),
+        "\n".join(f"{n}. {i}: {s}" for n, (i, s) in enumerate(TRUTH.items(), 1)),
+        str({"scores": [{"id": i, "score": s, "explanation": None} for i, s in TRUTH.items()]}),
+        "{" + ", ".join(f"{i}: {s}" for i, s in TRUTH.items()) + "}",
+        json.dumps(entries).replace("}, {", "} {"),
+        json.dumps([{"id": i, "explanation": "A\nB", "score": s} for i, s in TRUTH.items()]).replace(
+            "\\n", "\n"
+        ),
+        '[{"id": "abc101", "score": 9/10}, {"id": "def202", "score": 10%}, {"id": "ghj303", "score": 0.55,}, '
+        r"""{"id": "kmn404", "explanation": "said \(x\) and it\'s", "score": 0.3}]""",
+        f"I think that abc101: 0.2 might do.</think>{final}",
+        json.dumps({"scores": [{"id": e["id"], "name": "attempt 1", "score": e["score"]} for e in entries]}),
+    ]
+    return [(reply, TRUTH) for reply in replies]
+
+
+_ECHOES: list[Callable[[object], str]] = [
+    lambda i: f"trajectory {i}",
+    lambda i: f"<{i}>",
+    lambda i: f"Trajectory: {i}",
+    lambda i: f"<trajectory {i}>",
+    lambda i: f"attempt `{i}`",
+]
+
+
+def ambiguous() -> list[Case]:
+    """What can't be told is asked for again."""
+    entries = _entries(1.0, "number")
+    final = json.dumps({"scores": entries})
+    cases: list[Case] = [
+        ("\n".join(json.dumps(e) for e in [*entries, {"id": "abc101", "score": 0.2}]), _but("abc101")),
+        (f'{final}\n\nOh, and {{"abc101": 0.2}}', _but("abc101")),
+        (json.dumps({"draft": entries}), {}),
+        (json.dumps([{"id": "abc101", "trajectory_id": "def202", "score": 1}]), {}),
+        (json.dumps([{"id": "abc101", "final_score": 0.1, "revised_score": 0.4}]), {}),
+        (
+            json.dumps(
+                [{"id": "better than abc101", "score": 0.4}, {"id": "abc101 and def202", "score": 0.4}]
+            ),
+            {},
+        ),
+        (json.dumps([{"id": "<abc101x>", "score": 1}, {"id": "xabc101", "score": 1}]), {}),
+        ('{"first": {"abc101": 0.2, "def202": 0.2}, "second": {"abc101": 0.9, "de', {}),
+        ("### abc101\nscore: 0.2\nscore: 0.9", {}),
+    ]
+    cut = json.dumps({"scores": entries})
+    cases.append((cut[: cut.index("kmn404")], {i: s for i, s in TRUTH.items() if i != "kmn404"}))
+    return cases
+
+
+def _but(name: str) -> dict[str, float]:
+    return {i: s for i, s in TRUTH.items() if i != name}
+
+
+POOL = well_formed() + in_lines() + defective() + plain() + ambiguous()
 
 
 def test_the_pool_is_large() -> None:
@@ -236,6 +325,76 @@ def test_explanations_are_kept() -> None:
 def test_a_correction_after_a_draft_is_the_last_word() -> None:
     got = read('{"abc101": 0.2}\nOn second thought:\n{"abc101": 0.8}', ["abc101"])
     assert got.scores == {"abc101": 0.8}
+
+
+@pytest.mark.parametrize("number", range(len(plain())))
+def test_a_reply_whose_meaning_is_plain_is_read(number: int) -> None:
+    reply, truth = plain()[number]
+    assert read(reply, IDS).scores == pytest.approx(truth), reply
+
+
+@pytest.mark.parametrize("number", range(len(ambiguous())))
+def test_what_is_ambiguous_is_asked_for_again(number: int) -> None:
+    reply, right = ambiguous()[number]
+    assert read(reply, IDS).scores == pytest.approx(right), reply
+
+
+ATOMS = [
+    "\n", " ", "\t\r", "[", "{", "]", "}", "[]", "{}", '{"a":', '["x" ', '[1 "', '"', '\\"', '[1 \\"', "'", "{'", ",", "{,", "-", "*",
+    "|", "/", "// \n", "abc101", "abc101: ", "abc101:\n", "abc101 \n0.9 ", "9", "7/10 ", "-0.1e", "<think>", "</think>",
+    "trajectory ", '{"final":', '{"id":"abc101","score":0.1}', '{"id":"abc101","score":0.1},\n', '{"abc101":', "score: ",
+    "final ", "abc101: 0.5\n", "é", "### abc101\nscore: 0.4\n",
+]  # fmt: skip
+
+
+class _Counting:
+    """A pattern that counts the characters which its matches took."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern, self.taken = pattern, 0
+
+    def match(self, text: str, position: int) -> re.Match[str] | None:
+        found = self.pattern.match(text, position)
+        self.taken += (found.end() if found is not None else len(text)) - position
+        return found
+
+    def search(self, text: str, position: int) -> re.Match[str] | None:
+        found = self.pattern.search(text, position)
+        self.taken += (found.end() if found is not None else len(text)) - position
+        return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(ATOMS), min_size=1, max_size=5),
+    st.lists(st.sampled_from(ATOMS), max_size=5),
+    st.lists(st.sampled_from(ATOMS), max_size=5),
+)
+def test_reading_takes_work_in_proportion_to_the_reply(
+    unit: list[str], before: list[str], after: list[str]
+) -> None:
+    """Each character is looked at a bounded number of times, so a reply built to make a reader go back and forth does not."""
+    body = "".join(unit)
+    text = "".join(before) + body * (60_000 // len(body)) + "".join(after)
+    token, opening = _Counting(lenient_json._TOKEN), _Counting(lenient_json._OPENING)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lenient_json, "_TOKEN", token)
+        patched.setattr(lenient_json, "_OPENING", opening)
+        began = time.process_time()
+        read(text, IDS)
+    assert token.taken + opening.taken <= 3 * len(text) + 100
+    # Patterns of single lines are not counted: were one of them quadratic, 60 kB would take more than this.
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    "atom", ["\n", " ", '{"scores": [', '"', "[{", '{"id": "abc101", "score": 0.5}', "abc101: 0.5\n"]
+)
+def test_the_longest_reply_is_read(atom: str) -> None:
+    """A judge in JSON mode that ends in white space for ever is common; 1,600 line breaks once took 23 s."""
+    began = time.process_time()
+    read('{"scores": [' + atom * (LONGEST // len(atom)), IDS)
+    assert time.process_time() - began < 60
 
 
 @given(st.text(alphabet=st.sampled_from('{}[]":,.0123456789abcdefghjkmn \n-/%sco'), max_size=200))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
-from itertools import pairwise
 from statistics import mean
 from typing import Any
 
 import msgspec
 import pytest
 
+from judge import prompt, replies
 from judge.merge import concordance
-from judge.ruler import JudgingError, subsets
+from judge.ruler import JudgingError
 from judge.scoring import UnscoredError
 from judge.scoring_server import Answer, Scorer
-from tests.judge.helpers import Model, completed, ruler, transcript
+from tests.judge.helpers import TOO_LONG, Model, completed, ruler, transcript
 
 pytestmark = pytest.mark.anyio
 
@@ -186,7 +187,7 @@ async def test_the_shared_beginning_is_sent_once_and_tools_with_it() -> None:
 
 async def test_a_group_too_long_is_judged_in_overlapping_subsets() -> None:
     truth = {f"t{i:02}": round(0.02 + i * 0.04, 2) for i in range(24)}
-    long = [transcript(n, "x" * 4000, f"quality={q}") for n, q in truth.items()]
+    long = [transcript(n, f"{n} " * 1000, f"quality={q}") for n, q in truth.items()]
     model = Model(Scorer())
     scores, verdicts = await ruler(model, context_tokens=10_000, judgings=2).judge(long)
     assert len(verdicts) > 4
@@ -195,10 +196,88 @@ async def test_a_group_too_long_is_judged_in_overlapping_subsets() -> None:
     assert concordance(scores, truth) == 1.0
 
 
-def test_neighbouring_subsets_share_members_and_cover_all() -> None:
-    long = [transcript(f"t{i}", "y" * 5000) for i in range(11)]
-    pieces = subsets(long, 25_000)
-    assert {t.trajectory for p in pieces for t in p} == {f"t{i}" for i in range(11)}
-    for a, b in pairwise(pieces):
-        assert len({t.trajectory for t in a} & {t.trajectory for t in b}) >= 2
-    assert subsets(long, 10**6) == [long]
+async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:
+    """Eight members with 20,000 characters in common once took three to six calls."""
+    shared = "The manual of the game. " * 800 + "\nWin the game."
+    truth = {f"t{i}": round(0.1 + i / 10, 2) for i in range(8)}
+    group = [transcript(n, f"I play. quality={q}", task=shared) for n, q in truth.items()]
+    model = Model(Scorer())
+    scores, verdicts = await ruler(model, context_tokens=12_000, judgings=1).judge(group)
+    assert scores == pytest.approx(truth)
+    assert (len(verdicts), verdicts[0].left_out) == (1, 0)
+    assert str(model.requests[0]["messages"]).count("The manual of the game.") == 800
+
+
+async def test_a_shared_beginning_stays_whole_where_there_is_room() -> None:
+    """It was cut to a quarter of the budget even where the rest of the budget was empty."""
+    shared = "".join(f"rule {i} of the game; " for i in range(1200))
+    group = [transcript(f"t{i}", f"quality=0.{i + 1}", task=shared) for i in range(4)]
+    model = Model(Scorer())
+    _, (verdict,) = await ruler(model, context_tokens=14_000, judgings=1).judge(group)
+    text = str(model.requests[0]["messages"])
+    assert all(f"rule {i} of the game" in text for i in range(1200))
+    assert verdict.left_out == 0
+
+
+async def test_a_long_trajectory_gets_what_short_ones_leave() -> None:
+    """One long and three tiny trajectories once got a quarter of the budget each."""
+    long = "".join(f"move {i}; " for i in range(2000))
+    group = [
+        transcript("long", long + "quality=0.9"),
+        *(transcript(f"t{i}", f"quality=0.{i}") for i in (1, 2, 3)),
+    ]
+    model = Model(Scorer())
+    _, (verdict,) = await ruler(model, context_tokens=10_000, judgings=1).judge(group)
+    assert all(f"move {i};" in str(model.requests[0]["messages"]) for i in range(2000))
+    assert verdict.left_out == 0
+
+
+async def test_what_does_not_fit_is_cut_and_the_verdict_says_so() -> None:
+    group = [transcript(f"t{i}", f"{i}" * 50_000, f"quality=0.{i + 1}") for i in range(3)]
+    model = Model(Scorer())
+    scores, (verdict,) = await ruler(model, context_tokens=10_000, judgings=1).judge(group)
+    assert scores == pytest.approx({f"t{i}": (i + 1) / 10 for i in range(3)})
+    size = sum(len(m["content"]) for m in model.requests[0]["messages"])
+    assert size <= 10_000 * prompt.BYTES_PER_TOKEN
+    assert verdict.left_out > 150_000 - size
+    assert "bytes left out" in str(model.requests[0]["messages"])
+
+
+async def test_a_context_smaller_than_the_setting_is_learned() -> None:
+    """A judge model with a smaller context than `judge.context_tokens` refuses the prompt; the next one is half as long."""
+
+    def answer(request: dict[str, Any]) -> Answer:
+        size = sum(len(m["content"]) for m in request["messages"])
+        return TOO_LONG if size > 30_000 else Scorer()(request)
+
+    group = [transcript(f"t{i}", f"{i}" * 20_000, f"quality=0.{i + 1}") for i in range(4)]
+    model = Model(answer)
+    judge = ruler(model, context_tokens=40_000, judgings=1)
+    scores, _ = await judge.judge(group)
+    assert scores == pytest.approx({f"t{i}": (i + 1) / 10 for i in range(4)})
+    assert len(model.requests) == 3
+    await judge.judge(group)
+    assert len(model.requests) == 4  # what was learned once is known
+    with pytest.raises(JudgingError, match="too long"):
+        await ruler(Model(lambda _: TOO_LONG), judgings=1).judge(group)
+
+
+async def test_a_reply_that_was_cut_off_is_an_error_that_names_the_setting() -> None:
+    model = Model(lambda _: '{"scores": [' + " " * 100_000, cut_off=True)
+    with pytest.raises(JudgingError, match=r"cut off after 10 tokens \(judge\.max_tokens\)"):
+        await ruler(model, attempts=2, judgings=1).judge(TRANSCRIPTS)
+
+
+async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    original = replies.read
+
+    def remember(text: str, ids: Any) -> replies.Read:
+        threads.append(threading.get_ident())
+        return original(text, ids)
+
+    monkeypatch.setattr(replies, "read", remember)
+    model = Model(per_call(lambda _: "[" + "\n" * 900_000, Scorer()))
+    await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    assert threads[0] != threading.get_ident()
+    assert threads[1] == threading.get_ident()

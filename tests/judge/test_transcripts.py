@@ -7,10 +7,10 @@ import json
 import msgspec
 import pytest
 
-from judge.transcripts import Transcript, common_prefix, from_exchanges, load, render, shorten
+from judge.transcripts import Transcript, from_exchanges, load, render, shorten, size
 from pipeline.broker import Broker, HistoryGoneError
 from pipeline.config import NatsConfig
-from tests.judge.helpers import exchange, transcript
+from tests.judge.helpers import exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -26,6 +26,12 @@ def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
         ],
     )
     assert found.messages == ({"role": "user", "content": "b"}, {"role": "assistant", "content": "second"})
+    assert [c.calls for c in found.parts()] == [
+        "call 1",
+        "call 2, choice 1 of call 2",
+        "call 2, choice 2 of call 2",
+    ]
+    assert [c.messages[-1]["content"] for c in found.parts()] == ["first", "second", "other choice"]
 
 
 def test_a_trajectory_without_exchanges_is_gone() -> None:
@@ -41,13 +47,6 @@ async def test_a_transcript_comes_from_the_log(nats_config: NatsConfig) -> None:
             await load(broker, "p", "none")
 
 
-def test_what_is_shared_ends_with_the_first_difference() -> None:
-    assert common_prefix([transcript("a", "x", "y"), transcript("b", "x", "z")]) == 2
-    assert common_prefix([transcript("a", "x"), transcript("b", "x", "z")]) == 2
-    assert common_prefix([transcript("a", task="1"), transcript("b", task="2")]) == 0
-    assert common_prefix([]) == 0
-
-
 def test_every_kind_of_message_is_rendered() -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
     messages = [
@@ -58,11 +57,16 @@ def test_every_kind_of_message_is_rendered() -> None:
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "name": "look", "content": "a door"},
         {"role": "assistant", "content": {"odd": 1}, "tool_calls": ["broken"]},
+        {"role": "assistant", "refusal": "no", "function_call": {"name": "old", "arguments": "{}"}},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "custom", "custom": {"name": "free", "input": "text"}}],
+        },
         {},
     ]
     assert render(messages) == (
         "[user] see\n(image_url)\n[assistant] (thinking) hm\n(calls look) {\"at\": 1}\n[tool look] a door\n"
-        '[assistant] {"odd":1}\n(calls ?) \n[?] '
+        '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n[assistant] (calls free) text\n[?] '
     )  # fmt: skip
 
 
@@ -78,11 +82,13 @@ def test_a_request_that_is_no_object_has_no_messages() -> None:
     assert from_exchanges("t", [odd]) == Transcript("t", ())
 
 
-def test_what_is_cut_keeps_beginning_and_end() -> None:
-    text = "a" * 500 + "b" * 500
+@pytest.mark.parametrize("letters", ["ab", "äß", "世界", "🙂🙃"])
+def test_what_is_cut_keeps_beginning_and_end(letters: str) -> None:
+    text = letters[0] * 500 + letters[1] * 500
     short = shorten(text, 300)
-    assert len(short) <= 300
-    assert short.startswith("aaa")
-    assert short.endswith("bbb")
-    assert "700 characters left out" in short
-    assert shorten(text, 1000) == text
+    assert size(short) <= 300
+    assert short.startswith(letters[0] * 3)
+    assert short.endswith(letters[1] * 3)
+    assert f"{size(text) - 300} bytes left out" in short
+    assert shorten(text, size(text)) == text
+    assert size(shorten(text, 0)) < 60

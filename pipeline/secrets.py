@@ -1,0 +1,45 @@
+"""Secrets in settings: which values look like one, and how settings refer to the environment instead.
+
+The resolved settings are saved with every run, so a secret must not be in them. `${NAME}` anywhere in a string stands for an
+environment variable; `os.environ/NAME` as a whole string does too, because litellm's users write it so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}|^os\.environ/([A-Za-z_]\w*)$")
+_NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cookie)$|credentials?$", re.I)
+
+
+def written_out(value: Any, where: str) -> Iterator[str]:
+    """The dotted names, beginning with `where`, of strings that are secrets by their name and no reference."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from written_out(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from written_out(inner, where)
+    elif (
+        isinstance(value, str) and not REFERENCE.search(value) and _is_secret(where.rpartition(".")[2], value)
+    ):
+        yield where
+
+
+def _is_secret(name: str, value: str) -> bool:
+    if name.lower().endswith(("credential", "credentials")):
+        return value.lstrip().startswith("{")  # else the path of a file
+    return bool(value) and _NAMES.search(name) is not None
+
+
+def references(value: Any) -> Iterator[str]:
+    """The environment variables that the strings in `value` refer to."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from references(inner)
+    elif isinstance(value, str):
+        yield from (match.group(1) or match.group(2) for match in REFERENCE.finditer(value))
