@@ -130,7 +130,7 @@ class Journeyman:
         self.close()
 
     def open(self, model: str, **options: Any) -> Trajectory:
-        """Open a trajectory. `options`: group, task, id, split, group_size, attempt, metadata, pinned."""
+        """Open a trajectory. `options`: group, task, id, split, group_size, attempt, metadata, pinned, key_completes."""
         return _opened(self._call("POST", "/v1/trajectories", _opening(model, options)))
 
     def complete(self, trajectory: str, **result: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class AsyncJourneyman:
         await self.aclose()
 
     async def open(self, model: str, **options: Any) -> Trajectory:
-        """Open a trajectory. `options`: group, task, id, split, group_size, attempt, metadata, pinned."""
+        """Open a trajectory. `options`: group, task, id, split, group_size, attempt, metadata, pinned, key_completes."""
         return _opened(await self._call("POST", "/v1/trajectories", _opening(model, options)))
 
     async def complete(self, trajectory: str, **result: Any) -> dict[str, Any]:

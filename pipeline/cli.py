@@ -42,6 +42,7 @@ ELSEWHERE = {
     "scenarios": ("judge.scenarios", "make scenarios from a task description"),
     "train": ("trainer.train", "run the trainer alone"),
     "sft": ("trainer.sft", "supervised warm start"),
+    "keys": ("rollout_gateway.keys_cli", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.export", "write an adapter or merged weights"),
 }
 """Commands that live in a service's folder: module, and what `--help` says."""

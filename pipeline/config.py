@@ -126,15 +126,26 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 class KeyConfig(Section, frozen=True, kw_only=True):
-    """An API key; `python -m rollout_gateway.keys` makes one."""
+    """An API key; `journeyman keys` makes one."""
 
     sha256: str
     """Of the key, in hexadecimal; the key itself is in no file."""
     name: str = ""
+    """What the key opens belongs to this name, and keys of one name share what they own and their rate. Empty: a part of
+    the hash."""
     role: Literal["agent", "operator"] = "agent"
-    """`agent`: model calls and trajectories; `operator`: also decisions about versions, and metrics."""
+    """`agent`: model calls and its own trajectories; `operator`: every trajectory, decisions about versions, and metrics."""
     calls_per_minute: int = 0
-    """0: no limit. Each gateway replica counts for itself."""
+    """Calls with the key and with the keys of the trajectories it opened; 0: no limit. Each gateway replica counts for
+    itself."""
+    models: tuple[str, ...] = ()
+    """Models it may call and open trajectories for. Empty: all."""
+    projects: tuple[str, ...] = ()
+    """Projects whose gateways know it. Empty: all."""
+    calls_only: bool = False
+    """It makes model calls and nothing else: it can't open, read, list or complete trajectories by the control API."""
+    expires: str = ""
+    """Date and time in ISO 8601, UTC where it names no zone. Empty: never."""
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
@@ -191,7 +202,12 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Name of the environment variable with the secret that trajectory keys are made from; gateway replicas share it.
     Empty: a secret of this run, kept in its folder."""
     keys: tuple[KeyConfig, ...] = ()
-    """Who may call. Empty: everyone, which is allowed on the loopback interface only."""
+    """Who may call. With none here nor in `keys_file` everyone may, which is allowed on the loopback interface only."""
+    keys_file: str = "keys.toml"
+    """File with further keys, under the run directory, read again within a second or two of a change; `journeyman keys`
+    adds to it and revokes. Once it has been there, keys are needed, even when it is deleted."""
+    max_reward: float = 1000.0
+    """The largest absolute value of a reward, or a named reward, that a completion may report; beyond it is a 400."""
     infer: bool = False
     """Calls that name no trajectory are made into trajectories by the continuity of their messages."""
     infer_idle_s: float = 60.0

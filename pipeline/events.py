@@ -133,6 +133,10 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     metadata: Json = b"{}"
     paced_s: float = 0.0
     """Seconds that the group was told to wait (429) before its first trajectory was let in."""
+    owner: str = ""
+    """Name of the API key that opened the trajectory; only it and operators may touch it. Empty: opened without a key."""
+    key_completes: bool = False
+    """Whether the trajectory's own key may complete it, and so name its reward."""
 
     def subject(self) -> str:
         return f"rollout.opened.{subject_token(self.project)}.{subject_token(self.trajectory)}"

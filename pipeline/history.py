@@ -7,6 +7,7 @@ Errors: `BrokerError` and below, of `pipeline.errors`; `msgspec.DecodeError` on 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ from pipeline.errors import BrokerError, BrokerUnavailableError, HistoryGoneErro
 from pipeline.events import AnyEvent, ClaimCheck, decode
 
 _BATCH = 1000
+_PAGE_BYTES = 8 * 1024 * 1024
+_YIELD_BYTES = 1024 * 1024
+"""Bytes that are decoded before other tasks get a turn: about a millisecond."""
 
 
 @dataclass(eq=False)
@@ -70,19 +74,34 @@ class Reader:
     async def history(self, stream: str, subject: str, start_seq: int = 1) -> list[Recorded]:
         """Every event on `subject` (wildcards allowed) from `start_seq` on, in stream order."""
         out: list[Recorded] = []
-        while True:
-            page, more = await self.direct_get(
-                stream, {"seq": start_seq, "next_by_subj": subject, "batch": _BATCH}
-            )
-            for message in page:
-                headers = dict(message.headers or {})
-                seq = int(headers["Nats-Sequence"])
-                out.append(
-                    Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers)
-                )
-            if not more or not page:
-                return out
-            start_seq = out[-1].seq + 1
+        while start_seq:
+            page, start_seq = await self.page(stream, subject, start_seq)
+            out += page
+        return out
+
+    async def page(self, stream: str, subject: str, start_seq: int = 1) -> tuple[list[Recorded], int]:
+        """The first events on `subject` from `start_seq` on, at most `_PAGE_BYTES` of them (or one), and the sequence to go
+        on from, 0 where there are no more. Other tasks run between the events of a page, however large they are."""
+        out: list[Recorded] = []
+        page, more = await self.direct_get(
+            stream, {"seq": start_seq, "next_by_subj": subject, "batch": _BATCH, "max_bytes": _PAGE_BYTES}
+        )
+        decoded = following = 0
+        for message in page:
+            headers = dict(message.headers or {})
+            seq = int(headers["Nats-Sequence"])
+            following = seq + 1
+            out.append(Recorded(await self.read(message.data), stream, seq, headers["Nats-Subject"], headers))
+            decoded += len(message.data)
+            if decoded > _YIELD_BYTES:
+                decoded = 0
+                await asyncio.sleep(0)
+        return out, following if more else 0
+
+    async def count(self, stream: str, subject: str) -> int:
+        """How many messages `subject` (no wildcards) holds, without reading them."""
+        info = await self._subjects_info(stream, {"subjects_filter": subject})
+        return int((info["state"].get("subjects") or {}).get(subject, 0))
 
     async def messages(
         self, stream: str, first: int, last: int
@@ -116,22 +135,25 @@ class Reader:
         """The subjects within `subject` (wildcards allowed) that hold something: names without the events."""
         out: list[str] = []
         while True:
-            request = {"subjects_filter": subject, "offset": len(out)}
-            try:
-                reply = await self.client.request(
-                    f"$JS.API.STREAM.INFO.{stream}",
-                    msgspec.json.encode(request),
-                    timeout=self.config.ack_timeout_s,
-                )
-            except (nats.errors.TimeoutError, nats.errors.NoRespondersError) as error:
-                raise BrokerUnavailableError(f"{stream} did not answer: is the NATS server up?") from error
-            info = msgspec.json.decode(reply.data)
-            if "error" in info:
-                raise BrokerError(f"subjects of {stream}: {info['error'].get('description', '')}")
+            info = await self._subjects_info(stream, {"subjects_filter": subject, "offset": len(out)})
             page = info["state"].get("subjects") or {}
             out += page
             if not page or len(out) >= int(info.get("total", 0)):
                 return out
+
+    async def _subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            reply = await self.client.request(
+                f"$JS.API.STREAM.INFO.{stream}",
+                msgspec.json.encode(request),
+                timeout=self.config.ack_timeout_s,
+            )
+        except (nats.errors.TimeoutError, nats.errors.NoRespondersError) as error:
+            raise BrokerUnavailableError(f"{stream} did not answer: is the NATS server up?") from error
+        info: dict[str, Any] = msgspec.json.decode(reply.data)
+        if "error" in info:
+            raise BrokerError(f"subjects of {stream}: {info['error'].get('description', '')}")
+        return info
 
     async def get(self, stream: str, seq: int) -> Recorded:
         """The event at `seq`; raises `HistoryGoneError` where retention took it."""

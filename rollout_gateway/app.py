@@ -6,21 +6,25 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import cast
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 
 from pipeline.broker import BrokerError
+from pipeline.config import GatewayConfig
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError
 from rollout_gateway import openapi, routes, wire
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
+from rollout_gateway.door import Door
 from rollout_gateway.errors import ApiError, stopping, too_many_calls, unavailable
 from rollout_gateway.exchange import Caller, ClientGoneError
 from rollout_gateway.identity import Identity
+from rollout_gateway.keys import Access
 from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
 from rollout_gateway.metrics import Metrics
 from rollout_gateway.promotion import Action, Decision, Promotion
@@ -47,6 +51,20 @@ _MODEL_CALLS = _DIALECTS.keys() | _TRANSLATED.keys()
 SIDE_CALL_HEADER = b"x-journeyman-side-call"
 
 
+@dataclass(eq=False, slots=True)
+class _Admitted:
+    """What the head of a request says, its key checked."""
+
+    access: Access
+    path: str = ""
+    named: str | None = None
+    """The trajectory that the URL names."""
+    route: routes.Route | None = None
+    """`None` for a model call, and for a CORS preflight, which has no `path` either."""
+    values: list[str] = field(default_factory=list)
+    query: str = ""
+
+
 class App:
     """The gateway's routes."""
 
@@ -59,9 +77,11 @@ class App:
         router: Router,
         watchers: Watchers,
         metrics: Metrics,
-        max_calls: int,
+        door: Door,
+        config: GatewayConfig,
     ) -> None:
-        self._calls, self._max_calls = 0, max_calls or sys.maxsize
+        self._calls, self._max_calls = 0, config.max_calls or sys.maxsize
+        self._door, self._max_control_body = door, config.max_control_body_bytes
         self._callers: dict[Request, Caller] = {}
         self._stopping = False
         self._chat, self._control, self._promotion = chat, control, promotion
@@ -77,9 +97,44 @@ class App:
         for caller in list(self._callers.values()):
             caller.cut_off()
 
+    def admit(self, request: Request) -> None:
+        """Check where a request comes from, its URL and its key, by its head alone. Raises `ApiError`.
+
+        Nothing is read from the log for a request before its key is known to be good, nor is its body kept."""
+        if self._door.check(request):
+            request.admitted = _Admitted(Access())
+            return
+        path, _, query = request.target.partition("?")
+        named = None
+        if path.startswith("/t/"):
+            part, slash, rest = path[3:].partition("/")
+            named, path = routes.decoded(part), slash + rest
+        if path in _MODEL_CALLS:
+            if request.method != "POST":
+                raise routes.not_allowed("POST")
+            access = self._identity.admit(request.headers, "call", named)
+            request.admitted = _Admitted(access, path, named)
+            return
+        route, values = routes.find(request.method, path)
+        request.max_body = min(request.max_body, self._max_control_body)
+        access = Access()
+        if route.key:
+            about = values[0] if route.key == "trajectory" else named
+            access = self._identity.admit(request.headers, route.key, about)
+        request.admitted = _Admitted(access, path, named, route, values, query)
+
     async def __call__(self, request: Request) -> None:
         try:
-            await self._route(request)
+            if request.refusal is not None:
+                self._count_refused(request, request.refusal)
+                raise request.refusal
+            admitted: _Admitted = request.admitted
+            if admitted.route is not None:
+                await self._control_call(request, admitted, admitted.route)
+            elif admitted.path:
+                await self._model_call(request, admitted)
+            else:
+                request.answer(204, b"")
         except ApiError as error:
             _refuse(request, error)
         except InvalidNameError as error:
@@ -89,29 +144,19 @@ class App:
         except BrokerError as error:
             _refuse(request, _no_log(error))
 
-    async def _route(self, request: Request) -> None:
-        path, _, query = request.target.partition("?")
-        named = None
-        if path.startswith("/t/"):
-            named, slash, rest = path[3:].partition("/")
-            named, path = unquote(named), slash + rest
+    def _count_refused(self, request: Request, refusal: ApiError) -> None:
+        path = _api_of(request)
         if path in _MODEL_CALLS:
-            if request.method != "POST":
-                raise routes.not_allowed("POST")
-            await self._model_call(path, request, named)
-            return
-        await self._control_call(request, unquote(path), query)
+            self._metrics.call(path, refusal.status, 0.0)
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    async def _control_call(self, request: Request, path: str, query: str) -> None:
-        route, values = routes.find(request.method, path)
+    async def _control_call(self, request: Request, admitted: _Admitted, route: routes.Route) -> None:
         headers, body = request.headers, _body(request)
         control, answer = self._control, None
+        access, values = admitted.access, admitted.values
         if route.key == "trajectory":
-            await self._identity.check_for(headers, values[0])
-        elif route.key:
-            self._identity.check(headers, operator=route.key == "operator")
+            await self._identity.reach(access, values[0], complete=route.name == "complete")
         match route.name:
             case "health":
                 answer = control.health()
@@ -122,7 +167,7 @@ class App:
             case "openapi":
                 answer = openapi.document()
             case "models":
-                answer = control.models()
+                answer = control.models(access)
             case "model":
                 answer = control.model(values[0])
             case "policies":
@@ -133,20 +178,21 @@ class App:
             case "decide":
                 decision = read_body(body, Decision)
                 action = cast(Action, route.parts[-1])
-                answer = await self._promotion.decide(values[0], action, decision)
+                answer = await self._promotion.decide(values[0], action, decision, access.owner)
             case "open":
                 if self._stopping:
                     raise stopping()
-                answer = await control.open(body, _base_url(request), _traceparent(headers))
+                base_url = self._door.base_url(request)
+                answer = await control.open(body, base_url, _traceparent(headers), access)
             case "list":
-                asked = {k: v[-1] for k, v in parse_qs(query, keep_blank_values=True).items()}
-                answer = control.list(asked)
+                asked = {k: v[-1] for k, v in parse_qs(admitted.query, keep_blank_values=True).items()}
+                answer = await control.list(asked, access)
             case "get":
                 answer = await control.get(values[0])
             case "complete":
                 answer = await control.complete(values[0], body)
             case "complete_group":
-                answer = await control.complete_group(values[0], body)
+                answer = await control.complete_group(values[0], body, access)
         request.answer(route.status, _encode(answer))
 
     async def _watch_policies(self, request: Request) -> None:
@@ -165,17 +211,18 @@ class App:
 
     # -- model calls ---------------------------------------------------------------------------------------------
 
-    async def _model_call(self, path: str, request: Request, named: str | None) -> None:
+    async def _model_call(self, request: Request, admitted: _Admitted) -> None:
         """A call of any of the four endpoints, counted."""
+        path = admitted.path
         started, status = time.perf_counter(), 500
         self._calls += 1
         try:
             dialect = _DIALECTS.get(path)
             if dialect is None:
-                status = await self._translated_call(path, request, named)
+                status = await self._translated_call(path, request, admitted)
                 return
             call = dialect.read(self._read(request))
-            caller = await self._caller(call, named, request)
+            caller = await self._caller(call, admitted, request)
             if call.stream:
                 status, answer = await self._chat.stream(dialect, call, caller, _Listener(request))
             else:
@@ -201,9 +248,9 @@ class App:
             raise too_many_calls()
         return _body(request)
 
-    async def _caller(self, call: wire.Call, named: str | None, request: Request) -> Caller:
+    async def _caller(self, call: wire.Call, admitted: _Admitted, request: Request) -> Caller:
         headers = request.headers
-        trajectory = await self._identity.trajectory(named, headers, call)
+        trajectory = await self._identity.trajectory(admitted.access, admitted.named, headers, call)
         self._router.check(call.asked.model, trajectory)
         caller = Caller(
             trajectory,
@@ -216,15 +263,15 @@ class App:
         self._callers[request] = caller
         return caller
 
-    async def _translated_call(self, path: str, request: Request, named: str | None) -> int:
+    async def _translated_call(self, path: str, request: Request, admitted: _Admitted) -> int:
         """A call of another API: as a chat completion there, and back. The status."""
         try:
             translation = _TRANSLATED[path](self._read(request))
             call = CHAT.read(_encode(translation.chat()), path)
             if isinstance(translation, ResponsesTranslation) and translation.previous:
-                caller, call = await self._continued(translation, call, named, request)
+                caller, call = await self._continued(translation, call, admitted, request)
             else:
-                caller = await self._caller(call, named, request)
+                caller = await self._caller(call, admitted, request)
             if call.stream:
                 listener = _TranslatedListener(request, translation)
                 status, answer = await self._chat.stream(CHAT, call, caller, listener)
@@ -237,19 +284,15 @@ class App:
             return status
         except (ApiError, BrokerError) as failed:
             error = failed if isinstance(failed, ApiError) else _no_log(failed)
-            answer = error.body()
-            if path == MessagesTranslation.path:
-                error.kind = error_type(error.status)
-                answer = messages_error(error.body())
-            request.answer(error.status, answer, error.headers)
+            _refuse(request, error)
             return error.status
 
     async def _continued(
-        self, translation: ResponsesTranslation, call: wire.Call, named: str | None, request: Request
+        self, translation: ResponsesTranslation, call: wire.Call, admitted: _Admitted, request: Request
     ) -> tuple[Caller, wire.Call]:
         """A response that goes on from another: with the messages of that one, from the log."""
         del call.fields["messages"]  # they are not all, and so say nothing of whose call it is
-        caller = await self._caller(call, named, request)
+        caller = await self._caller(call, admitted, request)
         before = None
         if caller.trajectory is not None:
             before = await self._chat.answered(caller.trajectory, translation.previous)
@@ -308,9 +351,21 @@ def _body(request: Request) -> bytes:
     return request.body
 
 
+def _api_of(request: Request) -> str:
+    """The path of a request without the trajectory that it may name."""
+    path = request.target.partition("?")[0]
+    return "/" + path[3:].partition("/")[2] if path.startswith("/t/") else path
+
+
 def _refuse(request: Request, error: ApiError) -> None:
-    if not request.started:
-        request.answer(error.status, error.body(), error.headers)
+    """Answer with an error, in the format of the API that was asked."""
+    if request.started:
+        return
+    body = error.body()
+    if _api_of(request) == MessagesTranslation.path:
+        error.kind = error_type(error.status)
+        body = messages_error(error.body())
+    request.answer(error.status, body, error.headers)
 
 
 def _no_log(error: BrokerError) -> ApiError:
@@ -320,8 +375,3 @@ def _no_log(error: BrokerError) -> ApiError:
 def _traceparent(headers: Headers) -> str:
     value = headers.get(b"traceparent", b"").decode("latin-1")
     return value if len(value) == 55 and value.isascii() else ""
-
-
-def _base_url(request: Request) -> str:
-    host = request.headers.get(b"host", b"").decode("latin-1")
-    return f"http://{host or request.server}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+import math
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from pipeline.broker import BrokerError
+from pipeline.config import GatewayConfig
 from pipeline.events import Outcome, TrajectoryCompleted, TrajectoryOpened
 from pipeline.names import MAX_NAME, InvalidNameError, check_name, new_id, parse_version
-from rollout_gateway.errors import ApiError, invalid_json, unavailable, unknown_model
+from rollout_gateway.errors import ApiError, invalid_json, unavailable, unknown_model, unknown_trajectory
+from rollout_gateway.keys import ANYONE, Access
 from rollout_gateway.loghealth import LogHealth
 from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
@@ -39,6 +44,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Count = 0
     metadata: dict[str, Any] = {}
     pinned: str = ""
+    key_completes: bool = False
+    """Whether the trajectory's own key may complete it, and so say what it was worth."""
 
 
 class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +72,11 @@ class GroupBody(msgspec.Struct, frozen=True, kw_only=True):
 
 _T = TypeVar("_T")
 
+_LOOKED_AT = 1000
+"""Trajectories that a list looks at before other tasks get a turn: about a millisecond."""
+_LISTED_BYTES = 1_000_000
+"""Bytes of metadata after which a page of a list ends."""
+
 
 def read_body(body: bytes, kind: type[_T]) -> _T:
     """`body` as `kind`; raises a 400 `ApiError` that says what is wrong with it."""
@@ -82,6 +94,7 @@ class Control:
     def __init__(
         self,
         project: str,
+        config: GatewayConfig,
         policies: Policies,
         fleet: Fleet,
         registry: Registry,
@@ -90,18 +103,22 @@ class Control:
         log_health: LogHealth,
     ) -> None:
         self._project, self._policies, self._fleet = project, policies, fleet
+        self._max_reward = config.max_reward
         self._pacing, self._log_health = pacing, log_health
         self._registry, self._router = registry, router
 
-    async def open(self, body: bytes, base_url: str, traceparent: str) -> dict[str, Any]:
-        """Open a trajectory. Naming an `id` makes it safe to repeat."""
+    async def open(
+        self, body: bytes, base_url: str, traceparent: str, access: Access = ANYONE
+    ) -> dict[str, Any]:
+        """Open a trajectory, which belongs to the caller's key. Naming an `id` makes it safe to repeat."""
         opening = read_body(body, Opening)
         if opening.model not in self._policies.models:
             raise unknown_model(opening.model, list(self._policies.models))
+        access.check_model(opening.model)
         trajectory = opening.id or new_id("t")
         try:
-            check_name(trajectory)
-            check_name(opening.group or trajectory)
+            _check_path_name(trajectory)
+            _check_path_name(opening.group or trajectory)
         except InvalidNameError as error:
             raise ApiError(400, str(error), code="invalid_name") from error
         if opening.pinned:
@@ -121,6 +138,8 @@ class Control:
             pinned=opening.pinned,
             metadata=msgspec.json.encode(opening.metadata),
             paced_s=paced_s,
+            owner=access.owner,
+            key_completes=opening.key_completes,
         )
         try:
             opened = await self._registry.open(event, traceparent)
@@ -141,7 +160,24 @@ class Control:
 
     async def complete(self, trajectory: str, body: bytes) -> dict[str, Any]:
         """End a trajectory. The same again is answered alike."""
-        return await self._complete(trajectory, read_body(body, CompletionBody))
+        read = read_body(body, CompletionBody)
+        self._check_rewards(read)
+        return await self._complete(trajectory, read)
+
+    def _check_rewards(self, read: CompletionBody) -> None:
+        rewards = {
+            "reward": read.reward,
+            **{f"rewards.{name}": value for name, value in read.rewards.items()},
+        }
+        for name, value in rewards.items():
+            if value is not None and abs(value) > self._max_reward:
+                raise ApiError(
+                    400,
+                    f"{name} is {value:g}: gateway.max_reward allows rewards from -{self._max_reward:g} to "
+                    f"{self._max_reward:g}.",
+                    code="reward_out_of_range",
+                    param=name,
+                )
 
     async def _complete(self, trajectory: str, read: CompletionBody) -> dict[str, Any]:
         completion = Completion(
@@ -163,40 +199,66 @@ class Control:
             "exchanges": event.exchanges,
         }
 
-    async def complete_group(self, group: str, body: bytes) -> dict[str, Any]:
+    async def complete_group(self, group: str, body: bytes, access: Access = ANYONE) -> dict[str, Any]:
         """End all trajectories of a group: each on its own, so that a repetition after a failure does the rest."""
         members = read_body(body, GroupBody).trajectories
         for member in members:
-            found, _ = await self._registry.describe(member.id)
-            if found.opened.group != group:
+            self._check_rewards(member)
+            opened = await self._registry.opened(member.id)
+            if opened is None or not access.owns(opened.owner):
+                raise unknown_trajectory(member.id)
+            if opened.group != group:
                 raise ApiError(
                     400, f"Trajectory {member.id!r} is not of group {group!r}.", code="wrong_group"
                 )
         data = [await self._complete(member.id, member) for member in members]
         return {"object": "list", "group": group, "data": data}
 
-    def list(self, query: dict[str, str]) -> dict[str, Any]:
-        """Open trajectories in this replica's memory, newest first. All that ever were: `journeyman sql`."""
-        limit = query.get("limit", "100")
-        if not limit.isdigit() or not 1 <= int(limit) <= 1000:
+    async def list(self, query: dict[str, str], access: Access = ANYONE) -> dict[str, Any]:
+        """The caller's open trajectories in this replica's memory, newest first, a page at a time: `after` is the last id
+        of the page before. All that ever were: `journeyman sql`. Other tasks run while it looks."""
+        asked = query.get("limit", "100")
+        if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:5]) <= 1000):
             raise ApiError(400, "limit is a number from 1 to 1000.", code="invalid_query", param="limit")
-        known = [
-            t
-            for t in self._registry.known()
-            if query.get("group", t.opened.group) == t.opened.group
-            and query.get("model", t.opened.model) == t.opened.model
-        ]
-        known.sort(key=lambda t: -t.opened.at)
-        data = [_described(t, None) for t in known[: int(limit)]]
-        return {"object": "list", "data": data, "has_more": len(known) > len(data)}
+        limit, before = int(asked), (math.inf, "")
+        if "after" in query:
+            last = self._registry.get(query["after"])
+            if last is None or not access.owns(last.opened.owner):
+                raise ApiError(400, "after names no open trajectory.", code="invalid_query", param="after")
+            before = (last.opened.at, last.id)
+        group, model = query.get("group"), query.get("model")
+        newest: list[tuple[float, str, Trajectory]] = []
+        for number, found in enumerate(self._registry.known(), 1):
+            if not number % _LOOKED_AT:
+                await asyncio.sleep(0)
+            opened = found.opened
+            if (
+                access.owns(opened.owner)
+                and (group is None or group == opened.group)
+                and (model is None or model == opened.model)
+                and (opened.at, opened.trajectory) < before
+            ):
+                entry = (opened.at, opened.trajectory, found)
+                if len(newest) <= limit:
+                    heapq.heappush(newest, entry)
+                elif newest[0] < entry:
+                    heapq.heapreplace(newest, entry)
+        newest.sort(reverse=True)
+        data, size = [], 0
+        for _, _, found in newest[:limit]:
+            data.append(_described(found.opened, None, found.exchanges))
+            size += len(found.opened.metadata)
+            if size > _LISTED_BYTES:
+                break
+        return {"object": "list", "data": data, "has_more": len(newest) > len(data)}
 
     async def get(self, trajectory: str) -> dict[str, Any]:
         """A trajectory as the log has it."""
         try:
-            found, completed = await self._registry.describe(trajectory)
+            opened, completed, exchanges = await self._registry.describe(trajectory)
         except BrokerError as error:
             raise _no_log(error) from error
-        return _described(found, completed)
+        return _described(opened, completed, exchanges)
 
     def policies(self) -> dict[str, Any]:
         """What each model's name stands for now, and what is loaded where."""
@@ -218,11 +280,12 @@ class Control:
             )
         return {"object": "list", "data": data}
 
-    def models(self) -> dict[str, Any]:
-        """OpenAI's list: names that follow the newest version, and exact versions."""
+    def models(self, access: Access = ANYONE) -> dict[str, Any]:
+        """OpenAI's list: names that follow the newest version, and exact versions. Of the models that the key is for."""
         data = [
             {"id": n, "object": "model", "created": 0, "owned_by": "journeyman"}
             for n in self._policies.names()
+            if not access.models or self._router.name(n) in access.models
         ]
         return {"object": "list", "data": data}
 
@@ -245,8 +308,16 @@ class Control:
         }
 
 
-def _described(found: Trajectory, completed: TrajectoryCompleted | None) -> dict[str, Any]:
-    opened = found.opened
+def _check_path_name(name: str) -> None:
+    """Raises `InvalidNameError` for what can't be a name, or can't stand in a URL."""
+    check_name(name)
+    if name in (".", ".."):
+        raise InvalidNameError(name, "in a URL it means another path")
+
+
+def _described(
+    opened: TrajectoryOpened, completed: TrajectoryCompleted | None, exchanges: int
+) -> dict[str, Any]:
     return {
         "id": opened.trajectory,
         "object": "trajectory",
@@ -260,7 +331,7 @@ def _described(found: Trajectory, completed: TrajectoryCompleted | None) -> dict
         "group_size": opened.group_size,
         "pinned": opened.pinned or None,
         "metadata": msgspec.Raw(bytes(opened.metadata)),
-        "exchanges": found.exchanges,
+        "exchanges": exchanges,
         "opened_at": opened.at,
         "outcome": completed.outcome if completed else None,
         "reward": completed.reward if completed else None,

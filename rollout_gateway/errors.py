@@ -55,6 +55,20 @@ def unknown_trajectory(trajectory: str) -> ApiError:
     )
 
 
+def invalid_key() -> ApiError:
+    """The same for every key that is not good, so that nothing can be learned by trying."""
+    return ApiError(
+        401,
+        "This gateway does not know this API key, or it has expired or been revoked.",
+        kind="authentication_error",
+        code="invalid_api_key",
+    )
+
+
+def wrong_key(message: str, code: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error", code=code)
+
+
 def already_completed(trajectory: str, what: str) -> ApiError:
     return ApiError(
         409,

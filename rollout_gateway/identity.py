@@ -1,21 +1,24 @@
-"""Whose call it is: by URL, key, header or body, or by what its messages go on with."""
+"""Whose call it is: by URL, key, header or body, or by what its messages go on with. And what its key permits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from pipeline.events import TrajectoryOpened
 from pipeline.names import InvalidNameError, check_name
-from rollout_gateway.errors import ApiError
+from rollout_gateway.errors import ApiError, invalid_key, unknown_trajectory, wrong_key
 from rollout_gateway.inference import Inference
-from rollout_gateway.keys import KeyRing
+from rollout_gateway.keys import Access, KeyRing
 from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Keys, Registry, Trajectory
 from rollout_gateway.wire import Call
 
 Headers = dict[bytes, bytes]
+KeyKind = Literal["", "call", "agent", "operator", "trajectory"]
+"""Whose key a route takes, where keys are configured. `call`: any; `agent`: a person's or program's that is not for calls
+only; `trajectory`: that, or the key of the trajectory in the path."""
 
 TRAJECTORY_HEADER = b"x-journeyman-trajectory"
 GROUP_HEADER = b"x-journeyman-group"
@@ -46,50 +49,87 @@ class Identity:
         self._project, self._ring, self._registry = project, ring, registry
         self._router, self._inference = router, inference
 
-    def check(self, headers: Headers, *, operator: bool = False) -> None:
-        """The key of a control call; raises `ApiError`."""
-        self._ring.check(key_of(headers), operator=operator)
+    # -- by the head of a request: nothing is read from the log ----------------------------------------------------
 
-    async def check_for(self, headers: Headers, trajectory: str) -> None:
-        """The same for a call about one trajectory, whose own key will do too."""
+    def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None) -> Access:
+        """What the key of a request permits; `trajectory` is what its path names. Raises a 401, 403 or 429 `ApiError`."""
         key = key_of(headers)
-        if self._ring.required and self._registry.keys.owner(key) == trajectory:
-            found, _ = await self._registry.describe(trajectory)
-            if self._registry.keys.fits(key, found.opened.key_hash):
-                return
-        self._ring.check(key)
-
-    async def trajectory(self, url: str | None, headers: Headers, call: Call) -> Trajectory | None:
-        """Whose call it is; none: no one's. Raises `ApiError`."""
-        key = key_of(headers)
-        named = _named(url, headers, call.asked.metadata)
         if key.startswith(Keys.prefix):
-            try:
-                found = await self._registry.by_key(key)
-            except InvalidNameError as error:  # a key that is none may name anything
-                raise ApiError(
-                    401, "This API key belongs to no trajectory.", kind="authentication_error", code="invalid_api_key"
-                ) from error  # fmt: skip
-            if named.trajectory and named.trajectory != found.id:
-                raise ApiError(
-                    403,
-                    "This API key belongs to another trajectory.",
-                    kind="permission_error",
-                    code="wrong_key",
-                )
-            return found
-        self._ring.check(key)
+            own = self._registry.keys.trajectory(key)
+            if own is None:
+                raise invalid_key()
+            if wanted not in ("call", "trajectory"):
+                raise wrong_key("A trajectory's key makes its calls and looks at it, and nothing else.", "wrong_role")  # fmt: skip
+            if trajectory is not None and trajectory != own:
+                raise wrong_key("This API key belongs to another trajectory.", "wrong_key")
+            return Access(trajectory=own)
+        access = self._ring.access(key)
+        if wanted == "operator" and not access.operator:
+            raise wrong_key("This takes an operator's key.", "wrong_role")
+        if access.calls_only and wanted != "call":
+            raise wrong_key("This API key makes model calls only.", "wrong_role")
+        return access
+
+    # -- then ------------------------------------------------------------------------------------------------------
+
+    async def reach(self, access: Access, trajectory: str, *, complete: bool = False) -> None:
+        """Let a caller pass who may look at a trajectory, or complete it. One that may not learns as much as if there were
+        none: a 404 `ApiError`; a 403 one for a trajectory's own key that may not complete it."""
+        if access.operator or (access.trajectory and not complete):
+            return
+        opened = await self._registry.opened(trajectory)
+        if opened is None:
+            raise unknown_trajectory(trajectory)
+        if not access.trajectory:
+            self._check_owner(access, opened)
+        elif not opened.key_completes:
+            raise wrong_key(
+                "This trajectory's key does not complete it: open it with `key_completes`, or use the key that opened it.",
+                "key_does_not_complete",
+            )
+
+    def _check_owner(self, access: Access, opened: TrajectoryOpened) -> None:
+        if not access.owns(opened.owner):
+            raise unknown_trajectory(opened.trajectory)
+
+    async def trajectory(
+        self, access: Access, url: str | None, headers: Headers, call: Call
+    ) -> Trajectory | None:
+        """Whose call it is; `None` for no one's. Raises `ApiError`."""
+        named = _named(url, headers, call.asked.metadata)
+        if access.trajectory:
+            if named.trajectory and named.trajectory != access.trajectory:
+                raise wrong_key("This API key belongs to another trajectory.", "wrong_key")
+            return await self._own(access.trajectory)
+        if access.models:
+            access.check_model(self._router.name(call.asked.model))
         if named.trajectory:
-            return await self._find_or_open(named, call)
+            return await self._find_or_open(named, call, access)
         if self._inference is not None and call.fields.get("messages") is not None:
             self._router.check(call.asked.model, None)
-            return await self._inference.find(call, self._router.name(call.asked.model))
+            return await self._inference.find(call, self._router.name(call.asked.model), access.owner)
         return None
 
-    async def _find_or_open(self, named: _Named, call: Call) -> Trajectory:
+    async def _own(self, trajectory: str) -> Trajectory:
+        """The trajectory of a key that is its own. The key that opened it is charged before much is read."""
+        found = self._registry.get(trajectory)
+        opened = found.opened if found is not None else await self._registry.opened(trajectory)
+        if opened is None:
+            raise unknown_trajectory(trajectory)
+        self._ring.charge(opened.owner, opened.model)
+        return found or await self._registry.find(trajectory)
+
+    async def _find_or_open(self, named: _Named, call: Call, access: Access) -> Trajectory:
         """A call that names a group too opens its trajectory where there is none yet."""
         try:
-            return await self._registry.find(named.trajectory)
+            found = self._registry.get(named.trajectory)
+            if not access.operator:
+                opened = found.opened if found is not None else await self._registry.opened(named.trajectory)
+                if opened is not None:
+                    self._check_owner(access, opened)
+                elif not named.group:
+                    raise unknown_trajectory(named.trajectory)
+            return found or await self._registry.find(named.trajectory)
         except InvalidNameError as error:
             raise ApiError(400, str(error), code="invalid_name") from error
         except ApiError as error:
@@ -108,6 +148,7 @@ class Identity:
             group=named.group,
             attempt=named.attempt,
             key_hash=self._registry.keys.hash(self._registry.keys.make(named.trajectory)),
+            owner=access.owner,
         )
         return await self._registry.open(event, "")
 

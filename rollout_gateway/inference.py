@@ -50,11 +50,12 @@ class Inference:
         """Runs of before this gateway's start that have not been called since."""
         self._rebuilt = asyncio.Event()
 
-    async def find(self, call: Call, model: str) -> Trajectory:
-        """The run that this call goes on with, or a new one."""
+    async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
+        """The run that this call goes on with, or a new one. `owner` names the caller's key: a run goes on with calls of the
+        key that began it."""
         await self._rebuilt.wait()
         messages = _messages(call)
-        for state in reversed(_states(model, messages[:-1])):
+        for state in reversed(_states(f"{owner}\0{model}", messages[:-1])):
             for trajectory in self._states.get(state, ()):
                 if not trajectory.in_flight and not trajectory.completing:
                     self._forget_state(trajectory)
@@ -68,6 +69,7 @@ class Inference:
             model=model,
             group=f"i-{group}",
             metadata=b'{"inferred":true}',
+            owner=owner,
         )
         trajectory = await self._registry.open(event, "")
         self._runs[trajectory.id] = trajectory
@@ -81,7 +83,8 @@ class Inference:
         self._note(trajectory, _messages(call), said)
 
     def _note(self, trajectory: Trajectory, messages: list[Canonical], said: dict[str, Any]) -> None:
-        state = _states(trajectory.opened.model, [*messages, _canonical(said)])[-1]
+        opened = trajectory.opened
+        state = _states(f"{opened.owner}\0{opened.model}", [*messages, _canonical(said)])[-1]
         self._forget_state(trajectory)
         self._states.setdefault(state, []).append(trajectory)
         self._state_of[trajectory.id] = state
@@ -179,9 +182,9 @@ def _canonical(message: dict[str, Any]) -> Canonical:
     )
 
 
-def _states(model: str, messages: list[Canonical]) -> list[bytes]:
-    """A hash of the first message, of the first two, and so on."""
-    digest = hashlib.sha256(model.encode())
+def _states(whose: str, messages: list[Canonical]) -> list[bytes]:
+    """A hash of the first message, of the first two, and so on; each of `whose`, a key and a model."""
+    digest = hashlib.sha256(whose.encode())
     out = []
     for message in messages:
         digest.update(msgspec.msgpack.encode(message))

@@ -22,6 +22,7 @@ _STATUSES = {
     404: "There is no such thing",
     409: "It contradicts what is",
     413: "The body is too large",
+    421: "The name in `Host` is not this gateway's",
     429: "Wait for as long as `Retry-After` says",
     500: "The inference server failed, and said so",
     502: "The inference server answered nonsense",
@@ -29,6 +30,8 @@ _STATUSES = {
     504: "The inference server did not answer in time",
 }
 _CALL_ERRORS = tuple(_STATUSES)
+_ANY = {403, 421}
+"""What any route may answer: to a foreign web page, and to a foreign name."""
 _EITHER = {401, 403, 429}
 """What any route that takes a key may answer."""
 
@@ -63,7 +66,7 @@ def _operation(route: Route) -> Schema:
         "parameters": [_parameter(name, "path") for name in named] + [_parameter(name, "query") for name in route.query],
         "responses": {
             str(route.status): {"description": "Done", "content": _answer(route)},
-            **{str(s): _error(s) for s in sorted({*route.errors, *(_EITHER if route.key else ())})},
+            **{str(s): _error(s) for s in sorted({*route.errors, *_ANY, *(_EITHER if route.key else ())})},
         },
     }  # fmt: skip
     if route.body is not None:

@@ -34,6 +34,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
     """`split`: share of trajectories that goes to `version`."""
     by: str = ""
+    """Who decides, on a gateway without keys; elsewhere it is the name of the key, whatever stands here."""
     reason: str = ""
     request: str = ""
     """Idempotency id: the same decision under the same id is one event."""
@@ -48,8 +49,8 @@ class Promotion:
         self._project, self._broker = project, broker
         self._policies, self._fleet, self._router = policies, fleet, router
 
-    async def decide(self, model: str, action: Action, decision: Decision) -> dict[str, Any]:
-        """Check, load, publish. Raises `ApiError`."""
+    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> dict[str, Any]:
+        """Check, load, publish. `owner` is the name of the caller's key. Raises `ApiError`."""
         if model not in self._policies.models:
             raise unknown_model(model, list(self._policies.models))
         version, other, percent = decision.version, "", 100.0
@@ -69,7 +70,7 @@ class Promotion:
             action=action,
             other=other,
             percent=percent,
-            by=decision.by,
+            by=owner or decision.by,
             reason=decision.reason,
             request=decision.request or new_id("d"),
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from rollout_gateway.control import CompletionBody, GroupBody, Opening
 from rollout_gateway.errors import ApiError
+from rollout_gateway.identity import KeyKind
 from rollout_gateway.promotion import Decision
 
 
@@ -25,8 +26,7 @@ class Route:
     answer: str = ""
     errors: tuple[int, ...] = ()
     """Statuses it may answer with beside those that any route may."""
-    key: Literal["", "agent", "operator", "trajectory"] = "agent"
-    """Whose key it takes, where keys are configured; `trajectory`: an agent's or that of the trajectory in the path."""
+    key: KeyKind = "agent"
     parts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,8 +41,8 @@ ROUTES = (
     Route("GET", "/health", "health", "Whether the gateway answers, and which inference servers can", key="", answer="Health"),
     Route("GET", "/metrics", "metrics", "Counts in Prometheus' format", key="operator"),
     Route("GET", "/openapi.json", "openapi", "This document", key="", answer="Anything"),
-    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer="ModelList"),
-    Route("GET", "/v1/models/{model}", "model", "One of them", answer="Model", errors=(404,)),
+    Route("GET", "/v1/models", "models", "Names that `model` may hold", key="call", answer="ModelList"),
+    Route("GET", "/v1/models/{model}", "model", "One of them", key="call", answer="Model", errors=(404,)),
     Route("GET", "/v1/policies", "policies", "What each model's name stands for now, and what is loaded", answer="PolicyList"),
     Route("GET", "/v1/policies/events", "watch", "Server-sent events: versions published, loaded, promoted"),
     Route("POST", "/v1/policies/{model}/promote", "decide", "Serve this version under the model's name", **_DECIDED),
@@ -56,7 +56,7 @@ ROUTES = (
     ),
     Route(
         "GET", "/v1/trajectories", "list", "Open trajectories that this gateway replica knows, newest first",
-        query=("group", "model", "limit"), answer="TrajectoryList", errors=(400,),
+        query=("group", "model", "limit", "after"), answer="TrajectoryList", errors=(400,),
     ),
     Route(
         "GET", "/v1/trajectories/{trajectory}", "get", "A trajectory as the log has it", key="trajectory",
@@ -81,8 +81,8 @@ MODEL_CALLS = {
 
 
 def find(method: str, path: str) -> tuple[Route, list[str]]:
-    """The route and the values of its path's parameters. Raises a 404 or 405 `ApiError`."""
-    parts = [unquote(part) for part in path.strip("/").split("/")]
+    """The route of a path as it came, and the values of the path's parameters. Raises a 400, 404 or 405 `ApiError`."""
+    parts = [decoded(part) for part in path.strip("/").split("/")]
     allowed = []
     for route in ROUTES:
         values = _match(route, parts)
@@ -93,6 +93,17 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
     if allowed:
         raise not_allowed(*allowed)
     raise ApiError(404, f"There is no {method} {path} here.", kind="not_found_error", code="unknown_url")
+
+
+def decoded(part: str) -> str:
+    """A part of a path, its percent-encoding undone, once: an id may hold a slash or a percent sign. Raises a 400 `ApiError`
+    for what is no UTF-8, so that no two paths mean one id."""
+    try:
+        return (
+            part if part.isascii() and "%" not in part else unquote_to_bytes(part.encode("latin-1")).decode()
+        )
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"The URL's {part[:200]!r} is no UTF-8.", code="invalid_url") from error
 
 
 def not_allowed(*allowed: str) -> ApiError:

@@ -22,6 +22,7 @@ from rollout_gateway.adapters import AdapterManager
 from rollout_gateway.app import App
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control
+from rollout_gateway.door import Door
 from rollout_gateway.identity import Identity
 from rollout_gateway.inference import Inference
 from rollout_gateway.keys import KeyRing
@@ -95,7 +96,9 @@ async def serve(config: Config, ready: Ready) -> None:
     """The service. Ready once it listens and knows the policies; calls wait for inference servers that are not up."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls: the gateway needs an inference server")
-    ring, trust = KeyRing(config.gateway), Trust(config.signing)
+    ring = KeyRing(config.gateway, config.project, config.path(config.gateway.keys_file))
+    door = Door(config.gateway)
+    trust = Trust(config.signing)
     if not trust.checks:
         log.warning(
             "checkpoints are not checked: whoever can write to the log decides what is served",
@@ -113,7 +116,9 @@ async def serve(config: Config, ready: Ready) -> None:
         pacing = Pacing(config.project, config.gateway.max_groups_ahead)
         await pacing.begin(broker)
         log_health = LogHealth()
-        control = Control(config.project, policies, fleet, registry, router, pacing, log_health)
+        control = Control(
+            config.project, config.gateway, policies, fleet, registry, router, pacing, log_health
+        )
         inference = None
         if config.gateway.infer:
             inference = Inference(config.project, registry, config.gateway)
@@ -134,11 +139,12 @@ async def serve(config: Config, ready: Ready) -> None:
             watchers.tell(wire_name(recorded.event), described(recorded.event))
 
         adapters.on_loaded.append(loaded)
-        app = App(chat, control, promotion, identity, router, watchers, metrics, config.gateway.max_calls)
+        app = App(chat, control, promotion, identity, router, watchers, metrics, door, config.gateway)
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
                 tg.start_soon(log_health.run, broker)
+                tg.start_soon(ring.watch)
                 tg.start_soon(policies.follow, broker, changed)
                 if config.gateway.max_groups_ahead:
                     tg.start_soon(pacing.follow, broker)
@@ -149,6 +155,7 @@ async def serve(config: Config, ready: Ready) -> None:
                     listener,
                     Limits.of(config.gateway),
                     grace_s=config.gateway.drain_s,
+                    admit=app.admit,
                     cut_off=app.cut_off,
                 ):
                     host, port = listener.getsockname()[:2]

@@ -129,20 +129,16 @@ class Keys:
     def hash(key: str) -> str:
         return hashlib.sha256(key.encode()).hexdigest()
 
-    @classmethod
-    def fits(cls, key: str, key_hash: str) -> bool:
-        return hmac.compare_digest(cls.hash(key), key_hash)
-
-    @classmethod
-    def owner(cls, key: str) -> str | None:
-        """Whose key it is, by its own word; `fits` checks it."""
-        if not key.startswith(cls.prefix):
-            return None
-        name = key[len(cls.prefix) :].partition(".")[0]
+    def trajectory(self, key: str) -> str | None:
+        """The id of the trajectory whose key this is, its signature checked; `None` for anything else."""
+        name = key[len(self.prefix) :].partition(".")[0] if key.startswith(self.prefix) else ""
         try:
-            return base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+            trajectory = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
         except (binascii.Error, ValueError):
             return None
+        if not trajectory or not hmac.compare_digest(self.make(trajectory).encode(), key.encode()):
+            return None
+        return trajectory
 
 
 class Registry:
@@ -173,22 +169,25 @@ class Registry:
             task.add_done_callback(lambda _: self._loading.pop(trajectory, None))
         return await asyncio.shield(task)
 
-    async def by_key(self, key: str) -> Trajectory:
-        """The open trajectory whose key this is; raises a 401 `ApiError` for a key that is not."""
-        name = self.keys.owner(key)
-        found = await self.find(name) if name else None
-        if found is None or not self.keys.fits(key, found.opened.key_hash):
-            raise ApiError(
-                401, "This API key belongs to no trajectory.", kind="authentication_error", code="invalid_api_key"
-            )  # fmt: skip
-        return found
+    def get(self, trajectory: str) -> Trajectory | None:
+        """An open trajectory in memory, or `None`."""
+        return self._known.get(trajectory)
+
+    async def opened(self, trajectory: str) -> TrajectoryOpened | None:
+        """How a trajectory was opened, open or completed; `None` where it never was. One read of one event at most."""
+        found = self._known.get(trajectory)
+        if found is not None:
+            return found.opened
+        recorded = await self._opening(trajectory)
+        return recorded.event if recorded is not None else None  # type: ignore[return-value]  # of that type
 
     async def _load(self, trajectory: str) -> Trajectory:
-        found = await self._rebuild(trajectory)
+        found = await self._begun(trajectory)
         if found is None:
             raise unknown_trajectory(trajectory)
-        if await self.completion(found.opened) is not None:
+        if await self.completion(found.opened) is not None:  # before its calls are read: they may be many
             raise already_completed(trajectory, "it takes no further calls")
+        await self._read_exchanges(found)
         return self._remember(found)
 
     def _remember(self, found: Trajectory) -> Trajectory:
@@ -204,22 +203,25 @@ class Registry:
         for trajectory in sorted(idle, key=lambda t: t.used_at)[: max(1, self._keep // 10)]:
             del self._known[trajectory.id]
 
-    async def _rebuild(self, trajectory: str) -> Trajectory | None:
-        """From the log; none where it was never opened."""
-        project, token = subject_token(self.project), subject_token(trajectory)
-        subject = f"rollout.opened.{project}.{token}"
+    async def _opening(self, trajectory: str) -> Recorded | None:
+        subject = f"rollout.opened.{subject_token(self.project)}.{subject_token(trajectory)}"
         opened = await self._patiently(lambda: self._broker.last(_STREAM, subject))
+        return opened if opened is not None and isinstance(opened.event, TrajectoryOpened) else None
+
+    async def _begun(self, trajectory: str) -> Trajectory | None:
+        """From the log, without its calls; `None` where it was never opened."""
+        opened = await self._opening(trajectory)
         if opened is None or not isinstance(opened.event, TrajectoryOpened):
             return None
-        found = Trajectory(opened.event, opened.headers.get("traceparent", ""))
-        await self._read_exchanges(found)
-        return found
+        return Trajectory(opened.event, opened.headers.get("traceparent", ""))
 
     async def _read_exchanges(self, found: Trajectory) -> None:
         subject, start = self._exchange_subject(found), found.last_stream_seq + 1
-        for recorded in await self._patiently(lambda: self._broker.history(_STREAM, subject, start)):
-            if isinstance(recorded.event, ExchangeRecorded):
-                found.note(recorded.event, recorded.seq)
+        while start:
+            page, start = await self._patiently(partial(self._broker.page, _STREAM, subject, start))
+            for recorded in page:
+                if isinstance(recorded.event, ExchangeRecorded):
+                    found.note(recorded.event, recorded.seq)
 
     def _exchange_subject(self, found: Trajectory) -> str:
         return f"rollout.exchange.{subject_token(self.project)}.{subject_token(found.id)}"
@@ -230,12 +232,17 @@ class Registry:
         last = await self._patiently(lambda: self._broker.last(_STREAM, subject))
         return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
 
-    async def describe(self, trajectory: str) -> tuple[Trajectory, TrajectoryCompleted | None]:
-        """An open or completed trajectory, read from the log; raises a 404 `ApiError`."""
-        found = await self._rebuild(trajectory)
-        if found is None:
+    async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
+        """How an open or completed trajectory was opened and completed, and how many exchange events it has. Reads two
+        events and a count, however long the run is. Raises a 404 `ApiError`."""
+        opened = await self.opened(trajectory)
+        if opened is None:
             raise unknown_trajectory(trajectory)
-        return found, await self.completion(found.opened)
+        completed = await self.completion(opened)
+        if completed is not None:
+            return opened, completed, completed.exchanges
+        subject = f"rollout.exchange.{subject_token(self.project)}.{subject_token(trajectory)}"
+        return opened, None, await self._patiently(lambda: self._broker.count(_STREAM, subject))
 
     async def last_answer(self, found: Trajectory) -> ExchangeRecorded | None:
         """The newest complete exchange of an open trajectory; its first choice, where it has several."""
@@ -266,15 +273,17 @@ class Registry:
             event = (await self._get(seqs[0])).event
             if isinstance(event, ExchangeRecorded) and _reply_id(event) == reply:
                 return event
-        subject = self._exchange_subject(found)
-        for recorded in await self._patiently(lambda: self._broker.history(_STREAM, subject)):
-            event = recorded.event
-            if (
-                isinstance(event, ExchangeRecorded)
-                and event.status == "complete"
-                and _reply_id(event) == reply
-            ):
-                return event
+        subject, start = self._exchange_subject(found), 1
+        while start:
+            page, start = await self._patiently(partial(self._broker.page, _STREAM, subject, start))
+            for recorded in page:
+                event = recorded.event
+                if (
+                    isinstance(event, ExchangeRecorded)
+                    and event.status == "complete"
+                    and _reply_id(event) == reply
+                ):
+                    return event
         return None
 
     async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
@@ -314,7 +323,7 @@ class Registry:
         ack = await self._broker.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
             return self._remember(Trajectory(event, traceparent))
-        found = await self._rebuild(event.trajectory)
+        found = self._known.get(event.trajectory) or await self._begun(event.trajectory)
         if found is None or not _same_opening(found.opened, event):
             raise ApiError(
                 409,
@@ -324,6 +333,8 @@ class Registry:
             )
         if await self.completion(found.opened) is not None:
             raise already_completed(event.trajectory, "choose another id")
+        if event.trajectory not in self._known:
+            await self._read_exchanges(found)
         return self._remember(found)
 
     async def record(
@@ -387,8 +398,8 @@ class Registry:
         return event
 
     async def _complete_again(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
-        found, before = await self.describe(trajectory)
-        if before is None or not same_completion(before, _completed(found, body)):
+        opened, before, _ = await self.describe(trajectory)
+        if before is None or not same_completion(before, _completed(Trajectory(opened, ""), body)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 

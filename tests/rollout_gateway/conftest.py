@@ -175,6 +175,30 @@ def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[Sta
 
 
 @pytest.fixture
+def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
+    """Starts gateways on the test's log without an inference server: model calls that are let in are told `no_replica`."""
+    started: list[GatewayProcess] = []
+
+    def start(*, folder: str = "run", **settings: Any) -> GatewayProcess:
+        config = Config(
+            project=PROJECT,
+            run_dir=str(tmp_path / folder),
+            nats=nats_config,
+            vllm=VllmConfig(urls=(f"http://127.0.0.1:{free_port()}",)),
+            models=(ModelConfig(name="tictactoe"), ModelConfig(name="chess")),
+            gateway=GatewayConfig(**{"port": free_port(), "upstream_wait_s": 0.1, **settings}),
+        )
+        gateway = GatewayProcess(config)
+        started.append(gateway)
+        gateway.start()
+        return gateway
+
+    yield start
+    for gateway in started:
+        gateway.stop()
+
+
+@pytest.fixture
 def gateway(start_gateway: StartGateway) -> GatewayProcess:
     return start_gateway()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from typing import Any
@@ -13,39 +12,14 @@ import openai
 import pytest
 
 from pipeline.broker import Broker
-from pipeline.config import ConfigError, GatewayConfig, KeyConfig, NatsConfig
+from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
-from rollout_gateway.errors import ApiError
-from rollout_gateway.keys import KeyRing
 from tests.conftest import NatsServer
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.test_chat import ASK, exchanges
+from tests.rollout_gateway.test_keys import key_config
 
 pytestmark = [pytest.mark.anyio]
-
-
-def key_config(key: str, **options: Any) -> KeyConfig:
-    return KeyConfig(sha256=hashlib.sha256(key.encode()).hexdigest(), name=key, **options)
-
-
-def test_without_keys_only_loopback_is_served() -> None:
-    KeyRing(GatewayConfig(host="127.0.0.1"))
-    KeyRing(GatewayConfig(host="::1"))
-    with pytest.raises(ConfigError, match="without keys"):
-        KeyRing(GatewayConfig(host="0.0.0.0"))
-    KeyRing(GatewayConfig(host="0.0.0.0", keys=(key_config("k"),)))
-
-
-def test_a_rate_is_kept() -> None:
-    ring = KeyRing(GatewayConfig(keys=(key_config("slow", calls_per_minute=3), key_config("free"))))
-    for _ in range(3):
-        ring.check("slow")
-    with pytest.raises(ApiError) as refused:
-        ring.check("slow")
-    assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
-    assert dict(refused.value.headers)[b"retry-after"].isdigit()
-    for _ in range(100):
-        ring.check("free")
 
 
 @pytest.mark.vllm
@@ -70,11 +44,8 @@ async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> No
     gateway.agent(opened).chat.completions.create(**ASK)
     gateway.client(api_key="agent-key").chat.completions.create(**ASK)
     complete = "/v1/trajectories/mine/complete"
-    assert [post(complete, k, {}) for k in ("", opened["api_key"][:-1] + "x", opened["api_key"])] == [
-        401,
-        401,
-        200,
-    ]
+    keys = ("", opened["api_key"][:-1] + "x", opened["api_key"], "agent-key")
+    assert [post(complete, k, {}) for k in keys] == [401, 401, 403, 200]
     assert httpx.get(f"{gateway.url}/health").status_code == 200
     assert httpx.get(f"{gateway.url}/metrics").status_code == 401
     assert "agent-key" not in gateway.log.replace('"agent-key"', "")

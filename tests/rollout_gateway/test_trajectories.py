@@ -1,0 +1,155 @@
+"""Reading runs and lists of them: a bounded piece at a time, with turns for everyone else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from pipeline.broker import Broker
+from pipeline.config import GatewayConfig, NatsConfig
+from pipeline.events import ExchangeRecorded, TrajectoryOpened
+from pipeline.names import new_id
+from rollout_gateway.control import Control
+from rollout_gateway.keys import Access
+from rollout_gateway.trajectories import Completion, Keys, Registry, Trajectory
+
+pytestmark = pytest.mark.anyio
+
+KEYS = Keys(b"0" * 32, "test")
+CALLS, CALL_BYTES = 24, 900_000
+"""A run of 21 MB: more than two pages."""
+
+
+class Watched(Broker):
+    """A broker that tells how much each direct get brought."""
+
+    gets: list[int]
+
+    async def direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
+        page, more = await super().direct_get(stream, request)
+        self.gets.append(sum(len(message.data) for message in page))
+        return page, more
+
+
+def watched(broker: Broker) -> Watched:
+    broker.__class__ = Watched
+    out = cast(Watched, broker)
+    out.gets = []
+    return out
+
+
+async def record_run(broker: Broker, name: str) -> None:
+    opened = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", owner="alice")
+    registry = Registry(broker, "test", KEYS)
+    found = await registry.open(opened, "")
+    body = msgspec.json.encode("x" * CALL_BYTES)
+
+    def exchange(seq: int) -> list[ExchangeRecorded]:
+        return [
+            ExchangeRecorded(
+                project="test", trajectory=name, seq=seq, model="m", policy_version="m@0", step=0, request=body,
+                response=b'{"id": "r%d"}' % seq, prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"h{seq}",
+            )
+        ]  # fmt: skip
+
+    for _ in range(CALLS):
+        await registry.record(found, exchange, "")
+
+
+async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as plain:
+        await record_run(plain, "long")
+    async with Broker.connect(nats_config) as plain:
+        broker = watched(plain)
+        registry = Registry(broker, "test", KEYS)
+        opened, completed, exchanges = await registry.describe("long")
+        assert (opened.owner, completed, exchanges) == ("alice", None, CALLS)
+        assert sum(broker.gets) < 10_000  # two events, and no exchange
+        assert (await registry.describe("long"))[2] == CALLS
+
+        broker.gets.clear()
+        turns, done = 0, False
+
+        async def others() -> None:
+            nonlocal turns
+            while not done:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.ensure_future(others())
+        found = await registry.find("long")
+        done = True
+        await beside
+        assert (found.exchanges, found.next_seq) == (CALLS, CALLS)
+        assert max(broker.gets) < 11 * CALL_BYTES < sum(broker.gets)
+        assert turns > CALLS / 2  # the reader gives way while it decodes, at least after every second event
+
+        broker.gets.clear()
+        reply = await registry.exchange_of(found, "r0")
+        assert reply is not None
+        assert max(broker.gets) < 11 * CALL_BYTES
+        # Completed again with the same results (a client's retry), or called again: its calls are not read either.
+        await registry.complete("long", Completion(reward=1.0))
+        broker.gets.clear()
+        await registry.complete("long", Completion(reward=1.0))
+        with pytest.raises(Exception, match="is completed"):
+            await registry.find("long")
+        assert sum(broker.gets) < 10_000
+
+
+async def test_a_list_is_paged_filtered_and_gives_way() -> None:
+    registry = Registry(cast(Any, None), "test", KEYS, keep=10_000)
+    for number in range(3000):
+        event = TrajectoryOpened(
+            project="test", trajectory=f"t{number}", model="m", group=f"g{number % 2}", at=number,
+            owner="bob" if number % 3 else "alice", metadata=b'{"k": "%b"}' % (b"x" * (400_000 if number > 2995 else 1)),
+        )  # fmt: skip
+        registry._remember(Trajectory(event, ""))
+    nothing = cast(Any, None)
+    control = Control("test", GatewayConfig(), nothing, nothing, registry, nothing, nothing, nothing)
+    turns, done = 0, False
+
+    async def others() -> None:
+        nonlocal turns
+        while not done:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.ensure_future(others())
+    first = await control.list({"limit": "2"})
+    done = True
+    await beside
+    assert turns >= 3
+    assert ([t["id"] for t in first["data"]], first["has_more"]) == (["t2999", "t2998"], True)
+    large = await control.list({})
+    assert ([t["id"] for t in large["data"]], large["has_more"]) == (["t2999", "t2998", "t2997"], True)
+
+    alice, seen, query = Access("alice"), [], {"group": "g1", "limit": "300"}
+    while True:
+        page = await control.list(query, alice)
+        seen += [t["id"] for t in page["data"]]
+        if not page["has_more"]:
+            break
+        query["after"] = seen[-1]
+    assert seen == [f"t{n}" for n in reversed(range(3000)) if n % 2 and not n % 3]
+    for query in ({"after": "none"}, {"after": "t1"}, {"limit": "٣"}, {"limit": "9" * 5000}):  # t1 is bob's
+        with pytest.raises(Exception, match=r"after|limit"):
+            await control.list(query, alice)
+
+
+def test_a_trajectory_key_is_known_by_its_signature() -> None:
+    for name in ("t", "a/b", "ä.%", "x" * 200, new_id("t")):
+        key = KEYS.make(name)
+        assert KEYS.trajectory(key) == name
+        prefix, _, mac = key.rpartition(".")
+        for other in (
+            prefix, f"{prefix}.", f"{prefix}.{mac[:-1]}", f"{prefix}.{mac}A", f"{prefix}=.{mac}", key.upper(), f"{prefix}.{mac[::-1]}",
+            Keys(b"1" * 32, "test").make(name), Keys(b"0" * 32, "other").make(name),
+        ):  # fmt: skip
+            assert KEYS.trajectory(other) is None, other
+    for other in ("", "jmt-", "jmt-.", "jmt-!!.x", "jmt-" + "A" * 5, "none", "jmt-\xff.ü"):
+        assert KEYS.trajectory(other) is None
