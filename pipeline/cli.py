@@ -41,6 +41,7 @@ ELSEWHERE = {
     "rejudge": ("judge.rejudge", "score history again as a new verdict set"),
     "scenarios": ("judge.scenarios", "make scenarios from a task description"),
     "train": ("trainer.train", "run the trainer alone"),
+    "check-model": ("trainer.check_model", "say whether a base model trains right on this machine"),
     "sft": ("trainer.sft", "supervised warm start"),
     "keys": ("rollout_gateway.keys_cli", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.export", "write an adapter or merged weights"),

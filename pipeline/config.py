@@ -327,6 +327,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """0: for as long as groups come."""
     lora_rank: int = 8
     lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all but heads, routers and experts."""
     loss_type: str = "dapo"
     beta: float = 0.0
     """Weight of the KL to the base model."""
@@ -384,6 +386,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Processes (GPUs) that share the passes of a step; `journeyman up` starts them with `accelerate launch`."""
     peak_tflops: float = 0.0
     """The device's peak at the weights' type, to report model FLOPs utilisation; 0: unknown."""
+    logprob_bound: float | None = None
+    """Largest difference, in nats, that is put down to rounding when logprobs of the trainer are compared: at start, of a
+    training pass with the model's own forward pass (the largest of any token; in bfloat16 the mean, since rounding may send a
+    token to another expert), and in every step with those that the sampler recorded (the mean). Empty: 1e-3 where the model
+    is float32, 0.08 in bfloat16. Above it the model is refused at start, and a step is not taken."""
     check_sequences: int = 8
     """Sequences per step whose recorded logprobs are compared with recomputed ones at the version that sampled."""
     keep_checkpoints: int = 3

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import ConfigError, TrainerConfig
-from trainer.packing import Layout
+from trainer.packing import FULL, Layout, Reach
 
 FLEX = "journeyman_flex"
 """The name under which transformers finds `_attend`."""
@@ -70,15 +70,20 @@ def implementation(config: TrainerConfig, device: torch.device) -> str | None:
     return FLEX
 
 
-def mask_of(layout: Layout, flex: bool) -> torch.Tensor | BlockMask | None:
-    """What the model is to be given as its attention mask; none: plain causal."""
-    if layout.ends_RL is None or not flex:
-        return layout.dense_mask()
-    ends_RL = layout.ends_RL
+def mask_of(layout: Layout, flex: bool, reach: Reach = FULL) -> torch.Tensor | BlockMask | None:
+    """What layers that see as far as `reach` are to be given as their attention mask. `None` means plain causal."""
+    if layout.ends_RL is None or layout.positions_RL is None or not flex:
+        return layout.dense_mask(reach)
+    ends_RL, at_RL = layout.ends_RL, layout.positions_RL
     rows, length = ends_RL.shape
 
     def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < ends_RL[row, key])
+        seen = (key <= query) & (query < ends_RL[row, key])
+        if reach.window:
+            seen = seen & (at_RL[row, query] - at_RL[row, key] < reach.window)
+        if reach.chunk:
+            seen = seen & (at_RL[row, query] // reach.chunk == at_RL[row, key] // reach.chunk)
+        return seen
 
     return create_block_mask(
         sees, rows, None, length, length, device=str(ends_RL.device), _compile=ends_RL.device.type != "cpu"

@@ -25,13 +25,14 @@ from transformers import get_scheduler
 from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.log import get_logger
 from trainer import checks, grpo
-from trainer.attention import mask_of
+from trainer.forward import Forward
 from trainer.groups import Example
 from trainer.loading import device_for, load
 from trainer.measure import Measured
 from trainer.packing import Cost, Layout, MicroBatch, micro_batches
 from trainer.parallel import Job, Peers
 from trainer.sequences import TokenSequence
+from trainer.verify import verify
 
 log = get_logger("trainer.engine")
 
@@ -115,7 +116,6 @@ class Engine:
         self._use_threads()
         loaded = load(base, config, self.device)
         self.model, self.lora = loaded.model, loaded.lora
-        self._prefix_sharing = loaded.prefix_sharing
         self._scratch = scratch
         self._trainers: dict[str, grpo.CapturedGRPOTrainer] = {}
         self.number = 0
@@ -126,20 +126,22 @@ class Engine:
         """Token budget that memory was found to hold."""
         self.use(config)
         inner = self.model.get_base_model()
-        self._trunk, self._head = inner.get_decoder(), inner.get_output_embeddings()
+        self.forward = Forward(inner)
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.vocabulary = int(self._head.weight.shape[0])
-        text = inner.config.get_text_config()
+        self.dtype: torch.dtype = self.forward.trunk.dtype
+        self.vocabulary = int(inner.get_input_embeddings().weight.shape[0])
+        text = self.forward.text
         self._size = (
             sum(p.numel() for p in self.model.parameters()) - inner.get_input_embeddings().weight.numel()
         )
-        width = text.num_attention_heads * getattr(
-            text, "head_dim", text.hidden_size // text.num_attention_heads
-        )
+        heads = getattr(text, "num_attention_heads", None) or 1
+        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         self._cost = Cost.of(self._size, text.num_hidden_layers, width)
         self.default_temperature = default_temperature(base)
+        self.verified = verify(self, shares_prefixes=loaded.prefix_sharing)
+        """How the layouts compare with the model's own forward pass."""
 
     def use(self, config: TrainerConfig) -> None:
         """Go on under other settings over the same model; what the model was built with must be the same."""
@@ -214,51 +216,23 @@ class Engine:
         """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
         temperature."""
         layout = layout.to(self.device)
-        mask: Any = mask_of(layout, self.config.attention == "flex")
-        if mask is not None:
-            # As a mapping: taken as it is, whatever the library would make of a tensor.
-            mask = dict.fromkeys(set(self.model.config.layer_types), mask)
-        hidden_RLD = self._trunk(
-            input_ids=layout.ids_RL, attention_mask=mask, position_ids=layout.positions_RL, use_cache=False
-        ).last_hidden_state
-        hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
-        logprobs_N, entropies_N = self._head_in_chunks(hidden_ND, layout, entropy)
+        hidden_RLD = self.forward.hidden(layout, flex=self.config.attention == "flex")
+        logprobs_N, entropies_N = self.forward.scores(
+            hidden_RLD[layout.rows_N, layout.cols_N],
+            layout.targets_N,
+            layout.temperatures_N,
+            self.logits_at_once,
+            # Where the entropy is only measured no gradient is kept for it.
+            "trained" if entropy and self.config.entropy_coef else "measured" if entropy else "none",
+        )
         place = (layout.sequence_N, layout.slot_N)
         zeros = torch.zeros(shape, dtype=logprobs_N.dtype, device=self.device)
         return zeros.index_put(place, logprobs_N), zeros.index_put(place, entropies_N)
 
-    def _head_in_chunks(
-        self, hidden_ND: torch.Tensor, layout: Layout, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = max(1, _VOCAB_CHUNK // self._head.weight.shape[0])
-        pieces = zip(
-            hidden_ND.split(chunk),
-            layout.targets_N.split(chunk),
-            layout.temperatures_N.split(chunk),
-            strict=True,
-        )
-        if len(hidden_ND) <= chunk:
-            return self._score(*next(pieces), entropy)
-        scored = [
-            torch.utils.checkpoint.checkpoint(self._score, *piece, entropy, use_reentrant=False)
-            for piece in pieces
-        ]
-        return torch.cat([s[0] for s in scored]), torch.cat([s[1] for s in scored])
-
-    def _score(
-        self, hidden_nD: torch.Tensor, targets_n: torch.Tensor, temperatures_n: torch.Tensor, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_nV = self._head(hidden_nD)
-        # At least float32: half the digits of a bfloat16 logprob would be noise.
-        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-        logits_nV = logits_nV / temperatures_n.unsqueeze(1)
-        all_nV = torch.log_softmax(logits_nV, dim=-1)
-        logprobs_n = all_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
-        if not entropy:
-            return logprobs_n, torch.zeros_like(logprobs_n)
-        # Where it is only measured no gradient is kept for it.
-        measured = all_nV if self.config.entropy_coef else all_nV.detach()
-        return logprobs_n, -(measured.exp() * measured).sum(-1)
+    @property
+    def logits_at_once(self) -> int:
+        """Positions whose logits are held at once."""
+        return max(1, _VOCAB_CHUNK // self.vocabulary)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -347,7 +321,7 @@ class Engine:
     def passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Part:
         """This process's passes of the batch, of at most about `budget` tokens each."""
         sequences = [e.sequence for e in examples]
-        packing = self.config.packing if self._prefix_sharing else "padded"
+        packing = self.config.packing if self.verified.layout == "prefix" else "padded"
         batches = micro_batches(sequences, groups, budget, packing, self._cost)
         if self.peers is not None:
             if len(batches) < self.peers.size:

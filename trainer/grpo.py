@@ -143,6 +143,8 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         self.beta = beta
         # After the constructor, which would start vLLM: the correction is on although TRL does not sample.
         self.use_vllm = args.vllm_importance_sampling_correction
+        # TRL adds the load-balancing loss of a mixture's router to the policy's; routers have no adapter here.
+        self.aux_loss_enabled = False
         # A step is one loss over the whole batch; micro-batches are weighted by `Engine`, which knows their sizes.
         self.current_gradient_accumulation_steps = 1
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None

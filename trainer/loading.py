@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ConfigError, TrainerConfig
 from trainer.attention import implementation
+from trainer.forward import without_noise
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of the architectures that Unsloth patches; elsewhere PEFT finds all linear layers itself."""
+"""The linear layers of the architectures that Unsloth patches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +62,52 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
     )
     lora = LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, bias="none",
-        target_modules="all-linear", task_type="CAUSAL_LM",
+        target_modules=targets_of(model, config), task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(config.seed)
-    return Loaded(get_peft_model(model, lora).to(device), lora, prefix_sharing=True)
+    peft = get_peft_model(model, lora).to(device)
+    without_noise(peft)
+    return Loaded(peft, lora, prefix_sharing=True)
+
+
+def targets_of(model: Any, config: TrainerConfig) -> list[str]:
+    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora_targets`, or all that can.
+
+    Raises `ConfigError` where a name of the setting is none of them. Routers and experts get none: PEFT would put adapters on
+    the experts' fused weights and on the router, which vLLM does not serve."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head
+    }
+    # A class of a model's own answers more than a product: Llama4's router gives scores and logits.
+    left_out = {_leaf(name) for name, m in linear.items()
+                if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")}  # fmt: skip
+    if model.config.model_type in ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"):
+        left_out |= {"out_proj", "conv1d"}  # their fused kernels read the weights past PEFT
+    if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
+        left_out |= {
+            "gate",
+            "router",
+            "shared_expert_gate",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "w1",
+            "w2",
+            "w3",
+        }
+    possible = {_leaf(name) for name in linear} - left_out
+    if unknown := set(config.lora_targets) - possible:
+        raise ConfigError(
+            f"trainer.lora_targets: {', '.join(sorted(unknown))} can't have an adapter; there are: {', '.join(sorted(possible))}"
+        )
+    return sorted(config.lora_targets or possible)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
@@ -82,8 +126,9 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         lora_alpha=config.lora_alpha,
         lora_dropout=0,
         bias="none",
-        target_modules=list(TARGETS),
+        target_modules=list(config.lora_targets or TARGETS),
         use_gradient_checkpointing="unsloth",
         random_state=config.seed,
     )
+    without_noise(model)
     return Loaded(model, model.peft_config["default"], prefix_sharing=False)

@@ -21,6 +21,19 @@ from trainer.sequences import TokenSequence
 Int = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How far back a layer's attention sees, in positions along a sequence; 0: no bound."""
+
+    window: int = 0
+    """A query sees this many positions, its own included."""
+    chunk: int = 0
+    """A query sees positions of its own chunk only, chunks being counted from position 0."""
+
+
+FULL = Reach()
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Tokens arranged for one forward pass."""
@@ -41,7 +54,7 @@ class Layout:
     tokens: int
     """Real tokens that go through the model."""
 
-    def dense_mask(self) -> torch.Tensor | None:
+    def dense_mask(self, reach: Reach = FULL) -> torch.Tensor | None:
         """`ends_RL` as a dense mask: True where the row's query (third axis) sees the key (last axis)."""
         if self.ends_RL is None:
             return None
@@ -49,6 +62,12 @@ class Layout:
         seen_RLL = (at_L[None, :, None] >= at_L[None, None, :]) & (
             at_L[None, :, None] < self.ends_RL[:, None, :]
         )
+        if self.positions_RL is not None and reach != FULL:
+            query_RL1, key_R1L = self.positions_RL[:, :, None], self.positions_RL[:, None, :]
+            if reach.window:
+                seen_RLL &= query_RL1 - key_R1L < reach.window
+            if reach.chunk:
+                seen_RLL &= query_RL1 // reach.chunk == key_R1L // reach.chunk
         return seen_RLL.unsqueeze(1)
 
     def to(self, device: torch.device) -> Layout:

@@ -8,13 +8,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from pipeline.config import ConfigError, TrainerConfig
 from tests.trainer.kit import VOCAB, exactly, stir
 from trainer.attention import FLEX, mask_of
 from trainer.engine import Engine
-from trainer.packing import Cost, Layout, micro_batches, padded, prefix_shared, sharing_pays, tree_sizes
+from trainer.packing import (
+    Cost,
+    Layout,
+    Reach,
+    micro_batches,
+    padded,
+    prefix_shared,
+    sharing_pays,
+    tree_sizes,
+)
 from trainer.sequences import TokenSequence
 
 
@@ -192,3 +201,28 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
         assert loss == pytest.approx(first_loss, rel=1e-10)
         for mine, theirs in zip(other, first, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=4), Reach(chunk=3)], ids=str)
+def test_a_window_is_counted_along_the_path(reach: Reach) -> None:
+    sequences, groups = tree_of_conversations(4)
+    layout = prefix_shared(sequences, groups)
+    dense = layout.dense_mask(reach)
+    assert dense is not None
+    assert layout.positions_RL is not None
+    for n, (row, column) in enumerate(zip(layout.rows_N.tolist(), layout.cols_N.tolist(), strict=True)):
+        one = sequences[int(layout.sequence_N[n])]
+        at = int(layout.positions_RL[row, column])
+        first = (
+            max(0, at + 1 - reach.window)
+            if reach.window
+            else at // reach.chunk * reach.chunk
+            if reach.chunk
+            else 0
+        )
+        seen = torch.nonzero(dense[row, 0, column]).flatten()
+        assert layout.ids_RL[row, seen].tolist() == one.ids[first : at + 1].tolist()
+    flex = mask_of(layout, flex=True, reach=reach)
+    assert isinstance(flex, BlockMask)
+    rows, length = layout.ids_RL.shape
+    assert torch.equal(create_mask(flex.mask_mod, rows, 1, length, length, device="cpu"), dense)
