@@ -165,7 +165,8 @@ class App:
                 request.answer(200, text, content_type=b"text/plain; version=0.0.4")
                 return
             case "openapi":
-                answer = openapi.document()
+                request.answer(200, openapi.encoded())
+                return
             case "models":
                 answer = control.models(access)
             case "model":

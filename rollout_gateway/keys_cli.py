@@ -122,6 +122,7 @@ def _table(key: KeyConfig) -> dict[str, object]:
 def _changing(path: Path) -> Iterator[list[KeyConfig]]:
     """The keys of a file, to be changed: locked against another command, written whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".lock").touch(0o600)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = list(read_keys(path)) if path.exists() else []

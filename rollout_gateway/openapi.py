@@ -6,6 +6,7 @@ described as far as the gateway itself reads them; what else they take is the in
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -56,6 +57,12 @@ def document() -> Schema:
         "paths": paths,
         "components": {"schemas": {**components, **_ANSWERS}},
     }
+
+
+@functools.cache
+def encoded() -> bytes:
+    """The document as JSON. Anyone may ask for it, so it is made once."""
+    return msgspec.json.encode(document())
 
 
 def _operation(route: Route) -> Schema:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -104,6 +107,25 @@ def test_a_body_is_not_read_before_the_key_is_checked(start_front: StartGateway)
     ) as client:  # a good key, and more than a control call takes
         client.sendall(head.replace(b"/nowhere", b"/v1/trajectories").replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer alice\r\n\r\n"))  # fmt: skip
         assert client.recv(65536)[9:12] == b"413"
+
+
+def test_silent_connections_shut_no_one_out(
+    start_front: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that may have 256 files open, and more connections than that which say nothing."""
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')
+    limited.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(limited))
+        gateway = start_front()
+    with ExitStack() as stack:
+        for _ in range(300):
+            address = ("127.0.0.1", gateway.config.gateway.port)
+            stack.enter_context(socket.create_connection(address, timeout=30))
+        assert httpx.get(f"{gateway.url}/health", timeout=30).status_code == 200
+        gateway.open(id="mine")
+    assert "fewer connections" in gateway.log
 
 
 def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:

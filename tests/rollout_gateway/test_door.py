@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
@@ -168,6 +169,15 @@ def test_pages_that_the_settings_name_may_call(start_front: StartGateway) -> Non
         assert stream.headers["access-control-allow-origin"] == page["origin"]
     assert httpx.get(f"{gateway.url}/health", headers={"origin": "https://b.example"}).status_code == 403
     assert httpx.options(f"{gateway.url}/v1/models", headers=page).status_code == 405  # no preflight
+
+
+def test_the_authority_of_a_proxys_request_line_counts_as_host(start_front: StartGateway) -> None:
+    gateway = start_front()
+    port = gateway.config.gateway.port
+    for authority, status in (("evil.example", b"421"), (f"localhost:{port}", b"200")):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(f"GET http://{authority}/health HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert client.recv(65536)[9:12] == status
 
 
 def _complete(gateway: GatewayProcess, raw: str) -> int:

@@ -113,7 +113,7 @@ def test_the_file_is_read_when_it_changes(tmp_path: Path, capsys: pytest.Capture
     ]
     out, key = run("add", "--name", "a", "--role", "operator", *scope)
     assert key not in out + file.read_text()
-    assert file.stat().st_mode & 0o777 == 0o600
+    assert {f.stat().st_mode & 0o777 for f in tmp_path.iterdir()} == {0o600}
     assert ring.reload()
     access = ring.access(key)
     assert (access.owner, access.operator, access.calls_only, set(access.models)) == ("a", True, True, {"m"})
