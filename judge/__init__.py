@@ -14,6 +14,8 @@
 | `merge` | several judgings to one score, without the effect of places |
 | `rubrics`, `rubrics/` | what a judge looks for: files, named by their hash |
 | `llm`, `params`, `callers` | the judge model, through litellm's router, here or in processes of their own |
+| `score` | one group from a file or from user code; `journeyman judge score` |
+| `cli` | the commands `journeyman judge …` |
 | `labelled`, `eval` | agreement with ground truth; `journeyman judge eval` |
 | `watch` | anchors judged again and again, the alarm, `judge.json`, `group.measured` |
 | `rejudge` | history scored again as a verdict set; `journeyman rejudge` |

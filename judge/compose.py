@@ -20,7 +20,7 @@ from judge.rubrics import load_rubric
 from judge.ruler import LlmRuler, Load
 from judge.sandbox import RewardFunction, RewardFunctionError
 from judge.scoring import AGENT, Scores, UnscoredError, agent_reward, judge_hash
-from judge.transcripts import load
+from judge.transcripts import Transcript, load
 from pipeline.broker import Broker, HistoryGoneError
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
@@ -185,15 +185,12 @@ async def recall(broker: Broker, config: Config, rulers: Mapping[str, LlmRuler])
 
 
 @asynccontextmanager
-async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Composed | None]:
-    """What the settings say beyond agents' own rewards; none where they say nothing. Imports litellm only for a model.
+async def open_composed(config: Config, read: Load) -> AsyncIterator[Composed | None]:
+    """What the settings say beyond agents' own rewards; None where they say nothing. `read` gives a member's transcript.
+    Imports litellm only for a model.
 
     Raises `ConfigError` for a rubric or key that is missing."""
     judge = config.judge
-
-    async def read(member: TrajectoryCompleted) -> Any:
-        return await load(broker, member.project, member.trajectory)
-
     if not judge.model and not judge.rewards:
         yield None
         return
@@ -206,5 +203,17 @@ async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Compose
         rulers: dict[str, LlmRuler] = {}
         if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
             rulers = make_rulers(judge, await stack.enter_async_context(open_complete(judge)), read)
-            await recall(broker, config, rulers)
         yield Composed(judge, rulers, functions, read)
+
+
+@asynccontextmanager
+async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Composed | None]:
+    """`open_composed` over the log: members are read from it, and rulers remember what this judge scored last."""
+
+    async def read(member: TrajectoryCompleted) -> Transcript:
+        return await load(broker, member.project, member.trajectory)
+
+    async with open_composed(config, read) as composed:
+        if composed is not None and composed.rulers:
+            await recall(broker, config, composed.rulers)
+        yield composed

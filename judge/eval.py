@@ -9,7 +9,6 @@ reached, 2 on settings or a file that can't be used.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -80,31 +79,25 @@ async def _run(config: JudgeConfig, groups: Sequence[LabelledGroup]) -> dict[str
         return await evaluate(config, groups, complete)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="journeyman judge", description="Measure a judge against ground truth."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    evaluation = commands.add_parser("eval", help="agreement with a labelled set")
-    evaluation.add_argument("data", type=Path, help="labelled groups, JSONL")
-    evaluation.add_argument("--config", help="settings, TOML")
-    evaluation.add_argument(
-        "--set", action="append", default=[], metavar="section.key=value", dest="overrides"
-    )
-    evaluation.add_argument("--limit", type=int, default=0, help="only so many groups")
-    evaluation.add_argument("--min-tau", type=float, default=None, help="exit 1 below this Kendall tau")
-    evaluation.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    try:
-        config = load(args.config, args.overrides).judge
-        if not config.model:
-            raise ConfigError("judge.model is not set: there is no judge to measure")
-        groups = read_labelled(args.data)
-        report = anyio.run(_run, config, groups[: args.limit] if args.limit else groups)
-    except ConfigError as error:
-        sys.stderr.write(f"journeyman: {error}\n")
-        raise SystemExit(2) from error
+def add_command(commands: Any) -> None:
+    """Add `eval` to the subcommands of `journeyman judge`."""
+    parser = commands.add_parser("eval", help="agreement with a labelled set")
+    parser.add_argument("data", type=Path, help="labelled groups, JSONL")
+    parser.add_argument("--config", help="settings, TOML")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    parser.add_argument("--limit", type=int, default=0, help="only so many groups")
+    parser.add_argument("--min-tau", type=float, default=None, help="exit 1 below this Kendall tau")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=command)
+
+
+def command(args: argparse.Namespace) -> None:
+    """`journeyman judge eval`. Raises `ConfigError`; exits 1 where the bound is not reached."""
+    config = load(args.config, args.overrides).judge
+    if not config.model:
+        raise ConfigError("judge.model is not set: there is no judge to measure")
+    groups = read_labelled(args.data)
+    report = anyio.run(_run, config, groups[: args.limit] if args.limit else groups)
     console = Console(highlight=False)
     if args.json:
         console.print_json(msgspec.json.encode(report).decode())
@@ -113,7 +106,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             console.print(f"{key:<22} {value:.4g}" if isinstance(value, float) else f"{key:<22} {value}")
     if report["groups"] == 0 or (args.min_tau is not None and report["kendall_tau"] < args.min_tau):
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

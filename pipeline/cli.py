@@ -37,7 +37,7 @@ ELSEWHERE = {
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
     "dead": ("pipeline.dead", "list, show, retry or drop dead letters"),
-    "judge": ("judge.eval", "measure a judge against ground truth: journeyman judge eval"),
+    "judge": ("judge.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.rejudge", "score history again as a new verdict set"),
     "scenarios": ("judge.scenarios", "make scenarios from a task description"),
     "train": ("trainer.train", "run the trainer alone"),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from judge import eval as command
+from judge import cli as command
 from judge.eval import evaluate
 from judge.labelled import LabelledError, agreement, read_labelled
 from judge.scoring_server import Scorer
