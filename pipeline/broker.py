@@ -56,6 +56,11 @@ class Delivery(Recorded):
     _msg: Msg | None = None
     _held: set[Delivery] | None = None
 
+    @property
+    def reply(self) -> str:
+        """The subject that answers to this delivery; it holds the place in the stream (`pipeline.place`)."""
+        return str(self._msg.reply) if self._msg is not None else ""
+
     async def ack(self, *, confirmed: bool = False) -> None:
         """Done with it. `confirmed` waits until the server knows; without, a lost ack leads to redelivery."""
         assert self._msg is not None

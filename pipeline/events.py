@@ -274,6 +274,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     completed_seq: int = 0
     """Stream sequence of the member's `rollout.completed`."""
+    completed_time: Micros = 0
+    """Stream time of that event; 0 in groups from before it was recorded."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
@@ -316,7 +318,15 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     model: str
     trajectories: tuple[str, ...]
     reason: Literal[
-        "too_small", "late", "unscored", "no_variance", "stale", "history_gone", "over_budget", "validation"
+        "too_small",
+        "late",
+        "unscored",
+        "no_variance",
+        "stale",
+        "history_gone",
+        "over_budget",
+        "validation",
+        "repeated",
     ]
     by: str
     """The service that decided."""
@@ -402,6 +412,9 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     groups: tuple[str, ...]
     group_seqs: StreamSeqs = b""
     """Stream sequences of the consumed `group.scored` events, in the order of `groups`."""
+    group_times: StreamSeqs = b""
+    """Stream times of these events, in microseconds: a sequence alone may stand for another event after a power cut. Empty in
+    checkpoints from before it was recorded."""
     config_hash: str
     base_model: str = ""
     adapter: str

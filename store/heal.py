@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from datetime import datetime
 
 import anyio.to_thread
 import msgspec
@@ -12,20 +11,13 @@ from pipeline import schema
 from pipeline.broker import Broker, HistoryGoneError, Recorded
 from pipeline.events import wire_name
 from pipeline.log import get_logger
+from pipeline.place import stream_time_us
 from store import columns
 from store.catalog import Catalog, FileName
 
 log = get_logger("store.heal")
 
 _PAGE = 1_000
-
-
-def stream_time_us(recorded: Recorded) -> int:
-    """When the broker took a message in, in microseconds as deliveries count them (the nanoseconds cut off)."""
-    text = recorded.headers["Nats-Time-Stamp"]
-    whole, _, fraction = text.rstrip("Z").partition(".")
-    seconds = int(datetime.fromisoformat(whole + "+00:00").timestamp())
-    return seconds * 1_000_000 + int(fraction.ljust(6, "0")[:6] or 0)
 
 
 async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileName]]) -> int:
@@ -41,8 +33,8 @@ async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileNa
             found = [r async for r in _events(broker, name.stream, first, last)]
             rows += [r for r in found if wire_name(r.event) == tag]
             first = last + 1
-        known = catalog.already(name.stream, [(r.seq, stream_time_us(r)) for r in rows])
-        missing = [r for r in rows if (r.seq, stream_time_us(r)) not in known]
+        known = catalog.already(name.stream, [(r.seq, stream_time_us(r.headers)) for r in rows])
+        missing = [r for r in rows if (r.seq, stream_time_us(r.headers)) not in known]
         for part in _pages(missing):
             await anyio.to_thread.run_sync(_write, catalog, tag, part)
         healed += len(missing)
@@ -71,7 +63,7 @@ def _pages(rows: list[Recorded]) -> Iterator[list[Recorded]]:
 
 
 def _write(catalog: Catalog, tag: str, rows: list[Recorded]) -> None:
-    seqs, ats = [r.seq for r in rows], [stream_time_us(r) for r in rows]
+    seqs, ats = [r.seq for r in rows], [stream_time_us(r.headers) for r in rows]
     traces = [r.headers.get("traceparent", "") for r in rows]
     table = columns.table(tag, [r.event for r in rows], seqs, ats, traces)
     name = FileName(schema.stream_of(tag), seqs[0], seqs[-1], ats[0])

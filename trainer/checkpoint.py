@@ -5,6 +5,7 @@
         state.pt                                           optimizer, scheduler, random state
         manifest.json                                      what it was made from, SHA-256 of every file
     <checkpoints>/<model>/best.json                        which step validated best
+    <checkpoints>/<model>/log                              names the log that these checkpoints were published on
 
 A checkpoint is written into a folder with a temporary name, every file is fsynced, the manifest comes last, and a
 rename makes it appear. Whatever a crash leaves behind under a temporary name is no checkpoint and is deleted.
@@ -42,6 +43,7 @@ STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 BEST_FILE = "best.json"
 TRIES_FILE = "tries"
+LOG_FILE = "log"
 
 
 class CheckpointError(RuntimeError):
@@ -59,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: str
     groups: tuple[str, ...]
     group_seqs: tuple[int, ...]
+    group_times: tuple[int, ...] = ()
+    """Stream times of the groups' events, in microseconds; empty in manifests from before they were recorded."""
     config_hash: str
     config: dict[str, Any]
     base_model: str
@@ -77,6 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return CheckpointPublished(
             project=self.project, at=self.written_at, model=self.model, step=self.step, version=self.version,
             parent=self.parent, batch_id=self.batch_id, groups=self.groups, group_seqs=pack_seqs(self.group_seqs),
+            group_times=pack_seqs(self.group_times),
             config_hash=self.config_hash, base_model=self.base_model, adapter=self.adapter,
             adapter_sha256=self.adapter_sha256, adapter_bytes=self.adapter_bytes, files=self.files,
             metrics=self.metrics, started_at=self.started_at, branch=self.branch,
@@ -228,6 +233,17 @@ class Checkpoints:
         temporary = self.folder / f"{BEST_FILE}.tmp"
         _write_durably(temporary, msgspec.json.encode(best))
         temporary.replace(self.folder / BEST_FILE)
+
+    def log_name(self) -> str:
+        """Which log the checkpoints belong to; empty where that was never noted."""
+        path = self.folder / LOG_FILE
+        return path.read_text("utf-8").strip() if path.exists() else ""
+
+    def set_log_name(self, name: str) -> None:
+        temporary = self.folder / f"{LOG_FILE}.tmp"
+        _write_durably(temporary, name.encode())
+        temporary.replace(self.folder / LOG_FILE)
+        _sync_folder(self.folder)
 
     def count_try(self, batch: str) -> int:
         """How often the computation of `batch` was begun without an end, this time included."""

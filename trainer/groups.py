@@ -22,7 +22,7 @@ EQUAL = 1e-6
 """Rewards closer than this are the same: a judge's sums carry rounding."""
 _STD_FLOOR = 1e-4
 
-Reason = Literal["too_small", "no_variance", "stale", "history_gone", "validation"]
+Reason = Literal["too_small", "no_variance", "stale", "history_gone", "validation", "repeated"]
 
 
 @dataclass(frozen=True)

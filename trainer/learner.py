@@ -51,6 +51,8 @@ class BatchGroup:
 
     prepared: PreparedGroup
     seq: int
+    at: int = 0
+    """Stream time in microseconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +219,7 @@ class Learner:
             batch_id=batch_id(self.version, groups, self.config_hash),
             groups=groups,
             group_seqs=tuple(g.seq for g in batch),
+            group_times=tuple(g.at for g in batch),
             config_hash=self.config_hash,
             config=msgspec.to_builtins(self.settings),
             base_model=self.model.base,

@@ -30,12 +30,13 @@ from pipeline.events import (
     GroupScored,
     checkpoint_subject,
     encode,
-    unpack_seqs,
 )
 from pipeline.log import get_logger
 from pipeline.names import subject_token
+from pipeline.place import Place, place_of
 from pipeline.service import Ready
 from trainer.commits import Commits
+from trainer.consumed import Consumed
 from trainer.engine import UntrainableError
 from trainer.groups import (
     Refusal,
@@ -51,6 +52,7 @@ from trainer.sequences import TokenSequence, build
 
 log = get_logger("trainer")
 
+_MEND_EVERY_S = 1.0
 _FETCHES = 16
 """Trajectories whose exchanges are read at once."""
 
@@ -60,7 +62,7 @@ class Held:
     """A queued group. `delivery` is None for one that was read from the log at start and not delivered yet."""
 
     event: GroupScored
-    seq: int
+    place: Place
     delivery: Delivery | None
     sequences: list[TokenSequence] | None = None
     """Of all scored training members; None: not fetched yet."""
@@ -101,9 +103,9 @@ class Trainer:
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
         self.config, self.broker = config, broker
         self.queues = {name: Queue(learner, deque(), []) for name, learner in learners.items()}
-        self._consumed: set[int] = set()
-        """Stream sequences of groups that are in a published checkpoint."""
+        self._consumed = Consumed()
         self._news = anyio.Event()
+        self._publishing = anyio.Lock()
         self.log = Commits(broker, config)
         self._fetching = anyio.CapacityLimiter(_FETCHES)
 
@@ -119,9 +121,10 @@ class Trainer:
                 if isinstance(r.event, CheckpointPublished) and self.log.trusted(r.event)
             ]
             for event in published:
-                self._consumed.update(unpack_seqs(event.group_seqs).tolist())
+                self._consumed.checkpoint(event)
             last = max(published, key=lambda e: e.step, default=None)
-            self._consumed.update(await self.log.recover(queue.learner, last))
+            for manifest in await self.log.recover(queue.learner, last):
+                self._consumed.checkpoint(manifest.event())
             log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
         await self._take_over()
 
@@ -145,8 +148,22 @@ class Trainer:
             if recorded.seq > delivered or not isinstance(event, GroupScored):
                 continue
             if (event.branch, event.model, event.group) in discarded:
-                self._consumed.add(recorded.seq)
-            await self._admit(event, recorded.seq, None)
+                self._consumed.add(place_of(recorded))
+            await self._admit(event, place_of(recorded), None)
+
+    async def mend(self) -> None:
+        """For as long as the service runs: whenever the connection came back, see to it that the log still holds what was
+        published. Its machine may have lost its power."""
+        seen = self.broker.client.stats["reconnects"]
+        while True:
+            await anyio.sleep(_MEND_EVERY_S)
+            now = self.broker.client.stats["reconnects"]
+            if now == seen:
+                continue
+            for queue in self.queues.values():
+                async with self._publishing:
+                    await self.log.mend(queue.learner)
+            seen = now
 
     # -- intake --------------------------------------------------------------------------------------------------
 
@@ -155,13 +172,13 @@ class Trainer:
         while True:
             for delivery in await self.log.persist(partial(consumption.batch, 256)):
                 if isinstance(delivery.event, GroupScored):
-                    await self._admit(delivery.event, delivery.seq, delivery)
+                    await self._admit(delivery.event, place_of(delivery), delivery)
                 else:
                     log.warning("not a scored group", subject=delivery.subject)
                     await delivery.ack()
 
-    async def _admit(self, event: GroupScored, seq: int, delivery: Delivery | None) -> None:
-        if seq in self._consumed:
+    async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
+        if self._consumed.has(place, event.group):
             if delivery is not None:
                 await delivery.ack()
             return
@@ -182,21 +199,44 @@ class Trainer:
                 await delivery.ack()
             return
         for held in (*queue.waiting, *queue.batch):
-            if held.seq == seq:
-                held.delivery = delivery
+            if held.event.subject() == event.subject():
+                # The subject holds one event: at another place it is that event scored again, since the log lost the first.
+                held.place, held.delivery = place, delivery
                 return
-        held = Held(event, seq, delivery)
+        held = Held(event, place, delivery)
+        if refusal := await self._repeated(event):
+            await self._discard(queue, held, refusal)
+            return
         queue.learner.validate(event)
         refusal = refuse_by_event(event, queue.step, staleness_bound(event, queue.settings))
         if refusal is not None:
             await self._discard(queue, held, refusal)
             return
         # A redelivery may come behind newer groups: the queue stays in stream order.
-        place = len(queue.waiting)
-        while place and queue.waiting[place - 1].seq > seq:
-            place -= 1
-        queue.waiting.insert(place, held)
+        index = len(queue.waiting)
+        while index and queue.waiting[index - 1].place.seq > place.seq:
+            index -= 1
+        queue.waiting.insert(index, held)
         self._news.set()
+
+    async def _repeated(self, event: GroupScored) -> Refusal | None:
+        """A refusal of a group that trained already, where a power cut took its event from the log and the judge scored it
+        again. A group whose first event is still there, or grew too old to be kept, is another one of that name."""
+        before = self._consumed.trained(event.model, event.group)
+        if before is None or not before.place.at:
+            return None
+        try:
+            there = await self.broker.get("GROUPS", before.place.seq)
+        except HistoryGoneError:
+            state = (await self.broker.js.stream_info("GROUPS")).state
+            if before.place.seq < state.first_seq:
+                return None
+        else:
+            if place_of(there) == before.place:
+                return None
+        return Refusal(
+            "repeated", f"{before.version} learned from this group; the log lost its first scoring"
+        )
 
     async def _discard(self, queue: Queue, held: Held, refusal: Refusal) -> None:
         event = held.event
@@ -210,7 +250,7 @@ class Trainer:
                 branch=event.branch,
             )
         )  # fmt: skip
-        self._consumed.add(held.seq)
+        self._consumed.add(held.place)
         queue.learner.without_variance += refusal.reason == "no_variance"
         if held.delivery is not None:
             await held.delivery.ack()
@@ -234,7 +274,7 @@ class Trainer:
 
     def _next_queue(self) -> Queue | None:
         ready = [q for q in self.queues.values() if q.full and not q.finished]
-        return min(ready, key=lambda q: (q.step, (q.waiting or q.batch)[0].seq), default=None)
+        return min(ready, key=lambda q: (q.step, (q.waiting or q.batch)[0].place.seq), default=None)
 
     async def _fill(self, queue: Queue) -> bool:
         """Move groups that train at the present step into the batch; False where too few were left."""
@@ -248,7 +288,7 @@ class Trainer:
                 if foreign := queue.learner.foreign_token(held.sequences or ()):
                     await self._bury(queue, [held], f"token {foreign} is not in the model's vocabulary")
                     continue
-                refusal = refusals.get(held.seq) or self._refuse(queue, held)
+                refusal = refusals.get(held.place) or self._refuse(queue, held)
                 if refusal is not None:
                     await self._discard(queue, held, refusal)
                     queue.batch.remove(held)
@@ -267,14 +307,14 @@ class Trainer:
             return Refusal("stale", f"all {stale} tokens are older than {bound} steps at step {queue.step}")
         return Refusal("no_variance", "no member has a token to train")
 
-    async def _fetch_all(self, wanted: list[Held]) -> dict[int, Refusal]:
-        """Fetch the exchanges of `wanted`; which of them the log no longer holds, by stream sequence."""
-        gone: dict[int, Refusal] = {}
+    async def _fetch_all(self, wanted: list[Held]) -> dict[Place, Refusal]:
+        """Fetch the exchanges of `wanted`; which of them the log no longer holds, by place."""
+        gone: dict[Place, Refusal] = {}
 
         async def fetch(held: Held) -> None:
             refusal = await self._fetch(held)
             if refusal is not None:
-                gone[held.seq] = refusal
+                gone[held.place] = refusal
 
         async with anyio.create_task_group() as tg:
             for held in wanted:
@@ -318,7 +358,7 @@ class Trainer:
 
     async def _step(self, queue: Queue) -> None:
         learner = queue.learner
-        batch = [BatchGroup(prepare(h.event, h.sequences or []), h.seq) for h in queue.batch]
+        batch = [BatchGroup(prepare(h.event, h.sequences or []), *h.place) for h in queue.batch]
         try:
             taken = await self._compute(queue, batch)
         except UntrainableError as error:
@@ -326,9 +366,11 @@ class Trainer:
             return
         # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
         with anyio.CancelScope(shield=True):
-            await self.log.publish(taken.manifest, taken.adapter)
-            await self.log.in_thread(learner.advance, taken)
-            self._consumed.update(taken.manifest.group_seqs)
+            async with self._publishing:
+                await self.log.mend(learner)  # first, so that the log has them in order
+                await self.log.publish(taken.manifest, taken.adapter)
+                await self.log.in_thread(learner.advance, taken)
+            self._consumed.checkpoint(taken.manifest.event())
             for held in queue.batch:
                 if held.delivery is not None:
                     await self.log.persist(partial(held.delivery.ack, confirmed=True))
@@ -355,11 +397,11 @@ class Trainer:
         for held in wanted:
             await self.broker.publish(
                 DeadLettered(
-                    project="", stream="GROUPS", stream_seq=held.seq, original_subject=held.event.subject(),
+                    project="", stream="GROUPS", stream_seq=held.place.seq, original_subject=held.event.subject(),
                     consumer="trainer", reason="untrainable", detail=detail, payload=encode(held.event),
                 )
             )  # fmt: skip
-            self._consumed.add(held.seq)
+            self._consumed.add(held.place)
             if held.delivery is not None:
                 await held.delivery.ack()
             queue.batch.remove(held)
@@ -394,6 +436,7 @@ async def train(config: Config, ready: Ready, peers: Peers | None = None) -> Non
         ready(step=max(q.step for q in trainer.queues.values()))
         async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
             tg.start_soon(trainer.intake, consumption)
+            tg.start_soon(trainer.mend)
             await trainer.run_steps()
             tg.cancel_scope.cancel()
 
