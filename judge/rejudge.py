@@ -29,7 +29,7 @@ from judge.labelled import agreement
 from judge.scoring import Composer, Scores, UnscoredError, agents_own, judge_hash, member_of, score
 from pipeline.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.config import Config, ConfigError, load
-from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted, now_us
+from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, check_name, subject_token
 
@@ -160,7 +160,7 @@ class Rejudge:
         self.report.rescued += 1
 
     async def _completion(
-        self, event: GroupDiscarded, trajectory: str
+        self, event: GroupScored | GroupDiscarded, trajectory: str
     ) -> tuple[TrajectoryCompleted, int] | None:
         names = (event.project, event.model, trajectory)
         subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
@@ -172,7 +172,7 @@ class Rejudge:
     async def _group(self, recorded: Recorded, event: GroupScored) -> None:
         try:
             members = {
-                m.trajectory: await self._completed(m.trajectory, m.completed_seq)
+                m.trajectory: await self._completed(event, m)
                 for m in event.members
                 if m.outcome != "no_result"
             }
@@ -211,11 +211,21 @@ class Rejudge:
     async def _score(self, members: Sequence[TrajectoryCompleted]) -> Scores:
         return agents_own(members) if self._composer is None else await self._composer(members)
 
-    async def _completed(self, trajectory: str, seq: int) -> TrajectoryCompleted:
-        recorded = await self._broker.get("ROLLOUTS", seq)
-        if not isinstance(recorded.event, TrajectoryCompleted) or recorded.event.trajectory != trajectory:
-            raise HistoryGoneError(f"the end of trajectory {trajectory}")
-        return recorded.event
+    async def _completed(self, event: GroupScored, member: Member) -> TrajectoryCompleted:
+        """How a member of `event` ended. Raises `HistoryGoneError` where the log does not say."""
+        try:
+            recorded = await self._broker.get("ROLLOUTS", member.completed_seq)
+        except HistoryGoneError:
+            found = None
+        else:
+            found = recorded.event
+        if isinstance(found, TrajectoryCompleted) and found.trajectory == member.trajectory:
+            return found
+        # After a power cut the number may stand for another event; the subject is the trajectory's own.
+        again = await self._completion(event, member.trajectory)
+        if again is None:
+            raise HistoryGoneError(f"the end of trajectory {member.trajectory}")
+        return again[0]
 
     async def _discard(self, event: GroupScored | GroupDiscarded, detail: str) -> None:
         members = (

@@ -274,8 +274,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     completed_seq: int = 0
     """Stream sequence of the member's `rollout.completed`."""
-    completed_time: Micros = 0
-    """Stream time of that event; 0 in groups from before it was recorded."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):

@@ -30,6 +30,7 @@ from pipeline.events import (
 )
 from pipeline.log import get_logger
 from pipeline.names import subject_token
+from pipeline.place import Place, place_of
 from pipeline.service import Ready, main
 
 log = get_logger("pipeline.telemetry")
@@ -104,12 +105,17 @@ class SpanMaker:
 
     async def _learned_from(self, event: CheckpointPublished) -> list[tuple[str, str]]:
         found = []
-        for seq in unpack_seqs(event.group_seqs):
+        seqs = unpack_seqs(event.group_seqs).tolist()
+        times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
+        for seq, at in zip(seqs, times, strict=True):
             try:
-                recorded = await self._broker.get("GROUPS", int(seq))
+                recorded = await self._broker.get("GROUPS", seq)
             except HistoryGoneError:
                 continue  # retention took the group: its trace is long closed
-            if isinstance(recorded.event, GroupScored):
+            # After a power cut another group may lie there, which this checkpoint did not learn from.
+            if not place_of(recorded).is_of(Place(seq, at)):
+                continue
+            if isinstance(recorded.event, GroupScored) and recorded.event.group in event.groups:
                 found += [(m.trajectory, recorded.event.group) for m in recorded.event.members]
         return found
 

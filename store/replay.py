@@ -59,7 +59,7 @@ def choose(
           AND g.group_id = s."group"
         WHERE s.branch = ? AND (? = '' OR s.project = ?) AND (? = '' OR s.model = ?)
           AND (? = '' OR s."at" >= TRY_CAST(? AS TIMESTAMP)) AND (? = '' OR s."at" < TRY_CAST(? AS TIMESTAMP))
-          AND s.log_seq IN (SELECT stream_seq FROM groups WHERE status = 'scored' AND ({where}))
+          AND (s.log_seq, s."group") IN (SELECT (stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where}))
         ORDER BY s.log_seq
     """  # noqa: S608 - a predicate in SQL is what the caller is asked for; the connection holds nothing but views
     values = [source, project, project, model, model, since, since, until, until]

@@ -328,12 +328,13 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
         """
         WITH consumed AS (
           SELECT project, model, version, step, parent, batch_id, "at", branch,
-            unnest(groups) AS group_id, unnest(group_seqs) AS group_seq
+            unnest(groups) AS group_id, unnest(group_seqs) AS group_seq, unnest(group_times) AS group_time
           FROM policy_checkpoint
         ), members AS (
           SELECT c.*, g.branch AS group_branch, g.judge, g.log_seq, g.verdicts AS verdicts_, unnest(g.members) AS m
           FROM consumed c JOIN group_scored g ON g.project = c.project AND g."group" = c.group_id AND g.model = c.model
             AND (c.group_seq IS NULL OR g.log_seq = c.group_seq)
+            AND (c.group_time IS NULL OR epoch_us(g.log_at) = c.group_time)
         )
         SELECT m.project, m.model, m.version, m.step, m.parent, m.batch_id, m.at AS published_at, m.group_id,
           m.log_seq AS group_seq, m.group_branch AS branch, m.judge, m.m.trajectory AS trajectory,
@@ -365,12 +366,14 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
         },
         """
         WITH consumed AS (
-          SELECT project, model, version, step, "at", branch, unnest(groups) AS group_id, unnest(group_seqs) AS group_seq
+          SELECT project, model, version, step, "at", branch, unnest(groups) AS group_id, unnest(group_seqs) AS group_seq,
+            unnest(group_times) AS group_time
           FROM policy_checkpoint
         ), members AS (
           SELECT c.*, g.at AS scored_at, unnest(g.members) AS m
           FROM consumed c JOIN group_scored g ON g.project = c.project AND g."group" = c.group_id AND g.model = c.model
             AND (c.group_seq IS NULL OR g.log_seq = c.group_seq)
+            AND (c.group_time IS NULL OR epoch_us(g.log_at) = c.group_time)
         )
         SELECT project, model, version, step, branch, group_id, m.trajectory AS trajectory, m.reward AS reward,
           step - 1 - m.last_step AS staleness_min, step - 1 - m.first_step AS staleness_max,
