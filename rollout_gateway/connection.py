@@ -7,13 +7,13 @@ What a body is, only the framing headers say. An `Upgrade` is ignored, so nothin
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
 import httptools
 
 from pipeline.log import get_logger
+from rollout_gateway import departure
 from rollout_gateway.errors import ApiError, error_body
 from rollout_gateway.request import Request, ignored, nothing
 
@@ -34,15 +34,12 @@ _LINGER_S = 2.0
 """How long a client that is still sending gets to read why it was refused."""
 _BODY_RATE = 65536
 """Bytes of a body for which a client gets a second more."""
-_PROBE_S = 0.02
-"""How long a client that ended its side of the connection is answered without a look at whether it still listens."""
 _ONCE = frozenset(
     (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
      b"x-journeyman-trajectory", b"x-journeyman-group", b"x-journeyman-attempt")
 )  # fmt: skip
 """Headers that decide whose a request is or where it ends: two of them are an error, whatever a proxy made of them."""
 _FAULT = "The gateway failed: its log says why."
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
@@ -143,28 +140,8 @@ class Connection(asyncio.Protocol):
         if self.active is None and not self.waiting and not self.ahead:
             return False
         self.half_closed = True
-        peer: socket.socket = self.transport.get_extra_info("socket")
-        # Where nothing can be sent (a stream between two events), the kernel finds out whether anyone is there.
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2)):
-            if hasattr(socket, option):
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self.loop.call_later(_PROBE_S, self._probe, _PROBE_S / 2, False)
+        departure.watch(self)
         return True
-
-    def _probe(self, pause_s: float, asked: bool) -> None:
-        """Whether a client that half-closed still listens. One that closed answers an interim response with a reset."""
-        active = self.active
-        if self.transport.is_closing():
-            return
-        peer: socket.socket = self.transport.get_extra_info("socket")
-        if peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
-            return
-        if not asked and active is not None and not active.started and not active.plain:
-            self.transport.write(_CONTINUE)
-            asked = True
-        self.loop.call_later(pause_s, self._probe, min(pause_s * 2, 0.5), asked)
 
     def _feed(self, data: bytes) -> None:
         if self.head_done:
@@ -278,7 +255,7 @@ class Connection(asyncio.Protocol):
             and self.active is None
             and request.refusal is None
         ):
-            self.transport.write(_CONTINUE)
+            self.transport.write(departure.CONTINUE)
 
     def _well_formed(self, request: Request, version: str) -> bool:
         """Refuse what two programs could read in two ways."""

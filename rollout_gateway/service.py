@@ -34,7 +34,8 @@ from rollout_gateway.promotion import Promotion, described
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
 from rollout_gateway.server import Limits, serving
-from rollout_gateway.trajectories import Keys, Registry
+from rollout_gateway.trajectories import Registry
+from rollout_gateway.trajectory_keys import Keys
 from rollout_gateway.watchers import Watchers
 
 log = get_logger("rollout_gateway")

@@ -8,10 +8,6 @@ and takes the next free sequence number. And a completion's subject is unique, s
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hashlib
-import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -28,6 +24,7 @@ from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpe
 from pipeline.log import get_logger
 from pipeline.names import name_of_token, subject_token
 from rollout_gateway.errors import ApiError, already_completed, unknown_trajectory
+from rollout_gateway.trajectory_keys import Keys
 
 log = get_logger("rollout_gateway.trajectories")
 
@@ -109,36 +106,6 @@ def same_completion(a: TrajectoryCompleted, b: TrajectoryCompleted) -> bool:
     return (a.outcome, a.reward, a.rewards, a.metrics, bytes(a.metadata)) == (
         b.outcome, b.reward, b.rewards, b.metrics, bytes(b.metadata),
     )  # fmt: skip
-
-
-class Keys:
-    """Per-trajectory API keys: made from a secret and the trajectory's name, so no key is ever stored, and opening
-    again (a client's retry) gives the same one."""
-
-    prefix = "jmt-"
-
-    def __init__(self, secret: bytes, project: str) -> None:
-        self._secret, self._project = secret, project
-
-    def make(self, trajectory: str) -> str:
-        mac = hmac.digest(self._secret, f"{self._project}\0{trajectory}".encode(), "sha256")
-        name = base64.urlsafe_b64encode(trajectory.encode()).rstrip(b"=").decode()
-        return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
-
-    @staticmethod
-    def hash(key: str) -> str:
-        return hashlib.sha256(key.encode()).hexdigest()
-
-    def trajectory(self, key: str) -> str | None:
-        """The id of the trajectory whose key this is, its signature checked; `None` for anything else."""
-        name = key[len(self.prefix) :].partition(".")[0] if key.startswith(self.prefix) else ""
-        try:
-            trajectory = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
-        except (binascii.Error, ValueError):
-            return None
-        if not trajectory or not hmac.compare_digest(self.make(trajectory).encode(), key.encode()):
-            return None
-        return trajectory
 
 
 class Registry:

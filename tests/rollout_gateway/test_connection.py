@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -41,6 +43,14 @@ async def test_an_upgrade_is_ignored_and_its_body_is_a_body(protocol: str, chunk
     async with serve(echo) as port:
         assert answers(await spoken(port, sent)) == wanted
         assert answers(await spoken(port, *(sent[i : i + 1] for i in range(len(sent))))) == wanted
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="no Java development kit here")
+async def test_javas_own_client_is_answered() -> None:
+    async with serve(echo) as port:
+        program = str(Path(__file__).parent / "agents" / "Ask.java")
+        ran = await anyio.run_process(["java", program, f"http://127.0.0.1:{port}/a"])
+    assert ran.stdout.decode().splitlines() == [f"200 POST /a body {number}" for number in range(3)]
 
 
 async def test_connect_is_refused_with_whatever_follows_it() -> None:

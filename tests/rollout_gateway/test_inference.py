@@ -11,7 +11,8 @@ from pipeline.broker import Broker
 from pipeline.config import GatewayConfig, NatsConfig
 from rollout_gateway.dialects import CHAT
 from rollout_gateway.inference import Inference
-from rollout_gateway.trajectories import Keys, Registry
+from rollout_gateway.trajectories import Registry
+from rollout_gateway.trajectory_keys import Keys
 from rollout_gateway.wire import Answer, Sampled
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,8 @@ from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Keys, Registry
+from rollout_gateway.trajectories import Registry
+from rollout_gateway.trajectory_keys import Keys
 from tests.conftest import NatsServer
 
 pytestmark = pytest.mark.anyio

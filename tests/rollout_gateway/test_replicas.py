@@ -24,7 +24,8 @@ from rollout_gateway.exchange import Caller
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Keys, Registry
+from rollout_gateway.trajectories import Registry
+from rollout_gateway.trajectory_keys import Keys
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 
 pytestmark = pytest.mark.anyio

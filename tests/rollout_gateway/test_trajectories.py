@@ -15,7 +15,8 @@ from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.names import new_id
 from rollout_gateway.control import Control
 from rollout_gateway.keys import Access
-from rollout_gateway.trajectories import Completion, Keys, Registry, Trajectory
+from rollout_gateway.trajectories import Completion, Registry, Trajectory
+from rollout_gateway.trajectory_keys import Keys
 
 pytestmark = pytest.mark.anyio
 
