@@ -114,6 +114,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         key = Path(settings.api_key_file)
         secret["VLLM_API_KEY"] = key
         prepare = partial(nkey.write_secret, key, lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
+        argv += ["--middleware", "pipeline.vllm_guard.RequireKey"]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if vllm_device(config) == "cpu":
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]

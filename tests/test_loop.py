@@ -81,9 +81,11 @@ def check_doors(installation: Installation) -> None:
     state = installation.state()
     check_environments(state)
     check_stranger(state["urls"]["nats"])
-    for path in ("/v1/models", "/v1/load_lora_adapter"):
-        reply = httpx.request("GET" if "models" in path else "POST", state["urls"]["vllm"][0] + path, json={})
-        assert reply.status_code == 401
+    for path in ("/v1/models", "/v1/load_lora_adapter", "/invocations", "/metrics", "/tokenize"):
+        reply = httpx.request(
+            "GET" if path.endswith("s") else "POST", state["urls"]["vllm"][0] + path, json={}
+        )
+        assert reply.status_code == 401, path
 
 
 class Fleet:

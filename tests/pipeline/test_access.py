@@ -17,6 +17,7 @@ from pipeline.config import ConfigError, NatsConfig, load
 from pipeline.plan import make_plan
 from pipeline.supervisor import Supervisor
 from tests.pipeline.certificates import Authority
+from tests.pipeline.jwts import decentralised
 
 pytestmark = pytest.mark.anyio
 
@@ -106,6 +107,16 @@ async def test_one_nkey_for_every_process(start_nats: Callable[..., Any], tmp_pa
     config = NatsConfig(url=server.url)
     assert await works(config, nkey_seed=str(tmp_path / "all.nk"))
     assert not await works(config, nkey_seed=str(tmp_path / "other.nk"))
+    assert not await works(config)
+
+
+async def test_a_credentials_file(start_nats: Callable[..., Any], tmp_path: Path) -> None:
+    extra, file = decentralised(tmp_path)
+    (tmp_path / "other").mkdir()
+    _, other = decentralised(tmp_path / "other")
+    config = NatsConfig(url=start_nats(extra=extra).url)
+    assert await works(config, credentials=str(file))
+    assert not await works(config, credentials=str(other))
     assert not await works(config)
 
 
