@@ -79,7 +79,7 @@ class Installation:
 def check_doors(installation: Installation) -> None:
     """Nobody outside can use NATS or vLLM, and no process knows a secret that is not its own."""
     state = installation.state()
-    check_environments(state)
+    check_environments(state, installation.run_dir)
     check_stranger(state["urls"]["nats"])
     for path in ("/v1/models", "/v1/load_lora_adapter", "/invocations", "/metrics", "/tokenize"):
         reply = httpx.request(

@@ -33,10 +33,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **given, **more}
 
 
-def check_environments(state: dict[str, Any]) -> None:
-    """No process of a running installation sees a variable that its settings do not name."""
+def check_environments(state: dict[str, Any], run_dir: Path) -> None:
+    """No process of a running installation sees a variable that its settings do not name, and no command line a secret."""
+    secrets = [f.read_bytes().strip() for f in run_dir.glob("keys/*")]
     for name, service in state["services"].items():
         lines = Path(f"/proc/{service['pid']}/environ").read_bytes().decode().split("\0")
+        command = Path(f"/proc/{service['pid']}/cmdline").read_bytes()
+        assert not [s for s in secrets if s in command], name
         seen = dict(line.split("=", 1) for line in lines if "=" in line)
         assert not {c for c in CANARIES if c in seen and name not in CANARIES[c]}, name
         assert "OPENAI_API_KEY" in seen or name != "judge"
@@ -107,7 +110,7 @@ def test_an_installation_keeps_its_doors_shut(tmp_path: Path) -> None:
 
             until(lambda: state().get("ready"), process, run_dir)
             assert set(state()["services"]) == {"nats", "gateway", "judge", "trainer", "store", "telemetry"}
-            check_environments(state())
+            check_environments(state(), run_dir)
             check_stranger(state()["urls"]["nats"])
 
             # Every service does its work with the rights it has: from a run's end to the trainer's word on its group.
@@ -117,7 +120,7 @@ def test_an_installation_keeps_its_doors_shut(tmp_path: Path) -> None:
                         "model": "tictactoe",
                         "group": "g",
                         "attempt": attempt,
-                        "metadata": {"x": "y" * 1_500_000},
+                        "metadata": {"x": "y" * 1_046_000},
                     }
                     opened = client.post("/v1/trajectories", json=body).json()
                     done = client.post(

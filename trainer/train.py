@@ -9,6 +9,7 @@ It resumes from the newest committed step, always: there is no other way to star
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 
 import anyio
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not config.nats.url:
             raise ConfigError("nats.url: say where the log is, with --nats-url")
+        os.umask(0o077)  # a run's files are its owner's
         from trainer.commits import TrainerError
         from trainer.service import train
 
