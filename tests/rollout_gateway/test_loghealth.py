@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from pipeline.broker import Broker
-from pipeline.config import NatsConfig
+from pipeline.config import GatewayConfig, NatsConfig
 from pipeline.names import new_id
 from rollout_gateway import loghealth
 from rollout_gateway.control import Control
@@ -35,7 +35,14 @@ async def test_a_log_that_takes_no_writes_is_told(
         policies = Policies(project, ["m"])
         registry = Registry(broker, project, Keys(b"s" * 32, project))
         control = Control(
-            project, policies, fleet, registry, Router(policies, fleet), Pacing(project, 0), health
+            project,
+            GatewayConfig(),
+            policies,
+            fleet,
+            registry,
+            Router(policies, fleet),
+            Pacing(project, 0),
+            health,
         )
         fleet.replicas[0].ready = True
         tg.start_soon(health.run, broker)
