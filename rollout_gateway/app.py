@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 from urllib.parse import parse_qs
 
@@ -17,7 +17,9 @@ from pipeline.config import GatewayConfig
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError
 from rollout_gateway import openapi, routes, wire
+from rollout_gateway.aside import LOOKUP, Aside
 from rollout_gateway.chat import ChatHandler
+from rollout_gateway.coding import decoded
 from rollout_gateway.control import Control, read_body
 from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.door import Door
@@ -25,12 +27,12 @@ from rollout_gateway.errors import ApiError, stopping, too_many_calls, unavailab
 from rollout_gateway.exchange import Caller, ClientGoneError
 from rollout_gateway.identity import Identity
 from rollout_gateway.keys import Access
-from rollout_gateway.messages_api import MessagesTranslation, error_type, messages_error
+from rollout_gateway.messages_api import MessagesTranslation, messages_error
 from rollout_gateway.metrics import Metrics
 from rollout_gateway.promotion import Action, Decision, Promotion
 from rollout_gateway.responses_api import ResponsesTranslation, previous_not_found
 from rollout_gateway.routing import Router
-from rollout_gateway.server import Headers, Request
+from rollout_gateway.server import HeaderList, Headers, Request
 from rollout_gateway.translate import TranslatedStream, Translation
 from rollout_gateway.watchers import Watchers
 
@@ -48,6 +50,8 @@ _TRANSLATED: dict[str, Callable[[bytes], Translation]] = {
 
 _MODEL_CALLS = _DIALECTS.keys() | _TRANSLATED.keys()
 
+LEFT_OUT_HEADER = b"x-journeyman-left-out"
+"""Types of tools that a call named and the model was not shown."""
 SIDE_CALL_HEADER = b"x-journeyman-side-call"
 
 
@@ -77,11 +81,13 @@ class App:
         router: Router,
         watchers: Watchers,
         metrics: Metrics,
+        aside: Aside,
         door: Door,
         config: GatewayConfig,
     ) -> None:
         self._calls, self._max_calls = 0, config.max_calls or sys.maxsize
         self._door, self._max_control_body = door, config.max_control_body_bytes
+        self._aside = aside
         self._callers: dict[Request, Caller] = {}
         self._stopping = False
         self._chat, self._control, self._promotion = chat, control, promotion
@@ -116,7 +122,8 @@ class App:
             request.admitted = _Admitted(access, path, named)
             return
         route, values = routes.find(request.method, path)
-        request.max_body = min(request.max_body, self._max_control_body)
+        if route.key != "call":
+            request.max_body = min(request.max_body, self._max_control_body)
         access = Access()
         if route.key:
             about = values[0] if route.key == "trajectory" else named
@@ -128,6 +135,9 @@ class App:
             if request.refusal is not None:
                 self._count_refused(request, request.refusal)
                 raise request.refusal
+            if b"content-encoding" in request.headers and not request.too_large:
+                coding = request.headers[b"content-encoding"]
+                request.body = await decoded(request.body, coding, request.max_body)
             admitted: _Admitted = request.admitted
             if admitted.route is not None:
                 await self._control_call(request, admitted, admitted.route)
@@ -164,6 +174,23 @@ class App:
                 text = self._metrics.text().encode()
                 request.answer(200, text, content_type=b"text/plain; version=0.0.4")
                 return
+            case "ping":
+                request.answer(200, b"")
+                return
+            case "version":
+                request.answer(*await self._aside.version())
+                return
+            case "tokens":
+                request.answer(*await self._aside.tokens(admitted.path, body, access))
+                return
+            case "count_tokens":
+                status, counted = await self._aside.count(body, access)
+                request.answer(status, counted if status == 200 else messages_error(counted, status))
+                return
+            case "response":
+                anything = replace(access, models=frozenset())  # the lookup names no model
+                trajectory = await self._identity.trajectory(anything, admitted.named, headers, LOOKUP)
+                answer = await self._aside.response(values[0], trajectory)
             case "openapi":
                 request.answer(200, openapi.encoded())
                 return
@@ -273,15 +300,18 @@ class App:
                 caller, call = await self._continued(translation, call, admitted, request)
             else:
                 caller = await self._caller(call, admitted, request)
+            if isinstance(translation, ResponsesTranslation):
+                translation.stored = self._chat.keeps(caller)
+            notes = _notes(translation)
             if call.stream:
-                listener = _TranslatedListener(request, translation)
+                listener = _TranslatedListener(request, translation, notes)
                 status, answer = await self._chat.stream(CHAT, call, caller, listener)
             else:
                 status, answer = await self._chat.plain(CHAT, call, caller)
                 if status == 200:
-                    request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))))
+                    request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), notes)
             if not request.started:
-                request.answer(status, translation.error(answer))
+                request.answer(status, translation.error(answer, status))
             return status
         except (ApiError, BrokerError) as failed:
             error = failed if isinstance(failed, ApiError) else _no_log(failed)
@@ -305,11 +335,11 @@ class App:
 class _Listener:
     """The client of a streamed call."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, notes: HeaderList = ()) -> None:
+        self.request, self._notes = request, notes
 
     def start(self, flow: Callable[[bool], None]) -> None:
-        self.request.start(200, _SSE)
+        self.request.start(200, (*_SSE, *self._notes))
         self.request.on_flow = flow
 
     @property
@@ -326,8 +356,8 @@ class _Listener:
 class _TranslatedListener(_Listener):
     """The same, through another API."""
 
-    def __init__(self, request: Request, translation: Translation) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, translation: Translation, notes: HeaderList) -> None:
+        super().__init__(request, notes)
         self._stream = TranslatedStream(translation)
 
     def start(self, flow: Callable[[bool], None]) -> None:
@@ -362,11 +392,19 @@ def _refuse(request: Request, error: ApiError) -> None:
     """Answer with an error, in the format of the API that was asked."""
     if request.started:
         return
-    body = error.body()
-    if _api_of(request) == MessagesTranslation.path:
-        error.kind = error_type(error.status)
-        body = messages_error(error.body())
+    body, path = error.body(), _api_of(request)
+    if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
+        body = messages_error(body, error.status)
     request.answer(error.status, body, error.headers)
+
+
+def _notes(translation: Translation) -> HeaderList:
+    """What a client may want to know of how its call was translated."""
+    left_out = translation.left_out if isinstance(translation, ResponsesTranslation) else ()
+    if not left_out:
+        return ()
+    log.warning("tools that can't run here were left out", types=left_out)
+    return ((LEFT_OUT_HEADER, ", ".join(left_out).encode()),)
 
 
 def _no_log(error: BrokerError) -> ApiError:

@@ -211,6 +211,10 @@ class ChatHandler:
     def _captured(self, caller: Caller) -> Trajectory | None:
         return None if self._gateway.capture == "off" else caller.trajectory
 
+    def keeps(self, caller: Caller) -> bool:
+        """Whether the log gets this caller's calls."""
+        return self._captured(caller) is not None
+
     async def _answered_before(self, exchange: Exchange) -> wire.Fields | None:
         """The recorded reply to the same request, where the client says that it asks again."""
         if not exchange.caller.retry:

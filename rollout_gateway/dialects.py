@@ -138,6 +138,7 @@ class Dialect:
 
 class _ChatAsked(Asked, kw_only=True):
     messages: Raw
+    top_logprobs: int | None = None
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -183,6 +184,15 @@ class ChatDialect(Dialect):
 
     def read(self, body: bytes, endpoint: str = "") -> Call:
         fields, asked = read_fields(body, _ChatAsked)
+        if (
+            asked.top_logprobs and not asked.logprobs
+        ):  # the gateway asks for logprobs, so the server would not refuse it
+            raise ApiError(
+                400,
+                "top_logprobs needs logprobs to be true.",
+                code="invalid_body",
+                param="top_logprobs",
+            )
         return Call(body, fields, asked, endpoint or self.path, asked.n or 1)
 
     def logprobs(self, raw: Raw | None) -> bytes:

@@ -154,7 +154,8 @@ class Inference:
 
 
 Canonical = tuple[str, str, str]
-"""Role, text, tool calls: what clients keep of a message when they send it back."""
+"""Role, text, tool calls: what clients keep of a message when they send it back. Arguments of calls are compared as the JSON
+that they are, since clients parse them and write them again in their own way."""
 
 
 def _messages(call: Call) -> list[Canonical]:
@@ -169,17 +170,36 @@ def _canonicals(messages: Any) -> list[Canonical]:
 def _canonical(message: dict[str, Any]) -> Canonical:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     calls = [
-        (f.get("name"), f.get("arguments"))
+        (f.get("name"), _arguments(f.get("arguments")))
         for c in message.get("tool_calls") or ()
         if isinstance(c, dict) and isinstance(f := c.get("function"), dict)
     ]
     return (
         str(message.get("role")),
         str(content or ""),
-        msgspec.json.encode(calls).decode() if calls else "",
+        msgspec.json.encode(calls, order="sorted").decode() if calls else "",
     )
+
+
+def _arguments(sent: Any) -> Any:
+    """The arguments of a tool call: parsed where they are JSON, else as they are. Clients send none as `""` or `{}`."""
+    if not isinstance(sent, str):
+        return _numbers(sent) or {}
+    try:
+        return _numbers(msgspec.json.decode(sent)) or {} if sent.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        return sent
+
+
+def _numbers(value: Any) -> Any:
+    """JSON with whole numbers as such: JavaScript writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _states(whose: str, messages: list[Canonical]) -> list[bytes]:

@@ -217,20 +217,18 @@ class MessagesTranslation:
             self._close_block() + sse("message_delta", last) + sse("message_stop", {"type": "message_stop"})
         )
 
-    def error(self, body: bytes) -> bytes:
-        return messages_error(body)
+    def error(self, body: bytes, status: int) -> bytes:
+        return messages_error(body, status)
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        return sse("error", _error(error))
+        kind = _ERRORS.get(503, "api_error") if error.get("code") == "stopping" else "api_error"
+        return sse("error", _error({**error, "type": kind}))
 
 
-def error_type(status: int) -> str:
-    return _ERRORS.get(status, "api_error")
-
-
-def messages_error(body: bytes) -> bytes:
+def messages_error(body: bytes, status: int) -> bytes:
     """An error in OpenAI's format, in Anthropic's."""
-    return msgspec.json.encode(_error(msgspec.json.decode(body)["error"]))
+    error = msgspec.json.decode(body)["error"]
+    return msgspec.json.encode(_error({**error, "type": _ERRORS.get(status, "api_error")}))
 
 
 def _error(error: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _STATUSES = {
     404: "There is no such thing",
     409: "It contradicts what is",
     413: "The body is too large",
+    415: "The body is in a coding that is not taken here",
     421: "The name in `Host` is not this gateway's",
     429: "Wait for as long as `Retry-After` says",
     500: "The inference server failed, and said so",
@@ -67,13 +68,14 @@ def encoded() -> bytes:
 
 def _operation(route: Route) -> Schema:
     named = [part[1:-1] for part in route.parts if part.startswith("{")]
+    errors = "MessagesError" if route.path.startswith("/v1/messages/") else "Error"
     operation: Schema = {
         "summary": route.summary,
         "operationId": f"{route.name}_{route.method.lower()}_{'_'.join(p.strip('{}') for p in route.parts[-2:])}".replace(".", "_"),
         "parameters": [_parameter(name, "path") for name in named] + [_parameter(name, "query") for name in route.query],
         "responses": {
             str(route.status): {"description": "Done", "content": _answer(route)},
-            **{str(s): _error(s) for s in sorted({*route.errors, *_ANY, *(_EITHER if route.key else ())})},
+            **{str(s): _error(s, errors) for s in sorted({*route.errors, *_ANY, *(_EITHER if route.key else ())})},
         },
     }  # fmt: skip
     if route.body is not None:
@@ -88,6 +90,8 @@ def _operation(route: Route) -> Schema:
 def _answer(route: Route) -> Schema:
     if route.answer:
         return {"application/json": {"schema": _ref(route.answer)}}
+    if route.name == "ping":
+        return {}
     if route.name == "watch":
         return {"text/event-stream": {}}
     return {"text/plain": {"schema": {"type": "string"}}}

@@ -1,13 +1,13 @@
 """OpenAI's `/v1/responses`, as chat completions and back.
 
-Nothing is kept for `previous_response_id`: a response's id holds that of the chat completion it was, and a trajectory's
-completions are on the log. So it works for calls that name their trajectory, on any replica, for as long as the log goes
-back; `store` makes no difference.
+Nothing is kept for `previous_response_id` and `GET /v1/responses/<id>`: a response's id holds that of the chat completion it
+was, and a trajectory's completions are on the log. So both work for calls that name their trajectory, on any replica, for as
+long as the log goes back. `store` says whether that is so, unless the client asked for false.
 """
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 import time
 from typing import Any
 
@@ -15,57 +15,12 @@ import msgspec
 
 from pipeline.events import ExchangeRecorded
 from rollout_gateway.errors import ApiError
+from rollout_gateway.responses_input import CUSTOM_INPUT, ResponsesRequest, ToolName, Tools, add_message
 from rollout_gateway.translate import passed, read, sse
 
 _INSTRUCTED, _BARE = "resp_i", "resp_n"
 """How ids begin; the first where the first message was the call's `instructions`."""
 _KINDS = (_INSTRUCTED, _BARE)
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str = ""
-    refusal: str = ""
-    image_url: str | None = None
-
-
-class _Item(msgspec.Struct):
-    type: str = "message"
-    role: str = ""
-    content: str | list[_Part] | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
-    output: str | list[_Part] = ""
-
-
-class _Tool(msgspec.Struct):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _TextSetting(msgspec.Struct):
-    format: dict[str, Any] | None = None
-
-
-class _Request(msgspec.Struct):
-    model: str
-    input: str | list[_Item]
-    instructions: str | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    text: _TextSetting | None = None
-    stream: bool | None = None
-    previous_response_id: str | None = None
-    metadata: dict[str, Any] | None = None
-    background: bool | None = None
 
 
 class ResponsesTranslation:
@@ -74,10 +29,13 @@ class ResponsesTranslation:
     path = "/v1/responses"
 
     def __init__(self, body: bytes) -> None:
-        self.request = read(body, _Request)
+        self.request = read(body, ResponsesRequest)
         self._passed = passed(body)
         if self.request.background:
             raise ApiError(400, "background is not supported.", code="unsupported", param="background")
+        self.stored = False
+        """Whether the log keeps the response."""
+        self._tools = Tools.of(self.request.tools or [])
         self.id = ""
         """Known once the chat completion's is."""
         self._created = int(time.time())
@@ -86,9 +44,31 @@ class ResponsesTranslation:
         """Output items of a stream, the last of which is being written while `_writing`."""
         self._writing = ""
         self._tool = -1
+        self._arguments = ""
+        """Of the tool call that is being written."""
         self._model = self.request.model
         self._finish = "stop"
         self._usage: dict[str, Any] | None = None
+
+    @classmethod
+    def recorded(cls, name: str, exchange: ExchangeRecorded) -> dict[str, Any]:
+        """The response of that id, from its exchange. Calls of tools of a namespace have the names that the model knows."""
+        chat = msgspec.json.decode(exchange.request)
+        system = chat["messages"][:1] if name.startswith(_INSTRUCTED) else []
+        choice = chat.get("tool_choice")
+        if isinstance(choice, dict):
+            choice = {"type": "function", **choice["function"]}
+        tools = [{"type": "function", **tool["function"]} for tool in chat.get("tools") or ()]
+        asked = {
+            "model": chat["model"], "input": "", "instructions": system[0]["content"] if system else None,
+            "tools": tools, "tool_choice": choice, "parallel_tool_calls": chat.get("parallel_tool_calls"),
+            "max_output_tokens": chat.get("max_tokens"), "temperature": chat.get("temperature"),
+            "top_p": chat.get("top_p"),
+        }  # fmt: skip
+        translation = cls(msgspec.json.encode(asked))
+        translation.stored = True
+        answer = translation.answer(msgspec.json.decode(exchange.response))
+        return {**answer, "id": name}
 
     @property
     def previous(self) -> str:
@@ -96,8 +76,8 @@ class ResponsesTranslation:
         asked = self.request.previous_response_id
         if not asked:
             return ""
-        kind, _, completion = asked.partition("-")
-        if kind not in _KINDS or not completion:
+        completion = completion_of(asked)
+        if not completion:
             raise previous_not_found(asked)
         return completion
 
@@ -115,7 +95,7 @@ class ResponsesTranslation:
             messages.append({"role": "user", "content": asked.input})
         else:
             for item in asked.input:
-                _add_message(messages, item)
+                add_message(messages, item)
         out: dict[str, Any] = {
             "model": asked.model,
             "messages": messages,
@@ -129,13 +109,12 @@ class ResponsesTranslation:
                 out[name] = value
         if asked.max_output_tokens is not None:
             out["max_tokens"] = asked.max_output_tokens
-        if asked.tools:
-            out["tools"] = [_chat_tool(tool) for tool in asked.tools]
-            if isinstance(asked.tool_choice, dict):
-                name = asked.tool_choice.get("name", "")
-                out["tool_choice"] = {"type": "function", "function": {"name": name}}
-            elif asked.tool_choice is not None:
-                out["tool_choice"] = asked.tool_choice
+        if self._tools.chat:
+            out["tools"] = self._tools.chat
+        if asked.tools and asked.tool_choice is not None:
+            choice = self._tools.choice(asked.tool_choice)
+            if choice is not None:
+                out["tool_choice"] = choice
         if asked.text is not None and asked.text.format is not None:
             form = dict(asked.text.format)
             kind = form.pop("type", "text")
@@ -148,25 +127,47 @@ class ResponsesTranslation:
         self._name(completion)
         choice = completion["choices"][0]
         message = choice["message"]
-        items = []
+        items: list[dict[str, Any]] = []
         if message.get("reasoning"):
-            items.append({"type": "reasoning", "id": _id("rs"), "summary": [
-                {"type": "summary_text", "text": message["reasoning"]}
-            ]})  # fmt: skip
+            items.append(_reasoning_item(self._item_id("rs", 0), message["reasoning"]))
         if message.get("content"):
-            items.append(_message_item(_id("msg"), message["content"]))
-        items += [
-            _call_item(_id("fc"), call["id"], call["function"]["name"], call["function"]["arguments"])
-            for call in message.get("tool_calls") or ()
-        ]
+            items.append(_message_item(self._item_id("msg", len(items)), message["content"]))
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            item = self._call_item(len(items), call["id"], function["name"])
+            _write_arguments(item, function["arguments"])
+            items.append(item)
         self._model = completion.get("model", self._model)
         return self._response(items, choice.get("finish_reason") or "stop", completion.get("usage"))
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of the request's tools that the model was not shown."""
+        return self._tools.left_out
+
+    def _item_id(self, prefix: str, position: int) -> str:
+        """Always the same for a response, so that it can be read again."""
+        return f"{prefix}_{hashlib.sha256(f'{self.id} {position}'.encode()).hexdigest()[:24]}"
+
+    def _call_item(self, position: int, call_id: str, flat: str) -> dict[str, Any]:
+        tool = self._tools.names.get(flat) or ToolName(flat)
+        if tool.custom:
+            return {
+                "type": "custom_tool_call", "id": self._item_id("ctc", position), "call_id": call_id, "name": tool.name,
+                "input": "", "status": "completed", **({"namespace": tool.namespace} if tool.namespace else {}),
+            }  # fmt: skip
+        return {
+            "type": "function_call", "id": self._item_id("fc", position), "call_id": call_id, "name": tool.name,
+            "arguments": "", "status": "completed", **({"namespace": tool.namespace} if tool.namespace else {}),
+        }  # fmt: skip
 
     def _response(
         self, items: list[dict[str, Any]], finish: str, usage: dict[str, Any] | None
     ) -> dict[str, Any]:
         asked = self.request
         cut = finish == "length"
+        if cut and items and "status" in items[-1]:
+            items[-1]["status"] = "incomplete"
         return {
             "id": self.id,
             "object": "response",
@@ -183,9 +184,9 @@ class ResponsesTranslation:
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "tool_choice": asked.tool_choice or "auto",
-            "tools": [msgspec.to_builtins(tool) for tool in asked.tools or ()],
+            "tools": msgspec.to_builtins(asked.tools or []),
             "previous_response_id": asked.previous_response_id,
-            "store": True,
+            "store": self.stored and asked.store is not False,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "usage": _usage(usage) if usage else None,
         }
@@ -199,6 +200,7 @@ class ResponsesTranslation:
 
     def _name(self, completion: dict[str, Any]) -> None:
         self.id = f"{_INSTRUCTED if self.request.instructions else _BARE}-{completion.get('id', '')}"
+        self._created = completion.get("created") or self._created
 
     def begin(self) -> bytes:
         return b""  # the first event holds an id, which the first chunk brings
@@ -219,6 +221,8 @@ class ResponsesTranslation:
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
+            if delta.get("reasoning"):
+                out += self._reasoning_delta(delta["reasoning"])
             if delta.get("content"):
                 out += self._text_delta(delta["content"])
             for call in delta.get("tool_calls") or ():
@@ -231,7 +235,7 @@ class ResponsesTranslation:
         if self._writing != "message":
             out += self._close()
             self._writing = "message"
-            item = _message_item(_id("msg"), "")
+            item = _message_item(self._item_id("msg", len(self._items)), "")
             self._items.append(item)
             shown = {**item, "status": "in_progress", "content": []}
             out += self._event("response.output_item.added", output_index=self._at, item=shown)
@@ -246,64 +250,113 @@ class ResponsesTranslation:
             logprobs=[],
         )  # fmt: skip
 
+    def _reasoning_delta(self, text: str) -> bytes:
+        out = b""
+        if self._writing != "reasoning":
+            out += self._close()
+            self._writing = "reasoning"
+            item = _reasoning_item(self._item_id("rs", len(self._items)), "")
+            self._items.append(item)
+            out += self._event(
+                "response.output_item.added", output_index=self._at, item={**item, "summary": []}
+            )
+            out += self._event(
+                "response.reasoning_summary_part.added", item_id=item["id"], output_index=self._at, summary_index=0,
+                part=_summary_part(""),
+            )  # fmt: skip
+        item = self._items[-1]
+        item["summary"][0]["text"] += text
+        return out + self._event(
+            "response.reasoning_summary_text.delta", item_id=item["id"], output_index=self._at, summary_index=0,
+            delta=text,
+        )  # fmt: skip
+
     def _tool_delta(self, call: dict[str, Any]) -> bytes:
         function = call.get("function") or {}
         out = b""
         if call["index"] != self._tool:
             self._tool = call["index"]
             out += self._close()
-            self._writing = "function_call"
-            item = _call_item(_id("fc"), call.get("id", ""), function.get("name", ""), "")
+            item = self._call_item(len(self._items), call.get("id", ""), function.get("name", ""))
+            self._writing, self._arguments = item["type"], ""
             self._items.append(item)
             shown = {**item, "status": "in_progress"}
             out += self._event("response.output_item.added", output_index=self._at, item=shown)
         item = self._items[-1]
         if arguments := function.get("arguments"):
-            item["arguments"] += arguments
-            out += self._event(
-                "response.function_call_arguments.delta", item_id=item["id"], output_index=self._at, delta=arguments
-            )  # fmt: skip
+            self._arguments += arguments
+            if self._writing == "function_call":  # a custom tool's text is told when it is whole
+                out += self._event(
+                    "response.function_call_arguments.delta", item_id=item["id"], output_index=self._at, delta=arguments
+                )  # fmt: skip
         return out
 
     @property
     def _at(self) -> int:
         return len(self._items) - 1
 
-    def _close(self) -> bytes:
-        """Finish the item that is being written."""
+    def _close(self, *, cut: bool = False) -> bytes:
+        """Finish the item that is being written; `cut`: as far as it came, so that nothing says that it is done."""
         if not self._writing:
             return b""
         item = self._items[-1]
         here = {"item_id": item["id"], "output_index": self._at}
-        if self._writing == "message":
+        out = b""
+        if self._writing == "reasoning":
+            part = item["summary"][0]
+            out += self._event(
+                "response.reasoning_summary_text.done", **here, summary_index=0, text=part["text"]
+            )
+            out += self._event("response.reasoning_summary_part.done", **here, summary_index=0, part=part)
+        elif self._writing == "message":
             text = item["content"][0]["text"]
-            out = self._event("response.output_text.done", **here, content_index=0, text=text, logprobs=[])
+            out += self._event("response.output_text.done", **here, content_index=0, text=text, logprobs=[])
             out += self._event("response.content_part.done", **here, content_index=0, part=item["content"][0])
         else:
-            out = self._event(
-                "response.function_call_arguments.done",
-                **here,
-                arguments=item["arguments"],
-                name=item["name"],
-            )
+            _write_arguments(item, self._arguments)
+            if self._writing == "custom_tool_call":
+                text = item["input"]
+                if text:
+                    out += self._event("response.custom_tool_call_input.delta", **here, delta=text)
+                if not cut:
+                    out += self._event("response.custom_tool_call_input.done", **here, input=text)
+            elif not cut:
+                out += self._event(
+                    "response.function_call_arguments.done",
+                    **here,
+                    arguments=item["arguments"],
+                    name=item["name"],
+                )
+        if cut and "status" in item:
+            item["status"] = "incomplete"
         self._writing = ""
         return out + self._event("response.output_item.done", output_index=self._at, item=item)
 
     def end(self) -> bytes:
-        out = self._begun() + self._close()
+        out = self._begun() + self._close(cut=self._finish == "length")
         response = self._response(self._items, self._finish, self._usage)
         kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
         return out + self._event(kind, response=response)
 
-    def error(self, body: bytes) -> bytes:
+    def error(self, body: bytes, status: int) -> bytes:
         return body
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
+        if self._writing and "arguments" in self._items[-1]:
+            self._items[-1]["arguments"] = self._arguments
+        if self._writing and "status" in self._items[-1]:
+            self._items[-1]["status"] = "incomplete"
         response = {
             **self._response(self._items, "stop", None), "status": "failed",
             "error": {"code": "server_error", "message": error.get("message")},
         }  # fmt: skip
         return self._begun() + self._event("response.failed", response=response)
+
+
+def completion_of(response: str) -> str:
+    """Id of the chat completion that a response was; empty for what is no response's id."""
+    kind, _, completion = response.partition("-")
+    return completion if kind in _KINDS else ""
 
 
 def previous_not_found(name: str) -> ApiError:
@@ -329,8 +382,26 @@ def _said_before(exchange: ExchangeRecorded) -> list[dict[str, Any]]:
     return [*messages, answer]
 
 
-def _id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(12)}"
+def _summary_part(text: str) -> dict[str, Any]:
+    return {"type": "summary_text", "text": text}
+
+
+def _reasoning_item(name: str, text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": name, "summary": [_summary_part(text)]}
+
+
+def _write_arguments(item: dict[str, Any], arguments: str) -> None:
+    """What the model wrote as a call's arguments: as it is, or the text in it where the tool is a custom one."""
+    if item["type"] == "function_call":
+        item["arguments"] = arguments
+        return
+    try:
+        written = msgspec.json.decode(arguments or "null")
+    except msgspec.DecodeError:
+        written = None
+    item["input"] = (
+        str(written[CUSTOM_INPUT]) if isinstance(written, dict) and CUSTOM_INPUT in written else arguments
+    )
 
 
 def _text_part(text: str) -> dict[str, Any]:
@@ -343,13 +414,6 @@ def _message_item(name: str, text: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _call_item(name: str, call_id: str, function: str, arguments: str) -> dict[str, Any]:
-    return {
-        "type": "function_call", "id": name, "call_id": call_id, "name": function, "arguments": arguments,
-        "status": "completed",
-    }  # fmt: skip
-
-
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -358,57 +422,3 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
     }
-
-
-def _chat_tool(tool: _Tool) -> dict[str, Any]:
-    if tool.type != "function":
-        raise ApiError(
-            400, f"Tools of type {tool.type!r} can't be served here.", code="unsupported_tool", param="tools"
-        )
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.parameters or {"type": "object"}}
-    if tool.description:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-def _add_message(messages: list[dict[str, Any]], item: _Item) -> None:
-    match item.type:
-        case "message":
-            role = "system" if item.role == "developer" else item.role or "user"
-            messages.append({"role": role, "content": _content(item.content)})
-        case "function_call":
-            call = {
-                "id": item.call_id, "type": "function",
-                "function": {"name": item.name, "arguments": item.arguments},
-            }  # fmt: skip
-            # Calls of one turn, and the text before them, are one message of chat's.
-            if messages and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        case "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
-        case "reasoning":
-            pass  # chat templates drop earlier thoughts too
-        case other:
-            raise ApiError(
-                400,
-                f"Input of type {other!r} can't be served here.",
-                code="unsupported_content",
-                param="input",
-            )
-
-
-def _content(content: str | list[_Part] | None) -> str | list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if any(part.image_url for part in content):
-        return [
-            {"type": "image_url", "image_url": {"url": part.image_url}}
-            if part.image_url
-            else {"type": "text", "text": part.text}
-            for part in content
-        ]
-    return "\n".join(part.text or part.refusal for part in content)

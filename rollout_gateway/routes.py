@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from rollout_gateway.aside import CountBody, TextBody, TokensBody
 from rollout_gateway.control import CompletionBody, GroupBody, Opening
 from rollout_gateway.errors import ApiError
 from rollout_gateway.identity import KeyKind
@@ -33,6 +34,7 @@ class Route:
         object.__setattr__(self, "parts", tuple(self.path.strip("/").split("/")))
 
 
+_ASIDE = (400, 404, 413, 500, 502, 503)
 _DECIDED: dict[str, Any] = {
     "body": Decision, "key": "operator", "answer": "Decided", "errors": (400, 404, 409, 413, 503),
 }  # fmt: skip
@@ -69,6 +71,19 @@ ROUTES = (
     Route(
         "POST", "/v1/groups/{group}/complete", "complete_group", "End all trajectories of a group at once", GroupBody,
         answer="GroupCompleted", errors=(400, 404, 409, 413, 503),
+    ),
+    Route("GET", "/version", "version", "The inference server's version", answer="Anything", errors=(502, 503), key="call"),
+    Route("GET", "/ping", "ping", "Whether the gateway answers", key=""),
+    Route("POST", "/ping", "ping", "Whether the gateway answers", key=""),
+    Route("POST", "/tokenize", "tokens", "Tokens of a text or of messages", TextBody, answer="Anything", errors=_ASIDE, key="call"),
+    Route("POST", "/detokenize", "tokens", "The text of tokens", TokensBody, answer="Anything", errors=_ASIDE, key="call"),
+    Route(
+        "POST", "/v1/messages/count_tokens", "count_tokens", "How many tokens a message's prompt has", CountBody,
+        answer="Anything", errors=_ASIDE, key="call",
+    ),
+    Route(
+        "GET", "/v1/responses/{response}", "response", "A response of a trajectory again, from the log", answer="Anything",
+        errors=(400, 404, 409, 503), key="call",
     ),
 )  # fmt: skip
 

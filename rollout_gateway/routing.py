@@ -21,6 +21,10 @@ class Router:
         """The model that a name or an exact version belongs to."""
         return model if model in self._policies.models else model.rpartition("@")[0]
 
+    def first(self) -> str:
+        """The model that a request without a name is about."""
+        return next(iter(self._policies.models))
+
     def check(self, model: str, trajectory: Trajectory | None) -> None:
         """Raises a 404 or 400 `ApiError` for a name that no call of this caller can use."""
         name = self.name(model)

@@ -32,7 +32,7 @@ log = get_logger("rollout_gateway.server")
 
 _DEFAULTS = GatewayConfig()
 _SWEEP_S = 1.0
-_CUT_S = 5.0
+_CUT_S = 10.0
 """How long a call that was cut off may take to be recorded and answered."""
 _OTHER_FILES = 128
 """File descriptors that the process needs for anything but connections."""

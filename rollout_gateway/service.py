@@ -20,6 +20,7 @@ from pipeline.service import Ready
 from pipeline.signing import Trust
 from rollout_gateway.adapters import AdapterManager
 from rollout_gateway.app import App
+from rollout_gateway.aside import Aside
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.control import Control
 from rollout_gateway.door import Door
@@ -140,7 +141,8 @@ async def serve(config: Config, ready: Ready) -> None:
             watchers.tell(wire_name(recorded.event), described(recorded.event))
 
         adapters.on_loaded.append(loaded)
-        app = App(chat, control, promotion, identity, router, watchers, metrics, door, config.gateway)
+        aside = Aside(fleet, router, chat)
+        app = App(chat, control, promotion, identity, router, watchers, metrics, aside, door, config.gateway)
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)

@@ -31,7 +31,7 @@ class Translation(Protocol):
     def end(self) -> bytes:
         """The last events of a stream."""
 
-    def error(self, body: bytes) -> bytes:
+    def error(self, body: bytes, status: int) -> bytes:
         """An error in OpenAI's format, as the client's API has it."""
 
     def stream_error(self, error: dict[str, Any]) -> bytes:

@@ -237,13 +237,16 @@ async def test_echo_repeats_the_prompt_and_records_only_what_was_sampled(
     gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, case: str
 ) -> None:
     body: Any = {"max_tokens": 4, "seed": 3, "temperature": 1.0, "echo": True, **ECHOES[case]}
-    url = f"{vllm_server.url}/v1/completions"
-    wanted = httpx.post(url, json={**body, "model": "tictactoe@0"}, timeout=60).json()["choices"]
-    sampled = httpx.post(
-        url, timeout=60,
-        json={**body, "model": "tictactoe@0", "echo": False, "logprobs": 0, "return_token_ids": True,
-              "max_tokens": body["max_tokens"] or 1},
-    ).json()["choices"]  # fmt: skip
+
+    def straight(**more: Any) -> Any:
+        sent = {**body, "model": "tictactoe@0", **more}
+        reply = httpx.post(f"{vllm_server.url}/v1/completions", json=sent, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"]
+
+    wanted = straight()
+    most = body["max_tokens"] or 1
+    sampled = straight(echo=False, logprobs=0, return_token_ids=True, max_tokens=most)
     client = gateway.agent(gateway.open(id="echo"))
     reply = client.completions.create(model="tictactoe", **body)
     assert [c.text for c in reply.choices] == [c["text"] for c in wanted]
