@@ -42,8 +42,7 @@ class TokensBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `POST /detokenize`."""
 
     model: str = ""
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": 255})]]
-    """The document promises those that every model has."""
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
 
 
 class CountedMessage(msgspec.Struct, frozen=True, kw_only=True):
