@@ -41,6 +41,10 @@ class Reply:
     """The reply ended at the limit of tokens, not where the model wanted to end it."""
 
 
+_IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watsonx")
+"""Providers that know other credentials than a key, which litellm would not look for if there were one."""
+
+
 class ModelError(Exception):
     """The judge model could not be reached or refused, after the router's own retries and fallbacks."""
 
@@ -80,7 +84,6 @@ def _import_litellm() -> Any:
 
     litellm.telemetry = False
     litellm.suppress_debug_info = True
-    litellm.drop_params = True
     for name in ("LiteLLM", "LiteLLM Router", "LiteLLM Proxy"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return litellm
@@ -146,14 +149,16 @@ class Router:
             return name.partition("/")[0]
 
     def _deployment(self, name: str, key: str) -> dict[str, Any]:
-        parameters: dict[str, Any] = {"model": name}
+        # What a model does not take (a temperature, say) is left out, unless `judge.params` says that it is an error.
+        parameters: dict[str, Any] = {"model": name, "drop_params": True}
         same_provider = self._provider(name) == self._provider(self._config.model)
         if same_provider:  # key and address go nowhere else
             if self._config.api_base:
                 parameters["api_base"] = self._config.api_base
-                parameters["api_key"] = key or "none"
-            elif key:
+            if key:
                 parameters["api_key"] = key
+            elif self._config.api_base and self._provider(name) not in _IDENTITIES:
+                parameters["api_key"] = "none"  # OpenAI's client asks for one, a server of one's own does not
         if self._config.max_tokens:
             parameters["max_tokens"] = self._config.max_tokens
         own = of_model(self._config, name, same_provider=same_provider)

@@ -151,7 +151,7 @@ class ScoringServer:
         if method == "GET":
             models = [{"id": "scorer", "object": "model"}]
             return 200, {"object": "list", "data": models, "calls": self.calls, "most_at_once": self.most}
-        if not path.endswith("/chat/completions"):
+        if not path.partition("?")[0].endswith("/chat/completions"):
             return 404, _error(f"no {path} here")
         request = json.loads(body)
         self.calls += 1

@@ -19,6 +19,11 @@ def length(trajectory: dict[str, Any]) -> float:
     return len(trajectory["messages"]) / 10
 
 
+def parts(trajectory: dict[str, Any]) -> float:
+    """How many conversations train."""
+    return float(len(trajectory["conversations"]))
+
+
 def won(trajectory: dict[str, Any]) -> float:
     return 1.0 if "win" in str(trajectory["messages"][-1]["content"]) else 0.0
 

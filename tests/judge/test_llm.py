@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from judge.callers import open_complete
@@ -117,6 +118,65 @@ async def test_a_reply_is_bounded_and_parameters_travel(monkeypatch: pytest.Monk
         assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
         assert (own["seed"], own["chat_template_kwargs"], "max_tokens" in own) == (3, {"a": 1}, False)
         assert [h.get("x-team") for h in server.headers] == [None, "t-1", None]
+
+
+@pytest.mark.usefixtures("routers")
+async def test_what_a_model_does_not_take_is_left_out_or_an_error() -> None:
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        asked = settings(server, params={"reasoning_effort": "low"})
+        asked = msgspec.structs.replace(asked, model="openai/gpt-4o-mini")
+        assert (await (await Router.make(asked))(HELLO, None)).text == "fine"
+        assert "reasoning_effort" not in server.requests[0]
+        strict = msgspec.structs.replace(asked, params={"reasoning_effort": "low", "drop_params": False})
+        with pytest.raises(ModelError, match="does not support parameters"):
+            await (await Router.make(strict))(HELLO, None)
+        takes = msgspec.structs.replace(strict, model="openai/gpt-5-mini")
+        await (await Router.make(takes))(HELLO, None)
+        assert server.requests[1]["reasoning_effort"] == "low"
+        assert server.requests[1]["max_completion_tokens"] == 8192  # litellm's name for it with this model
+
+
+@pytest.mark.usefixtures("routers")
+async def test_azure_is_asked_as_an_application_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A placeholder for the missing key once kept litellm from asking for a token."""
+    from litellm.llms.azure import common_utils
+
+    asked: list[dict[str, Any]] = []
+
+    def token_of(**identity: Any) -> Any:
+        asked.append(identity)
+        return lambda: "t-2"
+
+    monkeypatch.setattr(common_utils, "get_azure_ad_token_from_entra_id", token_of)
+    monkeypatch.setenv("SECRET", "s-1")
+    params = {
+        "api_version": "2025-04-01-preview",
+        "tenant_id": "t",
+        "client_id": "c",
+        "client_secret": "${SECRET}",
+    }
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        config = JudgeConfig(
+            model="azure/mine", api_base=server.url.removesuffix("/v1"), retries=0, params=params
+        )
+        assert (await (await Router.make(config))(HELLO, None)).text == "fine"
+        assert server.headers[0]["authorization"] == "Bearer t-2"
+    assert {k: asked[0][k] for k in ("tenant_id", "client_id", "client_secret")} == {
+        "tenant_id": "t", "client_id": "c", "client_secret": "s-1",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("routers")
+async def test_azure_is_asked_with_an_identity_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENTRA_TOKEN", "t-1")
+    params = {"api_version": "2025-04-01-preview", "azure_ad_token": "${ENTRA_TOKEN}"}
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        config = JudgeConfig(
+            model="azure/mine", api_base=server.url.removesuffix("/v1"), retries=0, params=params
+        )
+        assert (await (await Router.make(config))(HELLO, None)).text == "fine"
+        assert server.headers[0]["authorization"] == "Bearer t-1"
+        assert "api-key" not in server.headers[0]
 
 
 @pytest.mark.usefixtures("routers")

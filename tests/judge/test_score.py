@@ -70,6 +70,13 @@ async def test_rewards_are_composed_as_the_settings_say() -> None:
     assert found["missing"] == "reward speed is missing for 1 of 2"
 
 
+async def test_a_reward_function_is_given_every_conversation() -> None:
+    parts = (RewardConfig(name="parts", kind="python", entry="tests.judge.functions:parts", isolate="off"),)
+    config = Config(judge=JudgeConfig(rewards=parts))
+    found = await score_group(config, msgspec.convert(GROUP, GroupToScore))
+    assert found.scores == {"a": 1.0, "2": 1.0, "c": 2.0}
+
+
 @pytest.mark.parametrize(
     ("group", "why"),
     [
