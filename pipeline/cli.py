@@ -36,6 +36,7 @@ ELSEWHERE = {
     "sql": ("store.sql", "ask the history with SQL"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
+    "prepare": ("pipeline.prepare", "make a run directory's secrets and settings, for containers"),
     "dead": ("pipeline.dead", "list, show, retry or drop dead letters"),
     "judge": ("judge.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.rejudge", "score history again as a new verdict set"),

@@ -18,7 +18,7 @@ import yaml
 
 from pipeline.cli import _parser
 from pipeline.config import load
-from pipeline.plan import SERVICES, vllm_command
+from pipeline.plan import SERVICES, make_plan, vllm_command
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -26,7 +26,7 @@ DEPLOY = ROOT / "deploy"
 
 def test_compose_runs_what_up_runs_from_one_image() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
-    assert set(services) == {"nats", "vllm", *SERVICES}
+    assert set(services) == {"prepare", "provision", "nats", "vllm", *SERVICES}
     assert {s["image"] for s in services.values()} == {"journeyman"}
     for name, module in SERVICES.items():
         assert services[name]["entrypoint"][:3] == ["python", "-m", module]
@@ -36,12 +36,36 @@ def test_compose_runs_what_up_runs_from_one_image() -> None:
         assert parsed.server == name
 
 
-def test_the_settings_of_the_gpu_box_load_and_start_cuda_vllm() -> None:
-    config = load(DEPLOY / "journeyman.toml")
+@pytest.mark.parametrize("settings", ["journeyman.toml", "compose.toml"])
+def test_the_settings_of_the_gpu_box_load_and_start_cuda_vllm(settings: str) -> None:
+    config = load(DEPLOY / settings, ["models.0.base=/models/base"])
     spec = vllm_command(config, 8000, "0.0.0.0")
     assert "--enforce-eager" not in spec.argv
     assert spec.argv[spec.argv.index("--max-lora-rank") + 1] == str(config.trainer.lora_rank)
     assert "VLLM_CPU_KVCACHE_SPACE" not in spec.env
+    assert config.trainer.learning_rate == 1e-5
+
+
+def test_the_readme_s_line_for_a_gpu_starts_nats_and_vllm_too(tmp_path: Path) -> None:
+    line = re.search(r"journeyman (up --config deploy/.*?)\s*#", (ROOT / "README.md").read_text("utf-8"))
+    assert line is not None
+    args = _parser().parse_args(shlex.split(line.group(1)))
+    config = load(ROOT / args.config, [*args.overrides, f"run_dir={tmp_path}"])
+    _, processes = make_plan(config, tuple(SERVICES))
+    assert [p.name for p in processes][:2] == ["nats", "vllm"]
+    assert {p.name for p in processes} >= {"gateway", "judge", "trainer", "store"}
+
+
+def test_the_image_is_named_by_its_digest_and_is_not_root_s() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text("utf-8").splitlines()
+    assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE}"]
+    base = next(line for line in lines if line.startswith("ARG BASE="))
+    assert re.search("@sha256:[0-9a-f]{64}$", base)
+    assert "USER journeyman" in lines
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
+    for service in compose.values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service.get("user") is None
 
 
 @pytest.mark.parametrize("lock", ["cpu", "gpu", "compat", "torch-cpu", "source"])
