@@ -596,6 +596,10 @@ def _check(config: Config) -> None:
     if any("@" in name for name in names):
         raise ConfigError("models: a name can't hold '@', which separates the version")
     tables = {"judge.params": config.judge.params, "judge.model_params": config.judge.model_params}
+    if name := next(written_out(config.vllm.env, "vllm.env"), ""):
+        raise ConfigError(
+            f"{name}: a secret does not belong into settings; set the variable where `journeyman up` is started"
+        )
     for name in (n for where, table in tables.items() for n in written_out(table, where)):
         raise ConfigError(
             f'{name}: a secret does not belong into settings; name its variable instead: "${{NAME}}"'

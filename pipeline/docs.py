@@ -109,8 +109,8 @@ def _users_part() -> Iterator[str]:
     yield (
         "The server that `journeyman up` starts has these users (`pipeline/users.py`). Each proves itself with an nkey whose "
         "seed lies in `<run_dir>/keys/<user>.nk`, mode 0600. Everything that is not listed is refused. Whoever may write to a "
-        "bucket can also empty it. Whoever follows a stream makes consumers on it, and the server delivers those under its own "
-        "rights: an event's subject alone proves nothing about its author, which is why checkpoints are signed.\n"
+        "bucket can also empty it. Rights say who may write to a subject; what an adapter is loaded for is the trainer's signature "
+        "(docs/decisions/0010-signed-checkpoints.md).\n"
     )
     yield _table(
         ("user", "is", "publishes events", "takes from consumers", "follows", "reads streams", "reads buckets", "writes buckets"),

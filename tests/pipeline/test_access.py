@@ -156,6 +156,7 @@ def test_what_is_no_seed_is_named_and_not_shown(tmp_path: Path) -> None:
         "store.s3_endpoint=https://name:hunter2@host",
         'vllm.args=["--api-key", "hunter2"]',
         'vllm.args=["--api-key=hunter2"]',
+        "vllm.env.HF_TOKEN=hunter2",
     ],
 )
 def test_a_secret_in_an_address_is_refused_without_showing_it(setting: str) -> None:
