@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from judge.sandbox_view import fault
-from pipeline.config import load
 from tests.compose_box import Box, Loopback
 
 ROOT = Path(__file__).parent.parent
@@ -129,13 +128,3 @@ def test_every_service_starts_and_a_call_is_answered(box: Box) -> None:
             code,
             box.log(name)[-2000:],
         )
-
-
-def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
-    from pipeline.prepare import prepare
-
-    config = load(DEPLOY / "compose.toml", [f"run_dir={tmp_path / 'run'}"])
-    first = prepare(config)
-    files = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    assert prepare(config) == first == load(tmp_path / "run" / "config.toml")
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == files
