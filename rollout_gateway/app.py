@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
 from urllib.parse import parse_qs
@@ -114,7 +115,7 @@ class App:
         named = None
         if path.startswith("/t/"):
             part, slash, rest = path[3:].partition("/")
-            named, path = routes.decoded(part), slash + rest
+            named, path = routes.decoded(part) or None, slash + rest
         if path in _MODEL_CALLS:
             if request.method != "POST":
                 raise routes.not_allowed("POST")
@@ -125,6 +126,9 @@ class App:
         if route.key != "call":
             request.max_body = min(request.max_body, self._max_control_body)
         access = Access()
+        if route.name == "health":
+            with suppress(ApiError):  # without a good key it says less
+                access = self._identity.admit(request.headers, "call", None)
         if route.key:
             about = values[0] if route.key == "trajectory" else named
             access = self._identity.admit(request.headers, route.key, about)
@@ -169,7 +173,7 @@ class App:
             await self._identity.reach(access, values[0], complete=route.name == "complete")
         match route.name:
             case "health":
-                answer = control.health()
+                answer = control.health(detailed=bool(access.operator or access.owner))
             case "metrics":
                 text = self._metrics.text().encode()
                 request.answer(200, text, content_type=b"text/plain; version=0.0.4")

@@ -293,19 +293,22 @@ class Control:
         self._router.check(name, None)
         return {"id": name, "object": "model", "created": 0, "owned_by": "journeyman"}
 
-    def health(self) -> dict[str, Any]:
-        """Always `ok`, as it answers; whether it can have calls answered is said beside it."""
+    def health(self, *, detailed: bool) -> dict[str, Any]:
+        """Always `ok`, as it answers; whether it can have calls answered is said beside it. `detailed`: with the inference
+        servers, which are not everyone's business."""
+        trouble = self._log_health.trouble
+        told = {
+            "status": "ok",
+            "serving": bool(self._fleet.ready()) and not trouble,
+            "log": trouble or "ok",
+        }
+        if not detailed:
+            return told
         replicas = [
             {"replica": r.name, "ready": r.ready, "in_flight": r.load, "loaded": sorted(r.loaded)}
             for r in self._fleet.replicas
         ]
-        trouble = self._log_health.trouble
-        return {
-            "status": "ok",
-            "serving": bool(self._fleet.ready()) and not trouble,
-            "log": trouble or "ok",
-            "replicas": replicas,
-        }
+        return {**told, "replicas": replicas}
 
 
 def _check_path_name(name: str) -> None:

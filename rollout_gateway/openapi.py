@@ -151,7 +151,7 @@ _ANSWERS: dict[str, Schema] = {
     "Anything": {"type": "object"},
     "Error": _object({"error": {"type": "object", "required": ["message"], "properties": {"message": _TEXT}}}),
     "MessagesError": _object({"type": {"const": "error"}, "error": _object({"type": _TEXT, "message": _TEXT})}),
-    "Health": _object({"status": {"const": "ok"}, "serving": {"type": "boolean"}, "log": {"type": "string"}, "replicas": {"type": "array"}}),
+    "Health": _object({"status": {"const": "ok"}, "serving": {"type": "boolean"}, "log": {"type": "string"}}, replicas={"type": "array"}),
     "Model": _object({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT}),
     "ModelList": _list("Model"),
     "Policy": _object({

@@ -40,7 +40,7 @@ _DECIDED: dict[str, Any] = {
 }  # fmt: skip
 
 ROUTES = (
-    Route("GET", "/health", "health", "Whether the gateway answers, and which inference servers can", key="", answer="Health"),
+    Route("GET", "/health", "health", "Whether the gateway answers, and (with a key, where there are keys) which inference servers can", key="", answer="Health"),
     Route("GET", "/metrics", "metrics", "Counts in Prometheus' format", key="operator"),
     Route("GET", "/openapi.json", "openapi", "This document", key="", answer="Anything"),
     Route("GET", "/v1/models", "models", "Names that `model` may hold", key="call", answer="ModelList"),

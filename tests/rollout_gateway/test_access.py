@@ -76,6 +76,8 @@ def test_without_a_good_key_all_runs_look_alike(start_front: StartGateway) -> No
             assert Caller(gateway, key).about(run) == [401] * 5, (key, run)
             said.add(Caller(gateway, key).ask("GET", f"/v1/trajectories/{run}").content)
     assert len(said) == 1
+    health = [Caller(gateway, key).ask("GET", "/health").json() for key in ("", "wrong", "alice")]
+    assert [(h["status"], "replicas" in h) for h in health] == [("ok", False), ("ok", False), ("ok", True)]
     claude = Caller(gateway, "").ask("POST", "/t/open/v1/messages", {})
     assert (claude.status_code, claude.json()["error"]["type"]) == (401, "authentication_error")
 
