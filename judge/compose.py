@@ -174,7 +174,7 @@ def make_rulers(config: JudgeConfig, complete: Complete, load: Load) -> dict[str
 
 async def recall(broker: Broker, config: Config, rulers: Mapping[str, LlmRuler]) -> None:
     """Let rulers learn from what this judge configuration scored last."""
-    newest = (await broker.js.stream_info("GROUPS")).state.last_seq
+    newest = (await broker.stream_info("GROUPS")).state.last_seq
     subject = f"group.scored.{subject_token(config.project)}.>"
     judge = judge_hash(config.judge)
     for recorded in await broker.history("GROUPS", subject, max(1, newest - _RECALLED)):
@@ -211,7 +211,7 @@ async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Compose
     """`open_composed` over the log: members are read from it, and rulers remember what this judge scored last."""
 
     async def read(member: TrajectoryCompleted) -> Transcript:
-        return await load(broker, member.project, member.trajectory)
+        return await load(broker, member.project, member.trajectory, member.exchanges)
 
     async with open_composed(config, read) as composed:
         if composed is not None and composed.rulers:

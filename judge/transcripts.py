@@ -43,10 +43,12 @@ def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Tr
     return Transcript(trajectory, main.messages, main.tools, found if len(found) > 1 else ())
 
 
-async def load(broker: Broker, project: str, trajectory: str) -> Transcript:
-    """The trajectory's transcript from the log. Raises `HistoryGoneError` where retention took it."""
+async def load(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:
+    """The trajectory's transcript from the log; `at_least`: how many exchanges it completed with, which saves a request.
+
+    Raises `HistoryGoneError` where retention took it."""
     subject = f"rollout.exchange.{subject_token(project)}.{subject_token(trajectory)}"
-    history = await broker.history("ROLLOUTS", subject)
+    history = await broker.history("ROLLOUTS", subject, at_least=at_least)
     exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
     if sum(len(e.request) + len(e.response) for e in exchanges) < _LARGE:
         return from_exchanges(trajectory, exchanges)

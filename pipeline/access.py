@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
 
 from pipeline import nkey, users
 from pipeline.config import ConfigError, NatsConfig, names_user
+from pipeline.connection import TidyClient
 
 _CREDENTIALS = b"-----BEGIN NATS USER JWT-----"
 
 
-class EncryptedClient(Client):  # type: ignore[misc]  # nats-py is untyped
+class EncryptedClient(TidyClient):
     """A client that never talks in the clear: nats-py itself goes on without TLS where a server does not ask for it."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -35,17 +35,17 @@ def inbox_prefix(config: NatsConfig, name: str) -> str:
 
 
 def uses_tls(config: NatsConfig) -> bool:
-    return bool(config.tls_ca or config.tls_cert) or "tls://" in config.url
+    return bool(config.tls_ca or config.tls_cert) or "tls://" in config.address
 
 
-def make_client(config: NatsConfig) -> Client:
+def make_client(config: NatsConfig) -> TidyClient:
     """Return a client that is not connected yet."""
-    return EncryptedClient() if uses_tls(config) else Client()
+    return EncryptedClient() if uses_tls(config) else TidyClient()
 
 
 def options(config: NatsConfig, name: str) -> dict[str, Any]:
     """Return the arguments of nats-py's `connect` that say who the connection called `name` is and whom it trusts."""
-    if names_user(config.url):
+    if any(map(names_user, config.servers)):
         raise ConfigError(
             "nats.url: an address must not hold a user name, password or token; use nats.credentials"
         )

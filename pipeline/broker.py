@@ -10,12 +10,11 @@ Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 import msgspec
@@ -23,22 +22,30 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext, api
+from nats.js import api
 
-from pipeline import access, crash, objects, streams
+from pipeline import access, crash, objects, provision, retry, streams
 from pipeline.config import NatsConfig
+from pipeline.connection import TidyClient
+from pipeline.consuming import Consumption as Consumption
+from pipeline.consuming import Delivery as Delivery
+from pipeline.consuming import not_for as not_for
 from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
-from pipeline.events import ClaimCheck, DeadLettered, Event, encode, wire_name
-from pipeline.history import Reader
+from pipeline.events import ClaimCheck, DeadLettered, Event, decode, encode, wire_name
+from pipeline.history import Raw, Reader
 from pipeline.history import Recorded as Recorded
 from pipeline.log import get_logger
+from pipeline.names import new_id
 from pipeline.publisher import Ack, Publisher
+from pipeline.users import READER as READER
 
 log = get_logger("pipeline.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
+_END = 2**63 - 1
+_PASSED_BY = 10_000
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
@@ -46,90 +53,25 @@ _HEADERS_MARGIN = 4096
 _SECOND_OPINION_S = 0.5
 
 
-@dataclass(eq=False)
-class Delivery(Recorded):
-    """An event that a consumer holds until it says what became of it."""
-
-    deliveries: int = 1
-    pending: int = 0
-    """How many more the consumer has waiting after this one."""
-    _msg: Msg | None = None
-    _held: set[Delivery] | None = None
-
-    @property
-    def reply(self) -> str:
-        """The subject that answers to this delivery; it holds the place in the stream (`pipeline.place`)."""
-        return str(self._msg.reply) if self._msg is not None else ""
-
-    async def ack(self, *, confirmed: bool = False) -> None:
-        """Done with it. `confirmed` waits until the server knows; without, a lost ack leads to redelivery."""
-        assert self._msg is not None
-        crash.point("broker.before_ack")
-        if confirmed:
-            await self._msg.ack_sync()
-        else:
-            await self._msg.ack()
-        self._let_go()
-        crash.point("broker.after_ack")
-
-    async def nak(self, delay_s: float | None = None) -> None:
-        """Give it back for another try."""
-        assert self._msg is not None
-        await self._msg.nak(delay=delay_s)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._held is not None:
-            self._held.discard(self)
-
-
-class Consumption:
-    """A durable consumer in use; see `Broker.consume`."""
-
-    def __init__(
-        self, broker: Broker, spec: streams.ConsumerSpec, sub: JetStreamContext.PullSubscription
-    ) -> None:
-        self._broker, self.spec, self._sub = broker, spec, sub
-        self.held: set[Delivery] = set()
-
-    async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
-        """Up to `limit` deliveries; an empty list where none came within `wait_s`."""
+async def _close(client: TidyClient) -> None:
+    """Close a connection, whatever state it is in."""
+    with anyio.move_on_after(2, shield=True):
         try:
-            messages = await self._sub.fetch(limit, timeout=wait_s)
-        except (
-            TimeoutError,
-            nats.js.errors.FetchTimeoutError,
-        ):  # nats-py raises its own and asyncio's bare one
-            return []
-        except nats.js.errors.ServiceUnavailableError as error:
-            raise BrokerUnavailableError(
-                f"consumer {self.spec.name} is gone: was its stream {self.spec.stream} deleted?"
-            ) from error
-        out = []
-        for message in messages:
-            delivery = await self._broker._admit(message, self.spec)
-            if delivery is not None:
-                delivery._held = self.held
-                self.held.add(delivery)
-                out.append(delivery)
-        return out
-
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
-        while True:
-            for delivery in await self.batch(256):
-                yield delivery
-
-    async def _keep_alive(self) -> None:
-        while True:
-            await anyio.sleep(self.spec.ack_wait_s / 3)
-            for delivery in list(self.held):
-                assert delivery._msg is not None
-                await delivery._msg.in_progress()
+            if client.is_connected:
+                await client.flush(timeout=1)
+            await client.close()
+        except (nats.errors.Error, OSError) as error:
+            log.warning("closing", error=retry.reason(error))
+    client.abandon()
 
 
-def not_for(message: Msg, spec: streams.ConsumerSpec) -> bool:
-    """Whether a message is a dead letter that was given back to another consumer."""
-    return bool(message.headers) and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name
+def _garbage(payload: bytes) -> str:
+    """Why a payload is neither an event nor a claim check; empty where it is one."""
+    try:
+        decode(payload)
+    except msgspec.DecodeError as error:
+        return str(error) or "undecodable"
+    return ""
 
 
 class Broker(Reader):
@@ -138,13 +80,16 @@ class Broker(Reader):
     def __init__(self, client: Client, config: NatsConfig, publisher: Publisher) -> None:
         super().__init__(client, config)
         self._publisher = publisher
+        self._passed_by: OrderedDict[tuple[str, int, str], None] = OrderedDict()
+        """Undecodable messages that reads met: stream, sequence, stream time."""
 
     @classmethod
     @asynccontextmanager
     async def connect(
         cls, config: NatsConfig, *, name: str = "journeyman", provision: bool = True
     ) -> AsyncIterator[Broker]:
-        """A broker at `config.url`, reconnecting for as long as the block runs. `name` decides the NATS user (`pipeline.users`).
+        """A broker at the servers of `config.url`, reconnecting to any of them for as long as the block runs. `name` decides the
+        NATS user (`pipeline.users`).
 
         With `provision`, and unless the settings leave that to another, streams and consumers are made first.
         Raises `BrokerUnavailableError` where no server answers at first or it refuses the user, `ConfigError` where the
@@ -155,10 +100,10 @@ class Broker(Reader):
         async def on_error(error: Exception) -> None:
             nonlocal refused
             if access.refuses(error):
-                refused = str(error) or type(error).__name__
+                refused = retry.reason(error)
                 # Trying again won't help, unless another server of a cluster knows better.
                 looking.deadline = min(looking.deadline, anyio.current_time() + _SECOND_OPINION_S)
-            log.warning("nats", error=str(error) or type(error).__name__)
+            log.warning("nats", error=retry.reason(error))
 
         client = access.make_client(config)
         options = access.options(config, name)
@@ -167,7 +112,7 @@ class Broker(Reader):
             # With endless reconnection nats-py tries for ever the first time too; that one is bounded here.
             with looking:
                 await client.connect(
-                    config.url,
+                    list(config.servers),
                     name=name,
                     error_cb=on_error,
                     max_reconnect_attempts=-1,
@@ -180,100 +125,35 @@ class Broker(Reader):
             if looking.cancelled_caught:
                 raise TimeoutError
         except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
-            await client.close()
+            await _close(client)
             if refused:
                 raise BrokerUnavailableError(
-                    f"the NATS server at {config.url} does not take this connection ({refused}): check nats.users, "
+                    f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
                     "nats.nkey_seed, nats.credentials and nats.tls_*"
                 ) from error
             raise BrokerUnavailableError(
-                f"no NATS server answers at {config.url}: start it, or mend nats.url"
+                f"no NATS server answers at {config.address}: start it, or mend nats.url"
             ) from error
         broker = cls(client, config, publisher)
         try:
             await publisher.start()
             if provision and config.provision:
-                await broker._provision_patiently()
+                await broker.provision()
             yield broker
         finally:
-            with anyio.move_on_after(2, shield=True):
-                if client.is_connected:
-                    await client.flush(timeout=1)
-                with contextlib.suppress(OSError):  # nats-py drains what a dead server has closed already
-                    await client.close()
+            await _close(client)
             publisher.close()
-
-    # -- provisioning --------------------------------------------------------------------------------------------
-
-    async def _provision_patiently(self) -> None:
-        """The server may have died since it was connected to, or not have read its streams yet."""
-        with anyio.move_on_after(self.config.connect_timeout_s):
-            while True:
-                try:
-                    await self.provision()
-                    return
-                except (
-                    nats.errors.TimeoutError,
-                    nats.errors.NoRespondersError,
-                    nats.errors.ConnectionReconnectingError,
-                    nats.js.errors.ServiceUnavailableError,
-                ) as error:
-                    log.warning("provisioning again", error=str(error) or type(error).__name__)
-                await anyio.sleep(0.2)  # paces the retry of a server that is away
-        raise BrokerUnavailableError(
-            f"the NATS server at {self.config.url} answers no JetStream request: is it on?"
-        )
 
     async def provision(self) -> None:
         """Make streams, consumers and buckets what the table in `pipeline.streams` says; data is never touched."""
-        for spec in streams.STREAMS:
-            wanted = api.StreamConfig(
-                name=spec.name,
-                description=spec.purpose,
-                subjects=[*spec.subjects, streams.alive_subject(spec.name)],
-                retention=api.RetentionPolicy.LIMITS,
-                storage=api.StorageType.FILE,
-                compression=api.StoreCompression.S2,
-                max_age=spec.max_age_s,
-                max_bytes=streams.byte_limit(spec.share, self.config.max_bytes),
-                discard=api.DiscardPolicy(spec.discard),
-                allow_msg_ttl=True,  # of probes (`pipeline.liveness`)
-                duplicate_window=spec.duplicate_window_s,
-                num_replicas=self.config.replicas,
-                allow_direct=True,
-            )
-            try:
-                info = await self.js.stream_info(spec.name)
-                wanted.max_bytes = streams.byte_limit(
-                    spec.share, self.config.max_bytes, now=info.config.max_bytes, held=info.state.bytes
-                )
-                await self.js.update_stream(wanted)
-            except nats.js.errors.NotFoundError:
-                await self.js.add_stream(wanted)
-        for consumer in streams.CONSUMERS:
-            await self.provision_consumer(consumer)
-        await objects.provision(self)
+        await provision.provision(self)
 
     async def provision_consumer(self, spec: streams.ConsumerSpec) -> None:
         """Make a consumer what `spec` says; what it has acknowledged stays so. One of the table is left alone if the
         settings leave provisioning to another user."""
         if not self.config.provision and spec in streams.CONSUMERS:
             return
-        policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
-        await self.js.add_consumer(
-            spec.stream,
-            api.ConsumerConfig(
-                durable_name=spec.name,
-                description=spec.purpose,
-                ack_policy=api.AckPolicy.EXPLICIT,
-                ack_wait=spec.ack_wait_s,
-                deliver_policy=policy,
-                filter_subjects=list(spec.subjects),
-                max_ack_pending=spec.max_ack_pending,
-                # The limit is ours to enforce (`_admit`): the server would only stop delivering.
-                max_deliver=-1,
-            ),
-        )
+        await provision.provision_consumer(self, spec)
 
     # -- publishing ----------------------------------------------------------------------------------------------
 
@@ -304,44 +184,75 @@ class Broker(Reader):
         }
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
-        return await self._publish_until_acked(subject, payload, sent)
+        return await self._publish_until_acked(subject, payload, sent, over_garbage=False)
 
-    async def _publish_until_acked(self, subject: str, payload: bytes, headers: dict[str, str]) -> Ack:
-        taken = False
-        deadline = time.monotonic() + self.config.publish_deadline_s
+    async def _publish_until_acked(
+        self, subject: str, payload: bytes, headers: dict[str, str], *, over_garbage: bool = True
+    ) -> Ack:
+        """`over_garbage`: what lies on the subject and can't be decoded does not count as its event."""
+        pause, deadline = retry.Pause(), time.monotonic() + self.config.publish_deadline_s
+        why = ""
         while (left := deadline - time.monotonic()) > 0:
             try:
-                if taken:
-                    return await self._existing(subject)
                 crash.point("broker.before_publish")
                 ack = await self._publisher.publish(
                     subject, payload, headers, min(left, self.config.ack_timeout_s)
                 )
                 crash.point("broker.after_publish")
                 return ack
-            except nats.js.errors.APIError as error:
-                if error.err_code == _WRONG_LAST_SEQUENCE:
-                    taken = True
-                    continue
-                if error.code not in (503, None):  # nats-py gives none where nobody answers
-                    raise BrokerError(f"the broker refused {subject}: {error.description}") from error
-            except (
-                nats.errors.TimeoutError,
-                nats.errors.ConnectionReconnectingError,
-                nats.js.errors.NoStreamResponseError,
-                nats.errors.OutboundBufferLimitError,
-            ):
-                pass
-            await anyio.sleep(0.1)  # paces the retry of a server that is away
+            except nats.errors.Error as error:
+                code = getattr(error, "err_code", None)
+                if code == _WRONG_LAST_SEQUENCE:
+                    there = await self._taken(subject, headers, over_garbage)
+                    if there is not None:
+                        return there
+                elif not retry.passes(error):
+                    why = getattr(error, "description", None) or retry.reason(error)
+                    raise BrokerError(f"the broker refused {subject}: {why}") from error
+                why = retry.reason(error)
+            await pause.wait()
         raise BrokerUnavailableError(
-            f"{subject} was not acknowledged within {self.config.publish_deadline_s:.0f} s: is the NATS server up, "
-            "its stream there and its disk not full?"
+            f"{subject} was not acknowledged within {self.config.publish_deadline_s:.0f} s ({why}): is the NATS server "
+            "up, its cluster in quorum, its stream there and its disk not full?"
         )
 
-    async def _existing(self, subject: str) -> Ack:
-        stream = await self._stream_of(subject)
-        found = await self.js.get_last_msg(stream, subject, direct=False)
-        return Ack(stream, int(found.seq or 0), duplicate=True)
+    async def _taken(self, subject: str, headers: dict[str, str], over_garbage: bool) -> Ack | None:
+        """The message that came before ours, as an acknowledgement. None where there is none that counts: what is expected
+        of the subject is corrected then, and the publish can be repeated."""
+        stream, expected = streams.of_subject(subject), int(headers[_EXPECTED])
+        found: int | None = None
+        last = expected
+        async for seq, name, more, data in self.messages(stream, expected + 1, _END, subject):
+            last = seq
+            if over_garbage and (why := _garbage(data)):
+                await self.pass_by(stream, Raw(seq, name, more, data), why)
+            else:
+                found = seq
+        if found is not None:
+            return Ack(stream, found, duplicate=True)
+        if last == expected:  # it was deleted, or retention took what was expected
+            before = await self.leader_get(stream, {"last_by_subj": subject})
+            last = before.seq if before is not None else 0
+        headers[_EXPECTED] = str(last)
+        return None
+
+    async def pass_by(self, stream: str, raw: Raw, reason: str) -> None:
+        """Put a message that a read can't decode among the dead letters: once, however often and by whomever it is read."""
+        key = stream, raw.seq, raw.headers.get("Nats-Time-Stamp", "")
+        if key in self._passed_by:
+            return
+        token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
+        letter = DeadLettered(
+            project="", stream=stream, stream_seq=raw.seq, original_subject=raw.subject, consumer=READER,
+            reason="undecodable", detail=reason[:2000], payload=await self.whole(raw.payload), headers=raw.headers,
+        )  # fmt: skip
+        subject = f"{letter.subject()}.{raw.seq}-{token}"
+        # The subject makes it one letter. A message id of its own lets it come back after it was taken off the list.
+        await self.publish_raw(subject, encode(letter), {}, message_id=new_id("dead"))
+        self._passed_by[key] = None
+        if len(self._passed_by) > _PASSED_BY:
+            self._passed_by.popitem(last=False)
+        log.error("passed by", stream=stream, seq=raw.seq, subject=raw.subject, detail=reason[:300])
 
     async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:
         """A claim check for a payload that the server would not take."""
@@ -373,9 +284,12 @@ class Broker(Reader):
             finally:
                 tg.cancel_scope.cancel()
                 with anyio.move_on_after(2, shield=True):
-                    for delivery in list(consumption.held):
-                        await delivery.nak()
-                    await sub.unsubscribe()
+                    try:
+                        for delivery in list(consumption.held):
+                            await delivery.nak()
+                        await sub.unsubscribe()
+                    except nats.errors.Error as error:  # without a server they come again after `ack_wait_s`
+                        log.warning("not given back", consumer=spec.name, error=retry.reason(error))
 
     async def _admit(self, message: Msg, spec: streams.ConsumerSpec) -> Delivery | None:
         meta = message.metadata
@@ -421,12 +335,9 @@ class Broker(Reader):
         waiting = 0
         for spec in streams.CONSUMERS:
             if spec.name.startswith(prefix):
-                info = await self.js.consumer_info(spec.stream, spec.name)
+                info = await self.consumer_info(spec.stream, spec.name)
                 waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)
         return waiting
-
-    async def _stream_of(self, subject: str) -> str:
-        return str(await self.js.find_stream_name_by_subject(subject))
 
     # -- objects -------------------------------------------------------------------------------------------------
 

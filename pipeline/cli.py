@@ -180,7 +180,7 @@ def _provision(args: argparse.Namespace) -> None:
             await broker.provision_consumer(streams.trainer_consumer(config.trainer.branch))
 
     anyio.run(make)
-    console.print(f"provisioned {config.nats.url}")
+    console.print(f"provisioned {config.nats.address}")
 
 
 async def _supervise(config: Config, supervisor: Supervisor) -> None:
@@ -250,10 +250,11 @@ def _alive(pid: int) -> bool:
 
 
 async def _log_status(nats: NatsConfig) -> dict[str, Any]:
+    nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
         held = []
         for spec in streams.STREAMS:
-            info = await broker.js.stream_info(spec.name)
+            info = await broker.stream_info(spec.name)
             held.append({"stream": spec.name, "messages": info.state.messages, "bytes": info.state.bytes})
         lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
         policies = {}

@@ -32,8 +32,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class NatsConfig(Section, frozen=True, kw_only=True):
     """The log."""
 
-    url: str = ""
-    """Address of a NATS server with JetStream. Empty: `journeyman up` starts one from its wheel."""
+    url: str | tuple[str, ...] = ""
+    """Address of a NATS server with JetStream, or those of a cluster's servers: a list, or one text with commas. Empty:
+    `journeyman up` starts one from its wheel."""
     port: int = 0
     """Port of the server that `journeyman up` starts; 0: any free one."""
     sync: Literal["always"] | float = "always"
@@ -46,7 +47,7 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     max_payload: int = 1_048_576
     """Bytes; larger events travel through the object store."""
     replicas: int = 1
-    """Copies of each stream in a NATS cluster."""
+    """Copies of each stream and bucket in a NATS cluster, 3 as a rule. Those that exist are changed at the next start."""
     users: str = ""
     """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md has the users). Each
     process connects with its own. `journeyman up` makes them for the server that it starts."""
@@ -73,11 +74,22 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Whether services make streams, consumers and buckets when they connect. Set it to false where they lack the right, and
     run `journeyman provision` as a user who has it. `journeyman up` does both for the server that it starts."""
     connect_timeout_s: float = 15.0
-    """How long a service looks for the server at its start."""
+    """How long a service looks for a server at its start, and then waits for its streams."""
     ack_timeout_s: float = 5.0
     """How long one publish waits for its acknowledgement before it is repeated."""
     publish_deadline_s: float = 60.0
-    """How long a publish is repeated before it is an error."""
+    """How long a publish or a read is repeated before it is an error."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of `url`, one by one."""
+        texts = (self.url,) if isinstance(self.url, str) else self.url
+        return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
+
+    @property
+    def address(self) -> str:
+        """The addresses of `url` as one text with commas, which is a valid `url` too."""
+        return ",".join(self.servers)
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
@@ -155,8 +167,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     port: int = 0
     """0: any free one."""
     capture: Literal["acked", "async", "off"] = "acked"
-    """`acked`: an exchange is answered once the log holds it; `async` answers first (a crash may lose it); `off`
-    records nothing."""
+    """`acked`: an exchange is answered once the log holds it. `async` answers first: a completion waits until the run's exchanges
+    are recorded, a crash may lose them, and a run with an exchange that the log did not take ends as `no_result`. `off` records
+    no exchanges; runs, pinned versions and splits work as with the others."""
     request_timeout_s: float = 300.0
     upstream_wait_s: float = 180.0
     """How long a request waits for an inference server to come (back) up."""
@@ -558,7 +571,7 @@ def names_user(addresses: str) -> bool:
 def _check_urls(config: Config) -> None:
     """Addresses are shown in states, logs and errors, so they must not hold a password. The error does not show it either."""
     addresses = {
-        "nats.url": (config.nats.url,),
+        "nats.url": config.nats.servers,
         "vllm.urls": config.vllm.urls,
         "judge.api_base": (config.judge.api_base,),
         "store.s3_endpoint": (config.store.s3_endpoint,),

@@ -6,7 +6,9 @@
     journeyman dead drop 12 | --all        take them off the list; the store keeps them
 
 A retry publishes the payload beside its old subject, marked for the one consumer that failed, so nobody else sees it twice;
-its subject is its own, so a retry that is itself repeated is one. What fails again is a new letter.
+its subject is its own, so a retry that is itself repeated is one. What fails again is a new letter. A letter of `reader` names a
+message that a read without a consumer passed by. Readers look at it again each time they start, so a retry, or a drop, only takes the
+letter off the list; it comes back for as long as the message lies in its stream and can't be decoded.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline import log
-from pipeline.broker import Broker, BrokerError, Recorded
+from pipeline.broker import READER, Broker, BrokerError, Recorded
 from pipeline.config import ConfigError, NatsConfig, load, nats_of_run
 from pipeline.events import DeadLettered, decode
 from pipeline.streams import RETRY_HEADER
@@ -54,6 +56,9 @@ async def retry(broker: Broker, letter: Recorded) -> None:
     """Give a letter back to the consumer it failed at, then take it off the list; safe to repeat."""
     event = letter.event
     assert isinstance(event, DeadLettered)
+    if event.consumer == READER:
+        await drop(broker, letter)
+        return
     headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
     await broker.publish_raw(
         f"{event.original_subject}.retry-{letter.seq}",

@@ -307,7 +307,7 @@ class Supervisor:
             "project": self.config.project,
             "urls": {
                 "gateway": f"http://{self.config.gateway.host}:{self.config.gateway.port}",
-                "nats": self.config.nats.url,
+                "nats": self.config.nats.address,
                 "vllm": list(self.config.vllm.urls),
             },
             "alarms": list(self.alarms),

@@ -51,11 +51,10 @@ USERS: tuple[User, ...] = (
     User(
         "gateway", "records trajectories, serves adapters",
         publishes=("rollout.>", "policy.loaded.>", "policy.promoted.>"),
-        follows=("POLICY", "GROUPS"),
+        follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         fetches=(streams.ADAPTERS_BUCKET,),
         probes=("ROLLOUTS",),
-        listens=("rollout.completed.>",),
     ),
     User(
         "judge", "scores groups",

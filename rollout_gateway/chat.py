@@ -32,6 +32,8 @@ from rollout_gateway.wire import Answer, Call
 log = get_logger("rollout_gateway.chat")
 
 _DONE = b"data: [DONE]\n\n"
+_MOST_PENDING = 1_000
+"""Records under way at once with `gateway.capture = "async"`; beyond it, a call waits for its own."""
 
 
 class ChatHandler:
@@ -49,7 +51,8 @@ class ChatHandler:
         """Status and body of the answer. Raises `ApiError`; `ClientGoneError` where the client left before the end."""
         trajectory = self._captured(caller)
         if trajectory is None:
-            attempt = await self._reach.answer(dialect, call, caller, None)
+            with caller.calling():
+                attempt = await self._reach.answer(dialect, call, caller, None)
             return attempt.status, attempt.body
         trajectory.begin()
         try:
@@ -89,10 +92,11 @@ class ChatHandler:
         Raises as `plain` does, before the listener was started."""
         trajectory = self._captured(caller)
         if trajectory is None:
-            attempt = await self._reach.answer(dialect, call, caller, None)
-            if attempt.status != 200:
-                return attempt.status, attempt.body
-            await self._pass_through(attempt, caller, listener)
+            with caller.calling():
+                attempt = await self._reach.answer(dialect, call, caller, None)
+                if attempt.status != 200:
+                    return attempt.status, attempt.body
+                await self._pass_through(attempt, caller, listener)
             return 200, b""
         trajectory.begin()
         streaming = False
@@ -219,6 +223,9 @@ class ChatHandler:
         """The recorded reply to the same request, where the client says that it asks again."""
         if not exchange.caller.retry:
             return None
+        if self._gateway.capture == "async":
+            async with exchange.trajectory.lock:
+                pass  # what was answered before is on the log now
         events = await self._registry.recorded_call(exchange.trajectory, exchange.hash())
         if not events:
             return None
@@ -231,8 +238,10 @@ class ChatHandler:
 
     async def _record(self, exchange: Exchange, answer: Answer, status: Status) -> None:
         """Put the call on the log; raises a 503 `ApiError` where the log does not take it."""
-        if self._gateway.capture == "async":
-            self._in_background(self._publish(exchange, answer, status))
+        if self._gateway.capture == "async" and len(self._background) < _MOST_PENDING:
+            # Held, so that a completion waits for it and counts it.
+            exchange.trajectory.hold()
+            self._in_background(self._publish_later(exchange, answer, status))
         else:
             await self._publish(exchange, answer, status)
         crash.point("gateway.before_answer")
@@ -247,6 +256,16 @@ class ChatHandler:
         except BrokerError as error:
             log.error("not recorded", trajectory=exchange.trajectory.id, error=str(error))
             raise unavailable(f"The answer could not be recorded: {error}", "not_recorded") from error
+
+    async def _publish_later(self, exchange: Exchange, answer: Answer, status: Status) -> None:
+        """For `capture = "async"`: no one waits for it, so a failure is kept with the run, whose completion tells of it."""
+        try:
+            await self._publish(exchange, answer, status)
+        except ApiError:  # logged where it was raised
+            exchange.trajectory.not_recorded += 1
+            self._registry.not_recorded += 1
+        finally:
+            exchange.trajectory.end()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

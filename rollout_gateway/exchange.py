@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -31,6 +32,10 @@ class Caller:
     cut: bool = False
     """The gateway is stopping and waits for this call no longer."""
     _on_gone: Callable[[], None] | None = None
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Count the call with its trajectory, where there is one. Raises a 409 `ApiError` where that is being completed."""
+        return self.trajectory.calling() if self.trajectory is not None else nullcontext()
 
     def leave(self) -> None:
         """The client closed its connection."""

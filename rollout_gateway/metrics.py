@@ -51,6 +51,11 @@ class Metrics:
             "trajectories_known", "Open trajectories in this replica's memory.", len(self._registry)
         )
         lines += _counter(
+            "calls_not_recorded_total",
+            "Calls that were answered and that the log did not take (gateway.capture = async).",
+            self._registry.not_recorded,
+        )
+        lines += _counter(
             "adapter_loads_total", "Adapters loaded and proved, counted per server.", self.loads
         )
         lines += [

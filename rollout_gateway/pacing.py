@@ -60,7 +60,7 @@ class Pacing:
 
     async def begin(self, broker: Broker) -> None:
         """Note where the log stands: what is discarded from now on counts."""
-        info = await broker.js.stream_info(_STREAM)
+        info = await broker.stream_info(_STREAM)
         self._next_seq = info.state.last_seq + 1
 
     async def follow(self, broker: Broker) -> None:

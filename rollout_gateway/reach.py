@@ -46,7 +46,7 @@ class Reach:
         the client or the log. A streamed answer is handed out unread, with its lease. Any other is read, and its lease given
         back. Raises `ApiError`, and `ClientGoneError` when the client has left."""
         deadline = time.monotonic() + self._gateway.upstream_wait_s
-        trajectory = exchange.trajectory if exchange is not None else None
+        trajectory = caller.trajectory  # where nothing is captured too: its pin and its side of a split hold
         failed_lives: set[tuple[str, str]] = set()
         while True:
             alone = await self._admit(call, exchange) if self.blame.cases else False
@@ -160,7 +160,8 @@ class Reach:
             attempt = Attempt(lease, reply, b"", started_at)
             if exchange is not None:
                 exchange.take(attempt)
-                exchange.trajectory.replica = lease.replica.name
+            if caller.trajectory is not None:
+                caller.trajectory.replica = lease.replica.name
             streaming_on = call.stream and reply.status == 200
             if not streaming_on:
                 attempt.body = await reply.read()

@@ -112,7 +112,7 @@ async def serve(config: Config, ready: Ready) -> None:
         await policies.rebuild(broker)
         fleet = Fleet(config.vllm.urls, api_key(config))
         registry = Registry(broker, config.project, Keys(key_secret(config), config.project))
-        await registry.heed_completions()
+        await registry.begin()
         router = Router(policies, fleet)
         chat = ChatHandler(config.gateway, fleet, registry, router)
         pacing = Pacing(config.project, config.gateway.max_groups_ahead)
@@ -149,6 +149,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tg.start_soon(log_health.run, broker)
                 tg.start_soon(ring.watch)
                 tg.start_soon(policies.follow, broker, changed)
+                tg.start_soon(registry.heed_completions)
                 if config.gateway.max_groups_ahead:
                     tg.start_soon(pacing.follow, broker)
                 if inference is not None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
 import msgspec
-from nats.aio.msg import Msg
 
 from pipeline import spans
-from pipeline.broker import Broker, BrokerUnavailableError, Recorded
+from pipeline.broker import Broker, HistoryGoneError, Recorded
+from pipeline.errors import UndecodableError
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log import get_logger
 from pipeline.names import name_of_token, subject_token
 from rollout_gateway.errors import ApiError, already_completed, unknown_trajectory
+from rollout_gateway.tail import tail_raw
 from rollout_gateway.trajectory_keys import Keys
 
 log = get_logger("rollout_gateway.trajectories")
@@ -32,7 +32,8 @@ _STREAM = "ROLLOUTS"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _REMEMBERED_CALLS = 8
 _SETTLE_S = 30.0
-_T = TypeVar("_T")
+NOT_RECORDED = "exchanges_not_recorded"
+"""Metric of a completed trajectory: calls that were answered and are not on the log."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +52,9 @@ class Trajectory:
     recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
     """Request hash to the stream sequences of its exchange events, of the last few calls."""
     in_flight: int = 0
+    """Calls that are not answered yet, and those whose exchange is being recorded."""
+    not_recorded: int = 0
+    """Calls that were answered and that the log did not take, with `gateway.capture = "async"`."""
     used_at: float = 0.0
     replica: str = ""
     """The inference server that holds its prefix."""
@@ -73,6 +77,20 @@ class Trajectory:
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """`begin` and `end` around a call."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def hold(self) -> None:
+        """Count a record that goes on after its call was answered; `end` ends it. A completion waits for both."""
+        self.in_flight += 1
+        self.idle.clear()
 
     def note(self, event: ExchangeRecorded, stream_seq: int) -> None:
         """Take in an exchange that the log holds."""
@@ -115,6 +133,9 @@ class Registry:
         self._broker, self.project, self.keys, self._keep = broker, project, keys, keep
         self._known: dict[str, Trajectory] = {}
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
+        self._heeded = 1
+        self.not_recorded = 0
+        """Calls that were answered and that the log did not take, of all runs, with `gateway.capture = "async"`."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -172,7 +193,7 @@ class Registry:
 
     async def _opening(self, trajectory: str) -> Recorded | None:
         subject = f"rollout.opened.{subject_token(self.project)}.{subject_token(trajectory)}"
-        opened = await self._patiently(lambda: self._broker.last(_STREAM, subject))
+        opened = await self._broker.last(_STREAM, subject)
         return opened if opened is not None and isinstance(opened.event, TrajectoryOpened) else None
 
     async def _begun(self, trajectory: str) -> Trajectory | None:
@@ -183,12 +204,14 @@ class Registry:
         return Trajectory(opened.event, opened.headers.get("traceparent", ""))
 
     async def _read_exchanges(self, found: Trajectory) -> None:
-        subject, start = self._exchange_subject(found), found.last_stream_seq + 1
-        while start:
-            page, start = await self._patiently(partial(self._broker.page, _STREAM, subject, start))
-            for recorded in page:
+        subject, more = self._exchange_subject(found), True
+        while more:
+            page = await self._broker.page(_STREAM, subject, found.last_stream_seq + 1)
+            for recorded in page.events:
                 if isinstance(recorded.event, ExchangeRecorded):
                     found.note(recorded.event, recorded.seq)
+            # Past what could not be decoded too: the next exchange is published behind it.
+            found.last_stream_seq, more = max(found.last_stream_seq, page.last), page.more
 
     def _exchange_subject(self, found: Trajectory) -> str:
         return f"rollout.exchange.{subject_token(self.project)}.{subject_token(found.id)}"
@@ -196,7 +219,7 @@ class Registry:
     async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
         names = (self.project, opened.model, opened.trajectory)
         subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
-        last = await self._patiently(lambda: self._broker.last(_STREAM, subject))
+        last = await self._broker.last(_STREAM, subject)
         return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
 
     async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
@@ -209,7 +232,7 @@ class Registry:
         if completed is not None:
             return opened, completed, completed.exchanges
         subject = f"rollout.exchange.{subject_token(self.project)}.{subject_token(trajectory)}"
-        return opened, None, await self._patiently(lambda: self._broker.count(_STREAM, subject))
+        return opened, None, await self._broker.count(_STREAM, subject)
 
     async def last_answer(self, found: Trajectory) -> ExchangeRecorded | None:
         """The newest complete exchange of an open trajectory; its first choice, where it has several."""
@@ -223,7 +246,7 @@ class Registry:
         names: dict[str, set[str]] = {}
         for kind in ("opened", "completed"):
             filtered = f"rollout.{kind}.{project}.>"
-            subjects = await self._patiently(partial(self._broker.subjects, _STREAM, filtered))
+            subjects = await self._broker.subjects(_STREAM, filtered)
             tokens = (subject.rpartition(".")[2] for subject in subjects)
             names[kind] = {name_of_token(t) for t in tokens if t.startswith(prefix)}
         return sorted(names["opened"] - names["completed"])
@@ -237,13 +260,14 @@ class Registry:
     async def exchange_of(self, found: Trajectory, reply: str) -> ExchangeRecorded | None:
         """The complete exchange whose reply has the id `reply`; the newest are looked at first."""
         for seqs in reversed(found.recent.values()):
-            event = (await self._get(seqs[0])).event
+            event = (await self._broker.get(_STREAM, seqs[0])).event
             if isinstance(event, ExchangeRecorded) and _reply_id(event) == reply:
                 return event
-        subject, start = self._exchange_subject(found), 1
-        while start:
-            page, start = await self._patiently(partial(self._broker.page, _STREAM, subject, start))
-            for recorded in page:
+        subject, last, more = self._exchange_subject(found), 0, True
+        while more:
+            page = await self._broker.page(_STREAM, subject, last + 1)
+            last, more = page.last, page.more
+            for recorded in page.events:
                 event = recorded.event
                 if (
                     isinstance(event, ExchangeRecorded)
@@ -256,31 +280,23 @@ class Registry:
     async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
         """The exchange events (one a choice) of a recent call; empty where there is none."""
         seqs = found.recent.get(request_hash, [])
-        events = [(await self._get(seq)).event for seq in seqs]
+        events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
         return [e for e in events if isinstance(e, ExchangeRecorded)]
 
+    async def begin(self) -> None:
+        """Note where the log stands: `heed_completions` tells of what is completed from now on."""
+        self._heeded = (await self._broker.stream_info(_STREAM)).state.last_seq + 1
+
     async def heed_completions(self) -> None:
-        """From now on, forget trajectories that other replicas complete, so that their calls are refused here too."""
+        """For ever: forget trajectories that other replicas complete, so that their calls are refused here too.
 
-        async def forget(message: Msg) -> None:
-            found = self._known.pop(name_of_token(message.subject.rpartition(".")[2]), None)
-            if found is not None:
-                found.completing = True
-
-        await self._broker.client.subscribe(f"rollout.completed.{subject_token(self.project)}.>", cb=forget)
-
-    async def _get(self, seq: int) -> Recorded:
-        return await self._patiently(lambda: self._broker.get(_STREAM, seq))
-
-    async def _patiently(self, read: Callable[[], Awaitable[_T]]) -> _T:
-        """`read`, again while the log is away, for as long as a publish would be repeated."""
-        deadline = time.monotonic() + self._broker.config.publish_deadline_s
-        while True:
-            try:
-                return await read()
-            except BrokerUnavailableError:
-                if time.monotonic() > deadline:
-                    raise
+        The log is followed, so a completion is heeded also where this replica was cut off as it came."""
+        subjects = [f"rollout.completed.{subject_token(self.project)}.>"]
+        async with aclosing(tail_raw(self._broker, _STREAM, subjects, lambda: self._heeded)) as messages:
+            async for raw in messages:
+                found = self._known.pop(name_of_token(raw.subject.rpartition(".")[2]), None)
+                if found is not None:
+                    found.completing = True
 
     # -- changing ------------------------------------------------------------------------------------------------
 
@@ -325,12 +341,21 @@ class Registry:
         """False where another replica wrote to the trajectory first; what it wrote is taken in then."""
         headers = {"traceparent": traceparent or found.traceparent, _EXPECTED: str(found.last_stream_seq)}
         ack = await self._broker.publish(event, headers)
-        if ack.duplicate and (await self._get(ack.seq)).event != event:
+        if ack.duplicate and not await self._is_at(event, ack.seq):
             log.info("another replica wrote to the trajectory", trajectory=found.id)
             await self._read_exchanges(found)
             return False
         found.note(event, ack.seq)
         return True
+
+    async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
+        """Whether it is this event that the log holds there. One that retention took was ours: its message id said so."""
+        try:
+            return (await self._broker.get(_STREAM, stream_seq)).event == event
+        except UndecodableError:
+            raise
+        except HistoryGoneError:
+            return True
 
     async def complete(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
         """End a trajectory; the same again is answered alike, a different one is a 409 `ApiError`."""
@@ -366,7 +391,10 @@ class Registry:
 
     async def _complete_again(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
         opened, before, _ = await self.describe(trajectory)
-        if before is None or not same_completion(before, _completed(Trajectory(opened, ""), body)):
+        found = Trajectory(opened, "")
+        if before is not None:  # how many it knew was known to the replica that completed it only
+            found.not_recorded = int(before.metrics.get(NOT_RECORDED, 0))
+        if before is None or not same_completion(before, _completed(found, body)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 
@@ -384,7 +412,10 @@ def _same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:
 
 
 def _completed(found: Trajectory, body: Completion) -> TrajectoryCompleted:
-    opened = found.opened
+    opened, outcome, metrics = found.opened, body.outcome, body.metrics
+    if found.not_recorded:
+        # What is missing on the log can't be trained: infrastructure failed, which never becomes a reward.
+        outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(found.not_recorded)}
     return TrajectoryCompleted(
         project=opened.project,
         trajectory=opened.trajectory,
@@ -394,10 +425,10 @@ def _completed(found: Trajectory, body: Completion) -> TrajectoryCompleted:
         attempt=opened.attempt,
         split=opened.split,
         group_size=opened.group_size,
-        outcome=body.outcome,  # type: ignore[arg-type]  # checked when the body was read
+        outcome=outcome,  # type: ignore[arg-type]  # checked when the body was read
         reward=body.reward,
         rewards=body.rewards,
-        metrics=body.metrics,
+        metrics=metrics,
         metadata=bytes(body.metadata),
         exchanges=found.exchanges,
         first_step=max(found.first_step, 0),

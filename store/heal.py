@@ -27,7 +27,7 @@ async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileNa
     for tag, name in damaged:
         rows: list[Recorded] = []
         first = name.first
-        state = (await broker.js.stream_info(name.stream)).state
+        state = (await broker.stream_info(name.stream)).state
         while first <= name.last:
             last = min(first + _PAGE - 1, name.last)
             found = [r async for r in _events(broker, name.stream, first, last)]

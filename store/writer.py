@@ -19,7 +19,7 @@ from anyio.abc import TaskStatus
 from nats.aio.msg import Msg
 
 from pipeline import crash, streams
-from pipeline.broker import Broker, HistoryGoneError
+from pipeline.broker import Broker, BrokerUnavailableError, HistoryGoneError
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.log import get_logger
@@ -161,7 +161,13 @@ class Writer:
                 # loses its files with it (seen with nats-server 2.15.1).
                 await anyio.sleep(_REMAKE_S)
                 await self._broker.provision()
-            except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError) as error:
+            except (
+                nats.errors.Error,
+                nats.js.errors.Error,
+                BrokerUnavailableError,
+                OSError,
+                TimeoutError,
+            ) as error:
                 log.warning("log away", consumer=self.spec.name, why=str(error) or type(error).__name__)
                 await anyio.sleep(_RETRY_S)  # paces the question to a server that is away
 

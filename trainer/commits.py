@@ -13,11 +13,9 @@ from typing import TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
-import nats.errors
-import nats.js.errors
 
-from pipeline import crash, streams
-from pipeline.broker import Broker, BrokerUnavailableError
+from pipeline import crash, retry, streams
+from pipeline.broker import Broker
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, checkpoint_subject
 from pipeline.log import get_logger
@@ -91,7 +89,7 @@ class Commits:
 
     async def _log_name(self) -> str:
         """Tells one log from another: a server's restart keeps when the stream was made, also after a power cut."""
-        info = await self.broker.js.stream_info("POLICY")
+        info = await self.broker.stream_info("POLICY")
         if info.created is None:
             raise TrainerError(
                 "the NATS server does not say when POLICY was made: it is too old, use 2.11 or newer"
@@ -180,16 +178,8 @@ class Commits:
                 )
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """`call` again and again while the server is away, as long as a publish would be."""
-        deadline = anyio.current_time() + self.config.nats.publish_deadline_s
-        while True:
-            try:
-                return await call()
-            except (BrokerUnavailableError, nats.errors.Error, TimeoutError) as error:
-                if anyio.current_time() > deadline or isinstance(error, nats.js.errors.BadRequestError):
-                    raise
-                log.warning("the log does not answer", error=str(error) or type(error).__name__)
-                await anyio.sleep(0.2)  # paces the retry of a server that is away
+        """`call`, repeated while the log is away, as long as a publish would be; see `pipeline.retry`."""
+        return await retry.patiently(call, "the log did not answer", self.config.nats.publish_deadline_s)
 
     async def in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
         """Compute off the event loop, one thing at a time, so that heartbeats keep held groups alive."""

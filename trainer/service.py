@@ -132,7 +132,7 @@ class Trainer:
         """Queue, from the log itself and in its order, what a dead predecessor held: its deliveries come back only
         after `ack_wait`, behind newer groups."""
         spec = streams.trainer_consumer(self.config.trainer.branch)
-        info = await self.broker.js.consumer_info("GROUPS", spec.name)
+        info = await self.broker.consumer_info("GROUPS", spec.name)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
         if not info.num_ack_pending:
@@ -228,7 +228,7 @@ class Trainer:
         try:
             there = await self.broker.get("GROUPS", before.place.seq)
         except HistoryGoneError:
-            state = (await self.broker.js.stream_info("GROUPS")).state
+            state = (await self.broker.stream_info("GROUPS")).state
             if before.place.seq < state.first_seq:
                 return None
         else:
@@ -331,11 +331,16 @@ class Trainer:
             async with self._fetching:
                 try:
                     subject = f"rollout.exchange.{project}.{subject_token(member.trajectory)}"
-                    history = await self.log.persist(partial(self.broker.history, "ROLLOUTS", subject))
+                    history = await self.broker.history("ROLLOUTS", subject, at_least=member.exchanges)
                 except HistoryGoneError as error:
                     return Refusal("history_gone", str(error))
             exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
             distinct = len({(e.seq, e.choice) for e in exchanges})
+            if distinct < member.exchanges <= len(history):
+                # Something lies there twice, and the replica that answered may lag: all of it, by the leader's word.
+                history = await self.broker.history("ROLLOUTS", subject)
+                exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
+                distinct = len({(e.seq, e.choice) for e in exchanges})
             if distinct < member.exchanges:
                 return Refusal(
                     "history_gone",

@@ -1,0 +1,252 @@
+"""Three NATS servers, streams with three copies: contention, replicas that lag, and nodes that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline import objects, streams
+from pipeline.broker import Broker
+from pipeline.config import NatsConfig
+from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from rollout_gateway.tail import tail
+from rollout_gateway.trajectories import Keys, Registry
+from tests.crash_kit import SEED, play, settings
+from tests.crash_nursery import quick_consumers
+from tests.nats_cluster import NatsCluster, copied, leader_of
+from tests.pipeline.test_broker import completed, exchange
+from tests.pipeline.test_undecodable import checkpoint
+from tests.trainer import kit
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+
+EACH = 600
+"""Publishes of each kind of contention, three writers at a time."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[NatsCluster]:
+    made = NatsCluster(tmp_path / "nats", max_payload=32_768)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def nats_config(cluster: NatsCluster) -> NatsConfig:
+    return NatsConfig(
+        url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=120
+    )
+
+
+@pytest.fixture
+async def brokers(cluster: NatsCluster, nats_config: NatsConfig) -> AsyncIterator[list[Broker]]:
+    """One connection to each node."""
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(Broker.connect(nats_config, name="first"))]
+        await cluster.healthy()
+        for node in cluster.nodes:
+            config = NatsConfig(url=node.url, replicas=3, ack_timeout_s=2.0)
+            made.append(await stack.enter_async_context(Broker.connect(config, provision=False)))
+        yield made[1:]
+
+
+async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(brokers: list[Broker]) -> None:
+    # The same event by three writers at once, with one message id.
+    acks: dict[int, list[Any]] = {}
+
+    async def same_id(broker: Broker, number: int) -> None:
+        event = exchange(f"same{number}")
+        ack = await broker.publish(event)
+        acks.setdefault(number, []).append(ack)
+        found = await broker.history("ROLLOUTS", event.subject())
+        assert [r.seq for r in found] == [ack.seq], "a read does not see what was acknowledged"
+
+    async with anyio.create_task_group() as tg:
+        for number in range(EACH // 3):
+            for broker in brokers:
+                tg.start_soon(same_id, broker, number)
+    for number, three in acks.items():
+        assert len({a.seq for a in three}) == 1, number
+        assert Counter(a.duplicate for a in three) == {False: 1, True: 2}
+    assert sum(map(len, acks.values())) == EACH
+
+    # Different events for a subject that holds one only.
+    acks.clear()
+
+    async def same_subject(broker: Broker, number: int, writer: int) -> None:
+        event = completed(f"subject{number}")
+        ack = await broker.publish(event, message_id=f"{number}/{writer}")
+        acks.setdefault(number, []).append(ack)
+        last = await broker.last("ROLLOUTS", event.subject())
+        assert last is not None, "a read does not see what was acknowledged"
+        assert last.seq == ack.seq
+
+    async with anyio.create_task_group() as tg:
+        for number in range(EACH // 3):
+            for writer, broker in enumerate(brokers):
+                tg.start_soon(same_subject, broker, number, writer)
+    for number, three in acks.items():
+        assert len({a.seq for a in three}) == 1, number
+        assert Counter(a.duplicate for a in three) == {False: 1, True: 2}
+    assert sum(map(len, acks.values())) == EACH
+
+    # Calls of one run at three gateway replicas: each is recorded once, under a number of its own.
+    runs, calls = 20, EACH // 20 // 3
+    registries = [Registry(broker, "p", Keys(b"secret", "p")) for broker in brokers]
+    for run in range(runs):
+        opened = TrajectoryOpened(project="p", trajectory=f"run{run}", model="m", group="g")
+        await registries[0].open(opened, "")
+
+    async def replica(registry: Registry, number: int, run: int) -> None:
+        found = await registry.find(f"run{run}")
+        for call in range(calls):
+            body = b'{"replica": %d, "call": %d}' % (number, call)
+
+            def make(seq: int, body: bytes = body) -> list[ExchangeRecorded]:
+                return [exchange(f"run{run}", seq, body)]
+
+            await registry.record(found, make, "")
+
+    async with anyio.create_task_group() as tg:
+        for run in range(runs):
+            for number, registry in enumerate(registries):
+                tg.start_soon(replica, registry, number, run)
+    for run in range(runs):
+        events = [r.event for r in await brokers[0].history("ROLLOUTS", f"rollout.exchange.p.run{run}")]
+        exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]
+        assert [e.seq for e in exchanges] == list(range(3 * calls))
+        assert len({e.request for e in exchanges}) == 3 * calls
+
+
+async def test_killing_the_leader_of_a_consumer_ends_no_one(
+    cluster: NatsCluster, nats_config: NatsConfig
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await cluster.healthy()
+        async with broker.consume("judge") as messages:
+            for number in range(2):
+                leader = cluster.node(await leader_of(broker.client, "ROLLOUTS", "judge"))
+                await anyio.to_thread.run_sync(leader.kill)
+                await broker.publish(completed(f"t{number}"))
+                with anyio.fail_after(60):
+                    while not (held := await messages.batch(10)):
+                        pass
+                assert [d.event.trajectory for d in held if isinstance(d.event, TrajectoryCompleted)] == [
+                    f"t{number}"
+                ]
+                for delivery in held:
+                    await delivery.ack(confirmed=True)
+                leader.start()
+                await cluster.healthy()
+
+
+async def test_a_follower_of_a_stream_passes_nothing_by(
+    cluster: NatsCluster, nats_config: NatsConfig
+) -> None:
+    """Every gateway replica must know every checkpoint: nodes die, and the events come all, in order and once."""
+    count, seen = 60, []
+    async with (
+        Broker.connect(nats_config) as broker,
+        Broker.connect(nats_config, provision=False) as publisher,
+    ):
+        await cluster.healthy()
+
+        async def follow() -> None:
+            async for recorded in tail(broker, "POLICY", ["policy.checkpoint.p.>"], lambda: 1):
+                assert isinstance(recorded.event, CheckpointPublished)
+                seen.append(recorded.event.step)
+                if len(seen) == count:
+                    return
+
+        async def publish() -> None:
+            for step in range(1, count + 1):
+                await publisher.publish(checkpoint(step))
+
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(follow)
+            tg.start_soon(publish)
+            for node in cluster.nodes:
+                await anyio.to_thread.run_sync(node.kill)
+                node.start()
+                await cluster.healthy()
+    assert seen == list(range(1, count + 1))
+
+
+async def test_settings_reach_a_server_that_exists(
+    tmp_path: Path, nats_config: NatsConfig, cluster: NatsCluster
+) -> None:
+    one = NatsConfig(url=f"{cluster.urls[0]}, {cluster.urls[1]}", replicas=1, connect_timeout_s=60)
+    async with Broker.connect(one) as broker:
+        await cluster.healthy()
+        await broker.publish(exchange())
+        await broker.put_object("ADAPTERS", "m@1", b"abc" * 1000)
+    async with Broker.connect(nats_config) as broker:
+        for name in [s.name for s in streams.STREAMS] + [
+            objects.stream_of(b.name) for b in streams.buckets()
+        ]:
+            assert (await broker.stream_info(name)).config.num_replicas == 3, name
+            with anyio.fail_after(60):
+                await copied(broker.client, name)
+        # Any two of the three hold everything.
+        await anyio.to_thread.run_sync(cluster.node(await leader_of(broker.client, "OBJ_ADAPTERS")).kill)
+        assert await broker.get_object("ADAPTERS", "m@1") == b"abc" * 1000
+        assert len(await broker.history("ROLLOUTS", "rollout.>")) == 1
+
+
+KILLS = int(os.environ.get("JOURNEYMAN_NODE_KILLS", "0"))
+"""Nodes killed in the crash matrix: by default a few; 100 is what docs/operations.md reports."""
+LIVES = (
+    {"gateway": 48, "judge": 40, "trainer": 52, "store": 48}
+    if KILLS
+    else {"gateway": 10, "judge": 8, "trainer": 12, "store": 10}
+)
+FEW_KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return kit.make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.timeout(3600 if KILLS else 580)
+async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
+    cluster: NatsCluster,
+    nats_config: NatsConfig,
+    tiny_base: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The crash matrix on three nodes; no service exits by itself."""
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    kills = KILLS or FEW_KILLS
+
+    async def kill_nodes() -> int:
+        rng = random.Random(f"{SEED}/nodes")
+        await cluster.healthy()
+        async with Broker.connect(nats_config, provision=False) as broker:
+            for number in range(kills):
+                await anyio.sleep(rng.uniform(0.2, 1.0))  # the schedule: when it dies
+                node = rng.choice(cluster.nodes)
+                if number % 3 == 0:  # one that is sure to hurt
+                    node = cluster.node(await leader_of(broker.client, "ROLLOUTS", "judge"))
+                await anyio.to_thread.run_sync(node.kill)
+                node.start()
+                if number % 4:  # else the next dies before this one is back: no quorum for a while
+                    await cluster.healthy()
+        return kills
+
+    matrix = await play(
+        settings(nats_config, tiny_base, tmp_path), LIVES, kill_nodes, least=(200, 50) if KILLS else (40, 10)
+    )
+    assert not matrix.deaths.gave_up
+    assert len(matrix.deaths) == sum(LIVES.values()) + kills
