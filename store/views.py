@@ -152,6 +152,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
         {
             **_WHERE,
             **_GROUP,
+            "split": "`train` or `val`: groups for validation never train.",
             "task": "What the group is about.",
             "status": "`scored` or `discarded`.",
             "judge": "Hash of the judge configuration that scored it.",
@@ -172,13 +173,13 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
         WITH scored AS (
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
         )
-        SELECT project, model, "group" AS group_id, branch, task, 'scored' AS status, judge, len(members) AS size,
+        SELECT project, model, "group" AS group_id, branch, split, task, 'scored' AS status, judge, len(members) AS size,
           list_avg(rewards) AS reward_mean, list_min(rewards) AS reward_min, list_max(rewards) AS reward_max,
           list_max(rewards) - list_min(rewards) > 1e-6 AS has_signal, closed_by, origin, offline,
           NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at, log_seq AS stream_seq
         FROM scored
         UNION ALL
-        SELECT project, model, "group", branch, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL, NULL, NULL,
+        SELECT project, model, "group", branch, split, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL, NULL, NULL,
           NULL, NULL, reason, "by", "at", log_seq
         FROM group_discarded
         """,
@@ -363,6 +364,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
             "staleness_min": "Steps between the newest version that sampled in it and the one trained on top of.",
             "staleness_max": "The same for the oldest version.",
             "wait_s": "Seconds from the group's scoring to the checkpoint.",
+            "scored_at": "When the group was scored, UTC.",
         },
         """
         WITH consumed AS (
@@ -377,7 +379,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
         )
         SELECT project, model, version, step, branch, group_id, m.trajectory AS trajectory, m.reward AS reward,
           step - 1 - m.last_step AS staleness_min, step - 1 - m.first_step AS staleness_max,
-          epoch_us("at" - scored_at) / 1e6 AS wait_s
+          epoch_us("at" - scored_at) / 1e6 AS wait_s, scored_at
         FROM members WHERE m.outcome = 'scored'
         """,
     ),
@@ -392,20 +394,33 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
             "groups": "How many groups.",
             "trajectories": "How many scored trajectories.",
             "reward_mean": "Their mean reward.",
+            "reward_mean_all": "Mean reward of every training run scored since the newest group of the step before, up to this step's: also those whose group taught nothing because its rewards were equal.",
             "mean_staleness": "Mean of (step before this one − lowest step sampled) over them.",
             "duration_s": "Seconds from the step's begin to its publishing.",
             "metrics": "Numbers the trainer gave.",
             "published_at": "When, UTC.",
         },
         """
-        SELECT c.project, c.model, c.version, any_value(c.step) AS step, c.branch,
-          count(DISTINCT m.group_id) AS groups, count(m.trajectory) AS trajectories, avg(m.reward) AS reward_mean,
-          avg(m.staleness_max) AS mean_staleness,
-          any_value(epoch_us(c.published_at - c.started_at) / 1e6) AS duration_s,
-          any_value(c.metrics) AS metrics, any_value(c.published_at) AS published_at
-        FROM checkpoints c LEFT JOIN staleness m
-          ON m.project = c.project AND m.model = c.model AND m.version = c.version AND m.branch = c.branch
-        GROUP BY c.project, c.model, c.version, c.branch
+        WITH stepped AS (
+          SELECT c.project, c.model, c.version, any_value(c.step) AS step, c.branch,
+            count(DISTINCT m.group_id) AS groups, count(m.trajectory) AS trajectories, avg(m.reward) AS reward_mean,
+            avg(m.staleness_max) AS mean_staleness,
+            any_value(epoch_us(c.published_at - c.started_at) / 1e6) AS duration_s,
+            any_value(c.metrics) AS metrics, any_value(c.published_at) AS published_at, max(m.scored_at) AS newest
+          FROM checkpoints c LEFT JOIN staleness m
+            ON m.project = c.project AND m.model = c.model AND m.version = c.version AND m.branch = c.branch
+          GROUP BY c.project, c.model, c.version, c.branch
+        ), counted AS (
+          SELECT s.project, s.model, s.branch, s.version, avg(r.reward) AS reward_mean_all
+          FROM rewards r ASOF JOIN (SELECT * FROM stepped WHERE newest IS NOT NULL) s
+            ON r.project = s.project AND r.model = s.model AND r.branch = s.branch AND r.scored_at <= s.newest
+          WHERE r.split = 'train' AND r.outcome = 'scored'
+          GROUP BY ALL
+        )
+        SELECT s.project, s.model, s.version, s.step, s.branch, s.groups, s.trajectories, s.reward_mean,
+          a.reward_mean_all, s.mean_staleness, s.duration_s, s.metrics, s.published_at
+        FROM stepped s LEFT JOIN counted a
+          ON a.project = s.project AND a.model = s.model AND a.branch = s.branch AND a.version = s.version
         """,
     ),
     View(

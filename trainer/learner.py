@@ -81,6 +81,8 @@ class Learner:
         """Rewards of validation trajectories by the step that played them."""
         self.without_variance = 0
         """Groups since the last step whose rewards were all equal."""
+        self.untrained_rewards: list[float] = []
+        """Rewards of the training members of groups that were discarded since the last step, whatever for."""
 
     @property
     def version(self) -> str:
@@ -190,6 +192,7 @@ class Learner:
         rewards = np.array([m.reward for m in members], np.float64)
         return {
             "reward_mean": float(rewards.mean()),
+            "reward_mean_all": float(np.mean([*rewards, *self.untrained_rewards])),
             "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
             "groups": float(len(batch)),
             "no_variance_share": self.without_variance / (self.without_variance + len(batch)),
@@ -241,6 +244,7 @@ class Learner:
         """The log holds the step: it is the present now, and old folders may go."""
         self.line = taken.line
         self.without_variance = 0
+        self.untrained_rewards.clear()
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
         best = self.checkpoints.best()
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))

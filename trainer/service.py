@@ -245,13 +245,15 @@ class Trainer:
         await self.broker.publish(
             GroupDiscarded(
                 project=event.project, group=event.group, model=event.model,
-                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
+                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer", split=event.split,
                 detail=refusal.detail, version=queue.learner.version, duration_s=held.duration_s,
                 branch=event.branch,
             )
         )  # fmt: skip
         self._consumed.add(held.place)
         queue.learner.without_variance += refusal.reason == "no_variance"
+        if refusal.reason != "repeated":  # those rewards were counted when the group trained
+            queue.learner.untrained_rewards += [m.reward for m in trainable_members(event)]
         if held.delivery is not None:
             await held.delivery.ack()
         log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)

@@ -53,7 +53,11 @@ class Fleet:
     """Ids of the trajectories that were completed."""
 
     def __post_init__(self) -> None:
-        self._slots = asyncio.Semaphore(self.concurrency)
+        self.play_at_once(self.concurrency)
+
+    def play_at_once(self, games: int) -> None:
+        """From now on play so many games at once; none may be under way."""
+        self.concurrency, self._slots = games, asyncio.Semaphore(games)
 
     @classmethod
     def at(cls, gateway: str, model: str, concurrency: int = 24) -> Fleet:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
-from examples.tictactoe.report import COUNTS, JOURNEYMAN, LINEAGE, ask, rows, win_rate
+from examples.tictactoe.report import COUNTS, JOURNEYMAN, LINEAGE, ask, difference, rows, win_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path(__file__).with_name("journeyman.toml")
@@ -266,9 +266,10 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
     try:
         gateway = await installation.ready()
         started_s = time.monotonic() - progress.began
-        fleet = view.fleet = Fleet.at(gateway, MODEL, args.concurrency)
+        fleet = view.fleet = Fleet.at(gateway, MODEL, args.eval_concurrency)
         before = await evaluate(fleet, progress, f"{MODEL}@0", args.eval_games)
         evaluated_s = time.monotonic() - progress.began
+        fleet.play_at_once(args.concurrency)
         progress.phase, progress.games = "training", 0
         progress.recent.clear()
         progress.staleness.clear()
@@ -277,6 +278,7 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         trained_s = time.monotonic() - progress.began
         trained_games, calls = progress.games, fleet.calls
         final = f"{MODEL}@{progress.step}"
+        fleet.play_at_once(args.eval_concurrency)
         after = await evaluate(fleet, progress, final, args.eval_games)
         restarts = installation.restarts()
         await fleet.client.close()
@@ -287,6 +289,7 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
     return {
         "win_rate_before": win_rate(before),
         "win_rate_after": win_rate(after),
+        "win_rate_difference": difference(before, after),
         "steps": progress.step,
         "calls": fleet.calls,
         "calls_per_s_training": round(calls / max(trained_s - started_s, 1e-9), 1),
@@ -333,6 +336,12 @@ def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[
         ends = " / ".join(str(n) for n in rate["outcomes"].values())
         table.add_row(name, f"{rate['value']:.3f}", f"{low:.3f} to {high:.3f}", str(rate["games"]), ends)
     console.print(table)
+    gain = report["win_rate_difference"]
+    low, high = gain["ci95"]
+    console.print(
+        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f} "
+        f"({gain['gained']} more won, {gain['lost']} no longer)"
+    )
     reached = report["time_to_0_70"]
     goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"
     diff = report["sampler_logprob_diff"]
@@ -362,7 +371,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=400, help="time to play and learn in, at most")
     parser.add_argument("--groups", type=int, default=12, help="groups a step")
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
-    parser.add_argument("--eval-games", type=int, default=500)
+    parser.add_argument(
+        "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
+    )
+    parser.add_argument(
+        "--eval-concurrency", type=int, default=64, help="held-out games at once: vLLM batches them"
+    )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
     parser.add_argument("--lead", type=float, default=1.5, help="batches under way or waiting, at most")
     return parser.parse_args(argv)

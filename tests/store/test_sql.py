@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline import schema
-from pipeline.events import Event, pack_seqs, wire_name
+from pipeline.events import CheckpointPublished, Event, GroupScored, Member, pack_seqs, wire_name
 from store import columns, sql
 from store.catalog import FileName
 from store.target import DamagedFileError, LocalTarget
@@ -112,6 +112,39 @@ def test_views_say_what_happened(run_dir: Path) -> None:
     assert rows(run_dir, "SELECT trajectory, position FROM verdicts ORDER BY 1") == [("t0", 1), ("t1", 0)]
     assert rows(run_dir, "SELECT DISTINCT trace_id FROM exchanges") == [("ab" * 16,)]
     assert rows(run_dir, "SELECT stream, stream_seq, payload FROM dead") == [("ROLLOUTS", 7, b"\xc1")]
+
+
+def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path: Path) -> None:
+    """Groups are scored at 1 s, 2 s, …; those of the second and fourth train."""
+
+    def scored(at: int, rewards: tuple[float, ...], split: Literal["train", "val"] = "train") -> GroupScored:
+        members = tuple(
+            Member(trajectory=f"{split}{at}-{i}", reward=r, split=split) for i, r in enumerate(rewards)
+        )
+        return GroupScored(
+            project="p", group=f"g{at}", model="m", judge="j", members=members, split=split, at=at * 1_000_000
+        )
+
+    def step(number: int, trained: int) -> CheckpointPublished:
+        return CheckpointPublished(
+            project="p", model="m", step=number, version=f"m@{number}", parent=f"m@{number - 1}", batch_id="b",
+            groups=(f"g{trained}",), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3, at=trained * 1_000_001,
+        )  # fmt: skip
+
+    groups = [
+        scored(1, (1.0, 1.0)),
+        scored(2, (0.0, 1.0)),
+        scored(3, (1.0, 1.0)),
+        scored(4, (0.5, 1.0)),
+        scored(5, (0.0, 0.0)),
+    ]
+    fill(tmp_path, [*groups, scored(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9)])
+    asked = "SELECT step, reward_mean, reward_mean_all FROM steps ORDER BY step"
+    assert rows(tmp_path, asked) == [(1, 0.5, 0.75), (2, 0.75, 0.875), (3, None, None)]
+    assert rows(tmp_path, "SELECT split, count(*) FROM groups GROUP BY 1 ORDER BY 1") == [
+        ("train", 5),
+        ("val", 1),
+    ]
 
 
 def test_doubles_are_not_hidden(tmp_path: Path) -> None:

@@ -190,13 +190,19 @@ async def test_validation_groups_are_scored_and_never_trained(
         for step, reward in ((0, 0.1), (1, 0.8)):
             scored = kit.group(f"val{step}", [reward] * 2, step=step)
             members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
-            await broker.publish(msgspec.structs.replace(scored, members=members))
+            await broker.publish(msgspec.structs.replace(scored, members=members, split="val"))
+        await kit.publish_group(broker, "flat", [1.0, 1.0], seed=3, step=1)
         await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
         events = await steps_reach(broker, 2)
         assert [e.groups for e in events] == [("g0",), ("g1",)]
-        assert {(d.group, d.reason) for d in await discards(broker)} == {
-            ("val0", "validation"), ("val1", "validation"),
+        assert {(d.group, d.reason, d.split) for d in await discards(broker)} == {
+            ("val0", "validation", "val"), ("val1", "validation", "val"), ("flat", "no_variance", "train"),
         }  # fmt: skip
+        # A group that was won as a whole teaches nothing, and is part of how well the policy does.
+        assert [(e.metrics["reward_mean"], e.metrics["reward_mean_all"]) for e in events] == [
+            (0.5, 0.5),
+            (0.5, 0.75),
+        ]
         assert (events[1].metrics["val_step"], events[1].metrics["val_reward_mean"]) == (
             1,
             pytest.approx(0.8),
