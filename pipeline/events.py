@@ -461,6 +461,38 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
         return f"{self.project}/{self.version}/loaded/{self.replica}/{self.incarnation}"
 
 
+class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
+    """A vLLM replica no longer holds a version: its gateway unloaded it to make room."""
+
+    model: str
+    version: str
+    replica: str
+    incarnation: str = ""
+    """Which life of the replica, as in `policy.loaded`."""
+
+    def subject(self) -> str:
+        return f"policy.unloaded.{subject_token(self.project)}.{subject_token(self.model)}"
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.version}/unloaded/{self.replica}/{self.incarnation}/{self.at}"
+
+
+class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
+    """Retention will remove a version's adapter: no trajectory may be pinned to it and no decision may name it from now on."""
+
+    model: str
+    version: str
+    branch: str = "main"
+    withdrawn: bool = False
+    """True: something came to need the version before it was removed; it stays."""
+
+    def subject(self) -> str:
+        return f"policy.retired.{subject_token(self.project)}.{subject_token(self.model)}"
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.version}/retired/{self.branch}/{self.at}"
+
+
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     """Which version(s) new trajectories of a model are routed to."""
 
@@ -525,6 +557,8 @@ AnyEvent = (
     | JudgeMeasured
     | CheckpointPublished
     | PolicyLoaded
+    | PolicyUnloaded
+    | PolicyRetired
     | PolicyPromoted
     | DeadLettered
 )

@@ -18,6 +18,7 @@ from nats.js import api
 
 from pipeline import crash, streams
 from pipeline.errors import HistoryGoneError, StreamMissingError
+from pipeline.place import stream_time_us
 
 if TYPE_CHECKING:
     from pipeline.broker import Broker
@@ -104,6 +105,53 @@ async def get(broker: Reader, bucket: str, name: str) -> bytes:
             return data
         # Stored anew between the look and the reading, which takes the chunks of before: look again.
     raise HistoryGoneError(f"object {name} of {bucket} with the content it had")
+
+
+async def there(broker: Reader, bucket: str, name: str) -> bool:
+    """Whether an object of that name is in the bucket, by the leader."""
+    encoded = base64.urlsafe_b64encode(name.encode()).decode()
+    found = await broker.leader_get(stream_of(bucket), {"last_by_subj": f"$O.{bucket}.M.{encoded}"})
+    return found is not None and bool(found.payload) and not _decode_info(found.payload).deleted
+
+
+async def remove(broker: Broker, bucket: str, name: str) -> None:
+    """Remove an object and its chunks; one that is not there is removed already."""
+    if not await there(broker, bucket, name):
+        return
+
+    async def once() -> None:
+        store = await broker.js.object_store(bucket)
+        try:
+            await store.delete(name)
+        except nats.js.errors.NotFoundError:
+            return  # by the attempt before
+
+    await broker.patiently(once, f"object {name} was not removed from {bucket}")
+
+
+async def sweep(broker: Broker, bucket: str, before_us: int) -> int:
+    """Remove chunks that belong to no object and were written before `before_us` (stream time, microseconds): what a `put`
+    that died left behind. Returns the number of such uploads."""
+    stream, end = stream_of(bucket), 2**63 - 1
+    # The chunks first: an object that appears after them is then among the owners.
+    chunks = await broker.subjects(stream, f"$O.{bucket}.C.*")
+    owned = set()
+    async with aclosing(broker.messages(stream, 1, end, f"$O.{bucket}.M.>")) as infos:
+        async for raw in infos:
+            if raw.payload:
+                owned.add(_decode_info(raw.payload).nuid)
+    swept = 0
+    for subject in chunks:
+        if subject.rpartition(".")[2] in owned:
+            continue
+        last = await broker.leader_get(stream, {"last_by_subj": subject})
+        if last is not None and stream_time_us(last.headers) < before_us:
+            await broker.patiently(
+                lambda subject=subject: broker.js.purge_stream(stream, subject=subject),  # type: ignore[misc]
+                f"{subject} was not removed",
+            )
+            swept += 1
+    return swept
 
 
 async def _chunks(broker: Reader, bucket: str, nuid: str, count: int) -> bytes:

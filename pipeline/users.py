@@ -39,6 +39,8 @@ class User:
     """Buckets whose objects it may read."""
     stores: tuple[str, ...] = ()
     """Buckets that it may also write to. Whoever may write to a bucket can replace and remove what it holds."""
+    trims: tuple[str, ...] = ()
+    """Streams of which it deletes single messages: retention."""
     probes: tuple[str, ...] = ()
     """Streams to which it writes the probes that tell whether they take messages (`pipeline.liveness`)."""
     listens: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ class User:
 USERS: tuple[User, ...] = (
     User(
         "gateway", "records trajectories, serves adapters",
-        publishes=("rollout.>", "policy.loaded.>", "policy.promoted.>"),
+        publishes=("rollout.>", "policy.loaded.>", "policy.unloaded.>", "policy.promoted.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         fetches=(streams.ADAPTERS_BUCKET,),
@@ -65,14 +67,15 @@ USERS: tuple[User, ...] = (
     User(
         "trainer", "takes optimizer steps on the main branch",
         # No further token: a branch's checkpoints carry the branch as a sixth.
-        publishes=("policy.checkpoint.*.*.*", "group.discarded.>"),
+        publishes=("policy.checkpoint.*.*.*", "policy.retired.>", "group.discarded.>"),
+        trims=("POLICY",),
         consumes=("trainer",),
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
         stores=(streams.ADAPTERS_BUCKET,),
     ),
     User(
         "experiment", "trains another branch",
-        publishes=("policy.checkpoint.*.*.*.*", "group.discarded.>", "dead.GROUPS.*"),
+        publishes=("policy.checkpoint.*.*.*.*", "policy.retired.>", "group.discarded.>", "dead.GROUPS.*"),
         branches=("GROUPS",),
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
         stores=(streams.ADAPTERS_BUCKET,),
@@ -133,6 +136,7 @@ def rights(who: User) -> Rights:
         read.add("DEAD")
         fetched.add(streams.claims_bucket("DEAD"))
         stored.add(streams.claims_bucket("DEAD"))
+    publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in who.trims]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
     for stream in sorted(read | {f"OBJ_{b}" for b in fetched | stored}):

@@ -23,7 +23,7 @@ import msgspec
 from pipeline import crash
 from pipeline.broker import Broker, BrokerError, HistoryGoneError
 from pipeline.config import Config
-from pipeline.events import PolicyLoaded, now_us
+from pipeline.events import PolicyLoaded, PolicyUnloaded, now_us
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
 from pipeline.streams import ADAPTERS_BUCKET
@@ -292,6 +292,13 @@ class AdapterManager:
             old = self._unloaded.pop(0)
             if not any(old == a.path for r in self._fleet.replicas for a in r.loaded.values()):
                 await anyio.to_thread.run_sync(self._files.delete, old)
+        # For retention: an adapter that a replica holds stays in the object store.
+        await self._broker.publish(
+            PolicyUnloaded(
+                project=self._config.project, model=parse_version(version)[0], version=version,
+                replica=replica.name, incarnation=replica.incarnation,
+            )
+        )  # fmt: skip
 
     async def _unload_now(self, replica: Replica, version: str) -> None:
         status, body = await replica.upstream.fetch(

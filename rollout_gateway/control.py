@@ -155,7 +155,7 @@ class Control:
         }
 
     def _check_pinned(self, opening: Opening) -> None:
-        if not self._policies.knows(opening.pinned) or parse_version(opening.pinned)[0] != opening.model:
+        if not self._policies.offered(opening.pinned) or parse_version(opening.pinned)[0] != opening.model:
             raise unknown_model(opening.pinned, self._policies.names())
 
     async def complete(self, trajectory: str, body: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pipeline.broker import Broker, Recorded
 from pipeline.config import SigningConfig
-from pipeline.events import CheckpointPublished, DeadLettered, PolicyPromoted, encode
+from pipeline.events import CheckpointPublished, DeadLettered, PolicyPromoted, PolicyRetired, encode
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
 from pipeline.signing import Trust
@@ -74,6 +74,16 @@ class Policies:
         self.next_seq = 1
         self.refused: dict[str, str] = {}
         """Versions that must not serve, with the reason."""
+        self.retired: set[str] = set()
+        """Versions whose adapter retention removes: they serve on where they serve, and nothing new may name them."""
+
+    def out_of_use(self, version: str) -> bool:
+        """Whether `version` must not serve or is about to be removed."""
+        return version in self.refused or version in self.retired
+
+    def offered(self, version: str) -> bool:
+        """Whether a new trajectory may be pinned to `version` and a decision may name it."""
+        return self.knows(version) and version not in self.retired
 
     def knows(self, version: str) -> bool:
         """Whether `version` is a base model or a published checkpoint of a model served here."""
@@ -98,17 +108,23 @@ class Policies:
         """Every name a client may put into `model`."""
         out: list[str] = []
         for model in self.models.values():
-            out += [model.name, version_name(model.name, 0), *model.checkpoints]
+            versions = (v for v in model.checkpoints if v not in self.retired)
+            out += [model.name, version_name(model.name, 0), *versions]
         return out
 
     def apply(self, recorded: Recorded) -> bool:
         """Take an event in; false where it says nothing new or nothing about this gateway's models."""
         event = recorded.event
         self.next_seq = max(self.next_seq, recorded.seq + 1)
-        if not isinstance(event, CheckpointPublished | PolicyPromoted) or event.model not in self.models:
+        if not isinstance(event, CheckpointPublished | PolicyPromoted | PolicyRetired):
             return False
-        if isinstance(event, CheckpointPublished) and event.branch != "main":
+        if event.model not in self.models:
+            return False
+        if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
             return False  # trained beside the main line, under names that are taken here
+        if isinstance(event, PolicyRetired):
+            (self.retired.discard if event.withdrawn else self.retired.add)(event.version)
+            return False
         model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
             return model.decide(event, recorded.seq)
@@ -123,7 +139,11 @@ class Policies:
     @property
     def _subjects(self) -> list[str]:
         project = subject_token(self.project)
-        return [f"policy.checkpoint.{project}.>", f"policy.promoted.{project}.>"]
+        return [
+            f"policy.checkpoint.{project}.>",
+            f"policy.promoted.{project}.>",
+            f"policy.retired.{project}.>",
+        ]
 
     async def rebuild(self, broker: Broker) -> None:
         """Read the stream up to now."""

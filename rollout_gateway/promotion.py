@@ -89,7 +89,7 @@ class Promotion:
     def _before(self, model: str) -> str:
         step = parse_version(self._router.current(model))[1]
         for version in self._policies.models[model].newest_first():
-            if parse_version(version)[1] < step and version not in self._policies.refused:
+            if parse_version(version)[1] < step and not self._policies.out_of_use(version):
                 return version
         if step == 0:
             raise ApiError(
@@ -98,7 +98,7 @@ class Promotion:
         return version_name(model, 0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
-        if not self._policies.knows(version) or parse_version(version)[0] != model:
+        if not self._policies.offered(version) or parse_version(version)[0] != model:
             error = unknown_model(version, self._policies.names())
             error.param = param
             raise error

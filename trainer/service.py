@@ -48,6 +48,7 @@ from trainer.groups import (
 )
 from trainer.learner import BatchGroup, Learner, Taken, make_learners
 from trainer.parallel import Peers
+from trainer.retention import Retention
 from trainer.sequences import TokenSequence, build
 
 log = get_logger("trainer")
@@ -444,6 +445,7 @@ async def train(config: Config, ready: Ready, peers: Peers | None = None) -> Non
         async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
             tg.start_soon(trainer.intake, consumption)
             tg.start_soon(trainer.mend)
+            tg.start_soon(Retention(config, broker, learners).run)
             await trainer.run_steps()
             tg.cancel_scope.cancel()
 
