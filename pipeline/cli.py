@@ -26,10 +26,11 @@ from rich.table import Table
 
 from pipeline import environment, log, streams
 from pipeline.broker import Broker, BrokerError
-from pipeline.config import Config, ConfigError, NatsConfig, load, nats_of_run
+from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, load, nats_of_run
 from pipeline.events import CheckpointPublished
 from pipeline.liveness import fills
 from pipeline.plan import SERVICES, make_plan, nats_command, vllm_command
+from pipeline.signing import Trust
 from pipeline.supervisor import Supervisor, SupervisorError, Watched, private
 
 ELSEWHERE = {
@@ -236,7 +237,9 @@ def _status(args: argparse.Namespace) -> None:
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
     try:
-        state |= anyio.run(_log_status, nats_of_run(run_dir))
+        saved = run_dir / "config.toml"
+        trust = Trust(load(saved).signing if saved.is_file() else SigningConfig())
+        state |= anyio.run(_log_status, nats_of_run(run_dir), trust)
     except BrokerError as error:
         state["log"] = str(error)
     if args.json:
@@ -249,7 +252,8 @@ def _alive(pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
-async def _log_status(nats: NatsConfig) -> dict[str, Any]:
+async def _log_status(nats: NatsConfig, trust: Trust | None = None) -> dict[str, Any]:
+    trust = trust or Trust(SigningConfig())
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
         held = []
@@ -259,7 +263,7 @@ async def _log_status(nats: NatsConfig) -> dict[str, Any]:
         lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
         policies = {}
         for recorded in await broker.history("POLICY", "policy.checkpoint.>"):
-            if isinstance(recorded.event, CheckpointPublished):
+            if isinstance(recorded.event, CheckpointPublished) and not trust.objection(recorded.event):
                 policies[recorded.event.model] = recorded.event.version
         # The supervisor's own alarms are in its state; these hold where none runs.
         alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]

@@ -10,12 +10,15 @@ import pytest
 
 from pipeline import nkey, signing
 from pipeline.broker import Broker
+from pipeline.cli import _log_status
 from pipeline.config import ConfigError, NatsConfig, SigningConfig
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
 from rollout_gateway.policies import Policies
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
 from tests.trainer.test_service import running, steps_reach
+from trainer import checkpoint
+from trainer.export import Fetch
 
 pytestmark = pytest.mark.anyio
 
@@ -101,6 +104,12 @@ async def test_forged_checkpoints_are_passed_by(
         assert policies.names() == ["tiny", "tiny@0", "tiny@1"]
         said = await letters(broker)
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
+        status = await _log_status(nats_config, trust)
+        assert status["policies"] == {"tiny": "tiny@1"}
+        fetch = Fetch(config, kit.MODEL, nats_config.url)
+        assert set(checkpoint.unpack(await fetch._get(1))) == set(checkpoint.ADAPTER_FILES)
+        with pytest.raises(checkpoint.CheckpointError, match="not signed"):
+            await fetch._get(7)
         await Policies("p", [kit.MODEL], trust).rebuild(broker)  # another gateway, or this one again
         assert await letters(broker) == said
 

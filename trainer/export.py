@@ -9,6 +9,7 @@ A checkpoint that was pruned from the disk is fetched from the log's object stor
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline import log, streams
 from pipeline.broker import Broker
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, checkpoint_subject
+from pipeline.signing import Trust
 from trainer import cli
 from trainer.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
 
@@ -83,12 +85,20 @@ class Fetch:
         subject = checkpoint_subject(config.project, self._model, str(step), config.trainer.branch)
         nats = msgspec.structs.replace(config.nats, url=self._url)
         async with Broker.connect(nats, name="export", provision=False) as broker:
-            found = await broker.last("POLICY", subject)
-            if found is None or not isinstance(found.event, CheckpointPublished):
+            history = await broker.history("POLICY", subject)
+            events = [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+            if not events:
+                raise CheckpointError(f"the log has no {self._model}@{step} of project {config.project}")
+            objections = [Trust(config.signing).objection(e) for e in events]
+            if "" not in objections:
+                raise CheckpointError(objections[-1])
+            event = events[objections.index("")]
+            tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
+            if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
                 raise CheckpointError(
-                    f"the log has no {self._model}@{step} of project {self._config.project}"
+                    f"the archive of {event.version} in the log is not the one that was published"
                 )
-            return await broker.get_object(streams.ADAPTERS_BUCKET, found.event.adapter)
+            return tar
 
 
 def write_adapter(files: dict[str, bytes], out: Path) -> None:
