@@ -45,6 +45,10 @@ _IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watson
 """Providers that know other credentials than a key, which litellm would not look for if there were one."""
 
 
+_LEAST_REPLY = 512
+"""Tokens of a reply that are never taken for a longer prompt."""
+
+
 class ModelError(Exception):
     """The judge model could not be reached or refused, after the router's own retries and fallbacks."""
 
@@ -101,6 +105,7 @@ class Router:
         self._config = config
         self._litellm = litellm
         self._structured = config.structured != "text"
+        self._max_tokens = config.max_tokens
         names = [config.model, *config.fallbacks]
         self._router = litellm.Router(
             model_list=[self._deployment(name, key) for name in names],
@@ -172,6 +177,9 @@ class Router:
             parameters["temperature"] = self._config.temperature
         if self._client is not None:
             parameters["client"] = self._client
+        allowed = self._max_tokens
+        if allowed < self._config.max_tokens:
+            parameters["max_tokens"] = allowed
         structured = schema is not None and self._structured
         if structured:
             parameters["response_format"] = schema
@@ -181,6 +189,8 @@ class Router:
                 model=self._config.model, messages=messages, **parameters
             )
         except self._litellm.exceptions.ContextWindowExceededError as error:
+            if self._less_for_replies(messages, allowed):
+                return await self(messages, schema)
             raise ContextWindowError(
                 f"{self._config.model}: the prompt is too long: {str(error)[:500]}"
             ) from error
@@ -197,6 +207,23 @@ class Router:
                 f"{self._config.model} failed: {type(error).__name__}: {str(error)[:500]}"
             ) from error
         return self._reply(response, time.monotonic() - began)
+
+    def _less_for_replies(self, messages: Messages, allowed: int) -> bool:
+        """Whether it is the reply's tokens that leave too little of a small context for this prompt; then they are halved.
+        A number that `judge.params` gives stays as it is."""
+        given = {**self._config.params, **self._config.model_params.get(self._config.model, {})}
+        prompt = sum(len(m["content"].encode()) for m in messages) // 3
+        if {"max_tokens", "max_completion_tokens"} & given.keys() or prompt > allowed:
+            return False
+        if self._max_tokens < allowed:
+            return True  # another call that was under way has learned it
+        if allowed < 2 * _LEAST_REPLY:
+            return False
+        self._max_tokens //= 2
+        log.warning(
+            "judge.max_tokens leaves no room for the prompt", model=self._config.model, now=self._max_tokens
+        )
+        return True
 
     def _reply(self, response: Any, took_s: float) -> Reply:
         usage = getattr(response, "usage", None)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 import httpx
 import msgspec
 import pytest
@@ -199,10 +200,36 @@ async def test_a_prompt_that_is_too_long_is_an_error_of_its_own(workers: int) ->
     refusal = "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens."
     async with (
         ScoringServer(lambda _: 400, refusal=refusal).run() as server,
-        open_complete(settings(server, workers=workers)) as complete,
+        open_complete(settings(server, workers=workers, max_tokens=100)) as complete,
     ):
         with pytest.raises(ContextWindowError, match="maximum context length"):
             await complete(HELLO, SCHEMA)
+
+
+@pytest.mark.usefixtures("routers")
+async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply() -> None:
+    """A judge model with 4,096 tokens refuses every prompt that comes with `max_tokens` of 8,192."""
+
+    def answer(request: dict[str, Any]) -> Answer:
+        prompt = sum(len(m["content"]) for m in request["messages"]) // 3
+        return 400 if prompt + request["max_tokens"] > 4096 else "fine"
+
+    refusal = "This model's maximum context length is 4096 tokens."
+    async with ScoringServer(answer, refusal=refusal, keep=True).run() as server:
+        router = await Router.make(settings(server))
+        assert (await router(HELLO, SCHEMA)).text == "fine"
+        assert (await router(HELLO, SCHEMA)).text == "fine"
+        assert [r["max_tokens"] for r in server.requests] == [8192, 4096, 2048, 2048]
+        several = await Router.make(settings(server))
+        async with anyio.create_task_group() as tg:
+            for _ in range(4):
+                tg.start_soon(several, HELLO, SCHEMA)
+        assert server.requests[-1]["max_tokens"] == 2048  # however many calls learned it at once
+        with pytest.raises(ContextWindowError):  # this prompt is what is too long
+            await router([{"role": "user", "content": "x" * 20_000}], SCHEMA)
+        assert server.requests[-1]["max_tokens"] == 2048
+        with pytest.raises(ContextWindowError):
+            await (await Router.make(settings(server, params={"max_tokens": 5000})))(HELLO, SCHEMA)
 
 
 @pytest.mark.usefixtures("routers")
