@@ -37,6 +37,8 @@ _MAX_ANSWER = 1 << 20
 _MAX_PRINTED = 4096
 _AT_ONCE = 200
 """Processes that are ended in one go; each takes a file descriptor until it has ended."""
+_READY_S = 5.0
+"""How long the host may take to see that its call has ended."""
 _WATCH_MS = 25
 """Time between two looks at the memory and the number of the function's processes."""
 
@@ -109,6 +111,7 @@ def _host(settings: Settings, control: socket.socket, printed: int) -> NoReturn:
             _call(function, fds[0])
         os.close(fds[0])
         os.waitpid(child, 0)
+        control.send(b"ready")
 
 
 def _call(function: Any, fd: int) -> NoReturn:
@@ -195,6 +198,8 @@ class _Warden:
                     return _error("ended its process")
             answer = self._converse(ours, trajectory)
         self._sweep(keep_host=True)
+        if self._host and not self._host_is_ready():
+            self._sweep(keep_host=False)
         return answer
 
     def _converse(self, channel: socket.socket, trajectory: bytes) -> str:
@@ -264,21 +269,33 @@ class _Warden:
             while read := os.read(self._printed, 1 << 16):
                 self._said = (self._said + read)[-_MAX_PRINTED:]
 
+    def _host_is_ready(self) -> bool:
+        """Wait until the host has reaped its call. One that was killed by the call may look alive until then."""
+        self._control.settimeout(_READY_S)
+        try:
+            return self._control.recv(16) == b"ready"
+        except (TimeoutError, ConnectionResetError):
+            return False
+
     def _host_lives(self) -> bool:
         return _state(self._host) not in ("", "Z")
 
-    def _others(self) -> list[int]:
-        """Every process that comes from the host, itself included; zombies are left out."""
+    def _descend(self) -> list[int]:
+        """Every process that comes from the host, itself included, with those that have ended but are not reaped yet."""
         if self._settings.jailed:
-            found = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]  # noqa: PTH208 - quicker
-            if len(found) > 2 * self._settings.processes:
-                return found  # no time to look at each
-        else:
-            found, todo = [], [os.getpid()]
-            while todo:
-                children = _children(todo.pop())
-                found += children
-                todo += children
+            return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]  # noqa: PTH208 - quicker
+        found, todo = [], [os.getpid()]
+        while todo:
+            children = _children(todo.pop())
+            found += children
+            todo += children
+        return found
+
+    def _others(self) -> list[int]:
+        """Every process that comes from the host and still runs, the host included."""
+        found = self._descend()
+        if len(found) > 2 * self._settings.processes:
+            return found  # no time to look at each
         return [pid for pid in found if _state(pid) not in ("", "Z")]
 
     def _over(self) -> str:
@@ -301,7 +318,15 @@ class _Warden:
         if self._settings.jailed:
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGSTOP)  # all at once, so that none can fork away from the search
-        while doomed := [p for p in self._others() if not (keep_host and p == self._host)]:
+        ended, again = set[int](), not self._settings.jailed
+        while True:
+            found = {pid for pid in self._descend() if not (keep_host and pid == self._host)}
+            doomed = [pid for pid in found if _state(pid) not in ("", "Z")]
+            if not doomed and not again:
+                break
+            # A process that ended during the search may have left children, which are this one's from then on: look again.
+            again = not self._settings.jailed and not found <= ended
+            ended |= found
             handles = []
             for pid in doomed[:_AT_ONCE]:
                 with suppress(ProcessLookupError):
@@ -341,9 +366,11 @@ def _threads(pid: int) -> int:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            found += [int(child) for child in task.read_text("ascii").split()]
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end at any time
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - quicker
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text("ascii")
+                found += [int(child) for child in children.split()]
     return found
 
 

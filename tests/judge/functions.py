@@ -123,6 +123,17 @@ _FORGED = (
 )
 
 
+def scatters(trajectory: dict[str, Any]) -> float:
+    """Leave grandchildren behind that are born while the call ends."""
+    for _ in range(3):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(15, str(trajectory["task"]).encode())
+                time.sleep(100)
+            os._exit(0)
+    return 0.5
+
+
 def forges(trajectory: dict[str, Any]) -> float:
     """Write good scores for everybody into whatever is open here, and in any process that can be seen."""
     if trajectory["id"] == "bad":

@@ -142,6 +142,15 @@ async def test_a_function_that_forks_away_does_not_outlive_its_call(isolate: str
 
 
 @everywhere
+async def test_what_is_born_while_a_call_ends_ends_too(isolate: str, name: str) -> None:
+    async with function("scatters", isolate).open() as call:
+        for n in range(60):
+            assert await call({"id": str(n), "task": name}) == 0.5
+            if n % 20 == 19:
+                assert named(name) == []
+
+
+@everywhere
 async def test_nobody_answers_for_another_trajectory(isolate: str, name: str) -> None:
     async with function("forges", isolate).open() as call:
         assert await call({"id": "bad", "task": name}) == 1.0  # about itself it may say what it likes
