@@ -202,6 +202,7 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
             "cost_usd": "Of the whole verdict.",
             "latency_s": "Of the whole verdict.",
             "attempts": "Calls until the reply could be read.",
+            "left_out": "Bytes of the whole group that did not fit into the judge's prompt.",
             "scored_at": "When the group was scored, UTC.",
         },
         """
@@ -212,7 +213,8 @@ VIEWS: tuple[View, ...] = (  # each after those it reads
           verdict_.rubric AS rubric, verdict_.rubric_hash AS rubric_hash, score_.trajectory AS trajectory,
           score_.score AS score, score_.explanation AS explanation,
           list_position(verdict_."order", score_.trajectory) - 1 AS position, verdict_.cost_usd AS cost_usd,
-          verdict_.latency_s AS latency_s, verdict_.attempts AS attempts, "at" AS scored_at
+          verdict_.latency_s AS latency_s, verdict_.attempts AS attempts, verdict_.left_out AS left_out,
+          "at" AS scored_at
         FROM scored
         """,
     ),

@@ -109,7 +109,8 @@ def test_views_say_what_happened(run_dir: Path) -> None:
     assert rows(run_dir, "SELECT version, replica, delay_s < 5 FROM adapters") == [("m@1", "r0", True)]
     assert rows(run_dir, "SELECT groups, trajectories, reward_mean FROM steps") == [(1, 2, 0.5)]
     assert rows(run_dir, "SELECT trajectory, centered FROM rewards ORDER BY 1") == [("t0", 0.5), ("t1", -0.5)]
-    assert rows(run_dir, "SELECT trajectory, position FROM verdicts ORDER BY 1") == [("t0", 1), ("t1", 0)]
+    asked = "SELECT trajectory, position, left_out FROM verdicts ORDER BY 1"
+    assert rows(run_dir, asked) == [("t0", 1, 0), ("t1", 0, 0)]
     assert rows(run_dir, "SELECT DISTINCT trace_id FROM exchanges") == [("ab" * 16,)]
     assert rows(run_dir, "SELECT stream, stream_seq, payload FROM dead") == [("ROLLOUTS", 7, b"\xc1")]
 
