@@ -169,6 +169,10 @@ class App:
         headers, body = request.headers, _body(request)
         control, answer = self._control, None
         access, values = admitted.access, admitted.values
+        if (
+            access.trajectory and route.key and route.name != "response"
+        ):  # which charges when it finds the run
+            await self._identity.charge(access.trajectory)
         if route.key == "trajectory":
             await self._identity.reach(access, values[0], complete=route.name == "complete")
         match route.name:

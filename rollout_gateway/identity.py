@@ -111,14 +111,22 @@ class Identity:
             return await self._inference.find(call, self._router.name(call.asked.model), access.owner)
         return None
 
-    async def _own(self, trajectory: str) -> Trajectory:
-        """The trajectory of a key that is its own. The key that opened it is charged before much is read."""
-        found = self._registry.get(trajectory)
-        opened = found.opened if found is not None else await self._registry.opened(trajectory)
+    async def charge(self, trajectory: str) -> None:
+        """A request with a trajectory's own key counts as one of the key that opened it, and ends with that key. Raises a
+        401, 403 or 429 `ApiError`."""
+        opened = await self._registry.opened(trajectory)
         if opened is None:
             raise unknown_trajectory(trajectory)
         self._ring.charge(opened.owner, opened.model)
-        return found or await self._registry.find(trajectory)
+
+    async def _own(self, trajectory: str) -> Trajectory:
+        """The trajectory of a key that is its own. The key that opened it is charged before much is read."""
+        found = self._registry.get(trajectory)
+        if found is None:
+            await self.charge(trajectory)
+            return await self._registry.find(trajectory)
+        self._ring.charge(found.opened.owner, found.opened.model)
+        return found
 
     async def _find_or_open(self, named: _Named, call: Call, access: Access) -> Trajectory:
         """A call that names a group too opens its trajectory where there is none yet."""

@@ -186,6 +186,9 @@ def test_keys_come_and_go_while_the_gateway_runs(
         return httpx.post(f"{gateway.url}{calls}", json=body, headers={"authorization": f"Bearer {opened['api_key']}"}).status_code  # fmt: skip
 
     assert call() == 503  # it was let in, and there is no inference server
+    assert get(opened["api_key"], f"/v1/trajectories/{opened['id']}") == 200
     keys_cli.main(["revoke", "--name", "a", "--file", str(file)])
     until(key, 401)
     assert call() == 401
+    for path in (f"/v1/trajectories/{opened['id']}", "/v1/models", "/version", "/v1/responses/resp_x"):
+        assert get(opened["api_key"], path) == 401, path
