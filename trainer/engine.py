@@ -10,13 +10,12 @@ import copy
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 from peft.utils import get_peft_model_state_dict
@@ -29,10 +28,10 @@ from trainer.forward import Forward
 from trainer.groups import Example
 from trainer.loading import device_for, load
 from trainer.measure import Measured
-from trainer.packing import Cost, Layout, MicroBatch, micro_batches
+from trainer.packing import Cost, Layout, MicroBatch, micro_batches, sharing_pays
 from trainer.parallel import Job, Peers
 from trainer.sequences import TokenSequence
-from trainer.verify import verify
+from trainer.verify import bound_of, verify
 
 log = get_logger("trainer.engine")
 
@@ -50,24 +49,20 @@ _LEAST_BUDGET = 64
 class UntrainableError(ArithmeticError):
     """A batch from which no step can be taken; nothing was changed."""
 
+    reason = "untrainable"
+    """Of the dead letters that its groups become."""
+
+
+class SamplerMismatchError(UntrainableError):
+    """The sampler's recorded logprobs are not those of the version that is said to have sampled: what would be trained is not
+    what was played."""
+
+    reason = "sampler_mismatch"
+
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether PyTorch ran out of the device's memory, or of the host's, for which it has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-class _GenerationConfig(msgspec.Struct):
-    temperature: float | None = None
-    do_sample: bool | None = None
-
-
-def default_temperature(base: str) -> float:
-    """The temperature at which vLLM samples where a request names none: the model's generation_config.json, else 1."""
-    file = Path(base) / "generation_config.json"
-    if not file.is_file():
-        return 1.0
-    temperature = msgspec.json.decode(file.read_bytes(), type=_GenerationConfig).temperature
-    return 1.0 if temperature is None else temperature
 
 
 @dataclass(eq=False)
@@ -139,7 +134,6 @@ class Engine:
         heads = getattr(text, "num_attention_heads", None) or 1
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         self._cost = Cost.of(self._size, text.num_hidden_layers, width)
-        self.default_temperature = default_temperature(base)
         self.verified = verify(self, shares_prefixes=loaded.prefix_sharing)
         """How the layouts compare with the model's own forward pass."""
 
@@ -184,7 +178,7 @@ class Engine:
         line = self.new_line()
         ids = np.arange(4, dtype=np.int32)
         sequence = TokenSequence(
-            "warm-up", ids, ids > 0, np.full(4, -1.0, np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
+            "warm-up", ids, ids > 0, np.full(4, np.nan, np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
         )  # fmt: skip
         self.step(line, [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
         self.put(line.weights)
@@ -221,6 +215,7 @@ class Engine:
             hidden_RLD[layout.rows_N, layout.cols_N],
             layout.targets_N,
             layout.temperatures_N,
+            layout.cuts_N3,
             self.logits_at_once,
             # Where the entropy is only measured no gradient is kept for it.
             "trained" if entropy and self.config.entropy_coef else "measured" if entropy else "none",
@@ -245,9 +240,15 @@ class Engine:
         optimizer, scheduler = self._optimizer(line)
         _set_rng(line.rng)
         optimizer.zero_grad(set_to_none=True)
-        metrics = self._backward_in_memory(examples, groups, line.step)
-        metrics |= checks.sampler_difference(self, line, examples)
-        metrics |= checks.kl_to_base(self, examples) if self.config.beta == 0.0 else {}
+        metrics = self._in_memory(lambda: self.backward(examples, groups, line.step))
+        packing = self.packing_of(examples, groups)
+        gradients = [p.grad for p in self.parameters]
+        metrics |= self._in_memory(lambda: checks.sampler_difference(self, line, examples, groups, packing))
+        if self.config.beta == 0.0:
+            metrics |= self._in_memory(lambda: checks.kl_to_base(self, examples, groups, packing))
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient  # a check that ran out of memory cleared it
+        self._hold_to_the_sampler(metrics, line.step)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
             raise UntrainableError(f"gradient norm {norm} at step {line.step}: the step is not taken")
@@ -272,13 +273,24 @@ class Engine:
             metrics["mfu"] = flops / compute / (self.config.peak_tflops * 1e12)
         return StepResult(after, metrics)
 
-    def _backward_in_memory(
-        self, examples: Sequence[Example], groups: Sequence[int], step: int
-    ) -> dict[str, float]:
-        """`backward`, again with half the token budget each time memory runs out; the smaller budget stays."""
+    def _hold_to_the_sampler(self, metrics: Mapping[str, float], step: int) -> None:
+        """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
+        bound = bound_of(self.config, self.dtype)
+        for name, what in (("sampler_logprob_diff", "at the versions that sampled"),
+                           ("on_policy_logprob_diff", "of tokens sampled by this version")):  # fmt: skip
+            found = metrics.get(name, 0.0)
+            if not found <= bound:
+                raise SamplerMismatchError(
+                    f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by {found:.3g} nats on average "
+                    f"{what}, and trainer.logprob_bound is {bound:g}. Check that the inference server runs this base model in the "
+                    "same type, with --logprobs-mode processed_logprobs, and serves the adapter that its name says"
+                )
+
+    def _in_memory(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """`work`, again with half the token budget each time memory runs out; the smaller budget stays."""
         while True:
             try:
-                return self.backward(examples, groups, step)
+                return work()
             except RuntimeError as error:
                 if not is_out_of_memory(error) or self._budget <= _LEAST_BUDGET:
                     raise
@@ -318,10 +330,22 @@ class Engine:
             }
         )
 
+    def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Literal["prefix", "padded"]:
+        """The layout in which a batch is trained."""
+        packing = self.config.packing if self.verified.layout == "prefix" else "padded"
+        if packing != "auto":
+            return packing
+        return "prefix" if sharing_pays([e.sequence for e in examples], groups, self._cost) else "padded"
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a pass at present."""
+        return self._budget
+
     def passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Part:
         """This process's passes of the batch, of at most about `budget` tokens each."""
         sequences = [e.sequence for e in examples]
-        packing = self.config.packing if self.verified.layout == "prefix" else "padded"
+        packing = self.packing_of(examples, groups)
         batches = micro_batches(sequences, groups, budget, packing, self._cost)
         if self.peers is not None:
             if len(batches) < self.peers.size:

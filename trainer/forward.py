@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from pipeline.config import ConfigError
 from trainer.attention import mask_of
 from trainer.packing import Layout, Reach
+from trainer.sampling import cut
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -164,12 +165,19 @@ class Forward:
         hidden_ND: torch.Tensor,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
+        cuts_N3: torch.Tensor | None,
         chunk: int,
         entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs of the targets and entropies, [N] each, in nats; beyond `chunk` positions the logits are held a piece at a
         time and computed again for the gradient."""
-        pieces = zip(hidden_ND.split(chunk), targets_N.split(chunk), temperatures_N.split(chunk), strict=True)
+        pieces = zip(
+            hidden_ND.split(chunk),
+            targets_N.split(chunk),
+            temperatures_N.split(chunk),
+            [None] * -(-len(hidden_ND) // chunk) if cuts_N3 is None else cuts_N3.split(chunk),
+            strict=True,
+        )
         if len(hidden_ND) <= chunk:
             return self._score(*next(pieces), entropy)
         scored = [
@@ -179,16 +187,26 @@ class Forward:
         return torch.cat([s[0] for s in scored]), torch.cat([s[1] for s in scored])
 
     def _score(
-        self, hidden_nD: torch.Tensor, targets_n: torch.Tensor, temperatures_n: torch.Tensor, entropy: str
+        self,
+        hidden_nD: torch.Tensor,
+        targets_n: torch.Tensor,
+        temperatures_n: torch.Tensor,
+        cuts_n3: torch.Tensor | None,
+        entropy: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits_nV = self.logits(hidden_nD)
         # At least float32: half the digits of a bfloat16 logprob would be noise.
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-        all_nV = torch.log_softmax(logits_nV / temperatures_n.unsqueeze(1), dim=-1)
+        logits_nV = logits_nV / temperatures_n.unsqueeze(1)
+        if cuts_n3 is not None:
+            logits_nV = cut(logits_nV, targets_n, cuts_n3)
+        all_nV = torch.log_softmax(logits_nV, dim=-1)
         logprobs_n = all_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
         if entropy == "none":
             return logprobs_n, torch.zeros_like(logprobs_n)
         measured = all_nV if entropy == "trained" else all_nV.detach()
+        if cuts_n3 is not None:
+            measured = measured.masked_fill(measured == -torch.inf, 0.0)  # 0 log 0 is 0; here e^0 times 0 is
         return logprobs_n, -(measured.exp() * measured).sum(-1)
 
     @contextmanager

@@ -37,6 +37,7 @@ from trainer.checkpoint import (
 from trainer.engine import Engine, Line, UntrainableError
 from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
 from trainer.parallel import Peers
+from trainer.sampling import defaults_of, sampling_of
 from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.learner")
@@ -53,6 +54,8 @@ class BatchGroup:
     seq: int
     at: int = 0
     """Stream time in microseconds."""
+    left_out: int = 0
+    """Sampled tokens that are not trained because of how they were sampled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,14 @@ class Learner:
         self.line = engine.new_line()
         self._fresh = self.line.weights
         """The adapter of step 0, which changes nothing."""
+        self.sampling_defaults = defaults_of(engine.model.get_base_model(), config.vllm.args)
+        """What the inference server uses where a request names nothing."""
+        if bent := sampling_of(b"{}", self.sampling_defaults).bent_by:
+            log.error(
+                "tokens of requests that do not say otherwise will not be trained: the server's default has a penalty that the "
+                "trainer can't follow; start vLLM with --generation-config vllm (vllm.args), or set it in the requests",
+                model=model.name, base=model.base, setting=bent,
+            )  # fmt: skip
         self._validation: dict[int, list[float]] = {}
         """Rewards of validation trajectories by the step that played them."""
         self.without_variance = 0
@@ -184,6 +195,7 @@ class Learner:
         self.checkpoints.forget_tries()
         metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
         metrics["tokens_stale"] = float(stale)
+        metrics["tokens_left_out"] = float(sum(g.left_out for g in batch))
         metrics["step_s"] = time.perf_counter() - began
         return self._write(batch, result.line, metrics, started_at, trace or {})
 

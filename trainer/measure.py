@@ -6,6 +6,7 @@
 | `ratio_*` | importance ratio, trainer over sampler probability per token: mean, percentiles, largest |
 | `ratio_sequence_max` | the largest ratio of a whole sequence, the product of its tokens' |
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
+| `on_policy_logprob_diff`, `_max` | absolute difference of recorded and computed logprobs of the tokens that the present version sampled: mean, largest |
 | `clip_share` | share of tokens whose ratio exceeds `trainer.correction_max` |
 | `staleness_mean`, `staleness_max` | steps between a token's sampling and its training |
 """
@@ -26,6 +27,8 @@ class Measured:
 
     def __init__(self) -> None:
         self.loss = 0.0
+        self.differences: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        """Trainer's logprob minus the recorded one of every token; NaN where none was recorded."""
         self.ratios: list[np.ndarray[Any, np.dtype[np.float32]]] = []
         self.steps: list[np.ndarray[Any, np.dtype[np.int32]]] = []
         self.cut = 0
@@ -39,6 +42,7 @@ class Measured:
         for part in parts:
             out.loss += part.loss
             out.longest = max(out.longest, part.longest)
+            out.differences += part.differences
             out.ratios += part.ratios
             out.steps += part.steps
             out.cut += part.cut
@@ -51,7 +55,9 @@ class Measured:
         self.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()
         for row, s in enumerate(inside):
-            difference = np.nan_to_num(computed[row, : s.trained_tokens] - s.logprobs[s.trained])
+            difference = computed[row, : s.trained_tokens] - s.logprobs[s.trained]
+            self.differences.append(difference.astype(np.float32))
+            difference = np.nan_to_num(difference)
             ratio = np.exp(difference)
             self.kl += float((ratio - 1 - difference).sum())
             self.longest = max(self.longest, float(difference.sum()))
@@ -62,8 +68,13 @@ class Measured:
     def summary(self, step: int) -> dict[str, float]:
         ratios = np.concatenate(self.ratios)
         lags = step - np.concatenate(self.steps)
+        apart = np.abs(np.concatenate(self.differences)[lags == 0])
+        apart = apart[~np.isnan(apart)]
+        on_policy = {
+            "on_policy_logprob_diff": float(apart.mean()), "on_policy_logprob_diff_max": float(apart.max())
+        } if len(apart) else {}  # fmt: skip
         p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
-        return {
+        return on_policy | {
             "loss": self.loss,
             "ratio_mean": float(ratios.mean()),
             "ratio_p5": float(p5),

@@ -53,6 +53,8 @@ class Layout:
     """Where in [S, K] the trained token belongs."""
     tokens: int
     """Real tokens that go through the model."""
+    cuts_N3: torch.Tensor | None = None
+    """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
 
     def dense_mask(self, reach: Reach = FULL) -> torch.Tensor | None:
         """`ends_RL` as a dense mask: True where the row's query (third axis) sees the key (last axis)."""
@@ -103,6 +105,8 @@ def _layout(
 ) -> Layout:
     """`where[s]` is the row of sequence s and the column of each of its used tokens."""
     rows, cols, targets, temperatures, owner, slot = [], [], [], [], [], []
+    cuts: list[npt.NDArray[np.float32]] = []
+    uncut = np.array([[0, 1, 0]], np.float32)
     for s, (sequence, (row, columns)) in enumerate(zip(sequences, where, strict=True)):
         trained = _trained(sequence)
         n = len(trained.at)
@@ -110,6 +114,7 @@ def _layout(
         cols.append(columns[trained.at - 1])
         targets.append(trained.targets)
         temperatures.append(trained.temperatures)
+        cuts.append(np.repeat(uncut, n, 0) if sequence.cuts is None else sequence.cuts[trained.at])
         owner.append(np.full(n, s))
         slot.append(np.arange(n))
 
@@ -122,6 +127,7 @@ def _layout(
         None if ends_RL is None else torch.from_numpy(ends_RL),
         flat(rows), flat(cols), flat(targets), torch.from_numpy(np.concatenate(temperatures)), flat(owner), flat(slot),
         tokens,
+        None if all(s.cuts is None for s in sequences) else torch.from_numpy(np.concatenate(cuts)),
     )  # fmt: skip
 
 

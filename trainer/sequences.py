@@ -3,28 +3,22 @@
 An exchange whose prompt begins with all of an earlier sequence (prompt and reply, token for token) continues it; one
 that does not (the agent rewrote its history, or asked beside it) begins a sequence of its own. Only sampled tokens are
 trained: prompts, tool results and user turns are context, and so are tokens that a grammar forced, tokens that were
-chosen greedily, and replies that never reached the agent.
+chosen greedily or under penalties and biases (`trainer.sampling`), and replies that never reached the agent.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
+from trainer.sampling import NO_DEFAULTS, Defaults, Sampling, sampling_of
 
-_GREEDY = 1e-5
-
-
-class _Request(msgspec.Struct):
-    temperature: float | None = None
-
-
-_request = msgspec.json.Decoder(_Request)
+_UNCUT = np.array([0, 1, 0], np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +34,8 @@ class TokenSequence:
     """Policy step that sampled the token; -1 for context."""
     temperatures: npt.NDArray[np.float32]
     """Sampling temperature; 1 for context."""
+    cuts: npt.NDArray[np.float32] | None = None
+    """top_k, top_p and min_p of every token, shape [T, 3]; `None` where none of them cut anything."""
 
     @property
     def trained_tokens(self) -> int:
@@ -48,7 +44,13 @@ class TokenSequence:
     def without(self, dropped: npt.NDArray[np.bool_]) -> TokenSequence:
         """The same tokens with those under `dropped` (shape [T]) as context."""
         return TokenSequence(
-            self.trajectory, self.ids, self.trained & ~dropped, self.logprobs, self.steps, self.temperatures
+            self.trajectory,
+            self.ids,
+            self.trained & ~dropped,
+            self.logprobs,
+            self.steps,
+            self.temperatures,
+            self.cuts,
         )
 
 
@@ -59,6 +61,7 @@ class _Growing:
         self.logprobs: list[npt.NDArray[np.float32]] = []
         self.steps: list[npt.NDArray[np.int32]] = []
         self.temperatures: list[npt.NDArray[np.float32]] = []
+        self.cuts: list[npt.NDArray[np.float32]] = []
         self.flat = np.zeros(0, np.int32)
 
     def begins(self, prompt: npt.NDArray[np.int32]) -> bool:
@@ -70,18 +73,21 @@ class _Growing:
         trained: npt.NDArray[np.bool_],
         logprobs: npt.NDArray[np.float32],
         step: int,
-        temperature: float,
+        sampling: Sampling,
     ) -> None:
         n = len(ids)
         self.ids.append(ids)
         self.trained.append(trained)
         self.logprobs.append(logprobs)
         self.steps.append(np.full(n, step, np.int32))
-        self.temperatures.append(np.full(n, temperature, np.float32))
+        self.temperatures.append(np.full(n, sampling.temperature, np.float32))
+        self.cuts.append(
+            np.tile(np.array([sampling.top_k, sampling.top_p, sampling.min_p], np.float32), (n, 1))
+        )
         self.flat = np.concatenate([self.flat, ids])
 
     def add_context(self, ids: npt.NDArray[np.int32]) -> None:
-        self.add(ids, np.zeros(len(ids), np.bool_), np.full(len(ids), np.nan, np.float32), -1, 1.0)
+        self.add(ids, np.zeros(len(ids), np.bool_), np.full(len(ids), np.nan, np.float32), -1, Sampling())
 
     def done(self, trajectory: str) -> TokenSequence:
         trained = np.concatenate(self.trained)
@@ -89,28 +95,26 @@ class _Growing:
             trained[0] = False  # nothing before it predicts the first token
         return TokenSequence(
             trajectory, self.flat, trained, np.concatenate(self.logprobs), np.concatenate(self.steps),
-            np.concatenate(self.temperatures),
+            np.concatenate(self.temperatures), self._cuts(),
         )  # fmt: skip
 
-
-def _temperature(exchange: ExchangeRecorded, default: float) -> float:
-    try:
-        asked = _request.decode(exchange.request).temperature
-    except msgspec.DecodeError:
-        asked = None
-    return default if asked is None else float(asked)
+    def _cuts(self) -> npt.NDArray[np.float32] | None:
+        cuts = np.concatenate(self.cuts)
+        return None if (cuts == _UNCUT).all() else cuts
 
 
 def build(
     trajectory: str,
     exchanges: Iterable[ExchangeRecorded],
     *,
-    default_temperature: float = 1.0,
+    defaults: Defaults = NO_DEFAULTS,
     mask_truncated: bool = False,
+    left_out: Counter[str] | None = None,
 ) -> list[TokenSequence]:
     """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
 
-    `default_temperature` is what the inference server uses where a request names none."""
+    `defaults` is what the inference server uses where a request names nothing. `left_out` counts the sampled tokens that are
+    not trained because of how they were sampled, by the settings that did it."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)
@@ -128,14 +132,16 @@ def build(
             sequence = _Growing()
             growing.append(sequence)
         sequence.add_context(prompt[len(sequence.flat) :])
-        temperature = _temperature(exchange, default_temperature)
-        greedy = temperature < _GREEDY
+        sampling = sampling_of(exchange.request, defaults)
+        follows = not sampling.greedy and not sampling.bent_by
+        if sampling.bent_by and left_out is not None:
+            left_out[sampling.bent_by] += len(sampled)
         sequence.add(
             sampled,
-            _trainable(exchange, len(sampled), not greedy, mask_truncated),
+            _trainable(exchange, len(sampled), follows, mask_truncated),
             _logprobs(exchange, len(sampled)),
             exchange.step,
-            1.0 if greedy else temperature,
+            sampling if follows else Sampling(),
         )
     return [s for s in (g.done(trajectory) for g in growing) if s.trained.any()]
 

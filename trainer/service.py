@@ -11,9 +11,9 @@ acknowledged. A crash between any two of them is repaired at the next start by `
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
@@ -67,6 +67,8 @@ class Held:
     delivery: Delivery | None
     sequences: list[TokenSequence] | None = None
     """Of all scored training members; None: not fetched yet."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens that are not trained because of how they were sampled, by the settings that did it; known once fetched."""
     duration_s: float = 0.0
     """From the first call of its longest trajectory to the last answer; known once fetched."""
 
@@ -308,7 +310,8 @@ class Trainer:
             return None
         if stale:
             return Refusal("stale", f"all {stale} tokens are older than {bound} steps at step {queue.step}")
-        return Refusal("no_variance", "no member has a token to train")
+        why = "; ".join(f"{n} tokens were sampled under {what}" for what, n in held.left_out.items())
+        return Refusal("no_variance", "no member has a token to train" + (f": {why}" if why else ""))
 
     async def _fetch_all(self, wanted: list[Held]) -> dict[Place, Refusal]:
         """Fetch the exchanges of `wanted`; which of them the log no longer holds, by place."""
@@ -327,8 +330,9 @@ class Trainer:
 
     async def _fetch(self, held: Held) -> Refusal | None:
         learner = self.queues[held.event.model].learner
-        temperature = learner.engine.default_temperature
+        defaults = learner.sampling_defaults
         sequences: list[TokenSequence] = []
+        held.left_out.clear()
         project = subject_token(held.event.project)
         for member in trainable_members(held.event):
             async with self._fetching:
@@ -353,8 +357,9 @@ class Trainer:
             sequences += build(
                 member.trajectory,
                 exchanges,
-                default_temperature=temperature,
+                defaults=defaults,
                 mask_truncated=learner.settings.mask_truncated,
+                left_out=held.left_out,
             )
         held.sequences = sequences
         return None
@@ -366,11 +371,13 @@ class Trainer:
 
     async def _step(self, queue: Queue) -> None:
         learner = queue.learner
-        batch = [BatchGroup(prepare(h.event, h.sequences or []), *h.place) for h in queue.batch]
+        batch = [
+            BatchGroup(prepare(h.event, h.sequences or []), *h.place, h.left_out.total()) for h in queue.batch
+        ]
         try:
             taken = await self._compute(queue, batch)
         except UntrainableError as error:
-            await self._bury(queue, list(queue.batch), str(error))
+            await self._bury(queue, list(queue.batch), str(error), error.reason)
             return
         # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
         with anyio.CancelScope(shield=True):
@@ -400,20 +407,20 @@ class Trainer:
         assert error is not None
         raise error
 
-    async def _bury(self, queue: Queue, wanted: list[Held], detail: str) -> None:
+    async def _bury(self, queue: Queue, wanted: list[Held], detail: str, reason: str = "untrainable") -> None:
         """Groups that can't be trained must not come back for ever."""
         for held in wanted:
             await self.broker.publish(
                 DeadLettered(
                     project="", stream="GROUPS", stream_seq=held.place.seq, original_subject=held.event.subject(),
-                    consumer="trainer", reason="untrainable", detail=detail, payload=encode(held.event),
+                    consumer="trainer", reason=reason, detail=detail, payload=encode(held.event),
                 )
             )  # fmt: skip
             self._consumed.add(held.place)
             if held.delivery is not None:
                 await held.delivery.ack()
             queue.batch.remove(held)
-        log.error("buried", groups=[h.event.group for h in wanted], reason=detail)
+        log.error("buried", groups=[h.event.group for h in wanted], reason=reason, detail=detail)
 
 
 def _duration_s(exchanges: list[ExchangeRecorded]) -> float:

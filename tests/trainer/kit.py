@@ -58,7 +58,13 @@ def stir(engine: Engine, seed: int = 1) -> None:
 
 
 def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:
-    defaults: dict[str, object] = {"groups_per_step": 2, "lora_rank": 4, "learning_rate": 1e-2}
+    defaults: dict[str, object] = {
+        "groups_per_step": 2,
+        "lora_rank": 4,
+        "learning_rate": 1e-2,
+        "logprob_bound": 1e9,
+    }
+    # The logprobs that `exchange` makes up are no model's.
     return Config(
         project="p",
         run_dir=str(run_dir),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from pipeline.config import ConfigError, TrainerConfig
 from tests.trainer.kit import VOCAB, exactly, exchange
-from trainer.engine import Engine, Line, UntrainableError, default_temperature
+from trainer.engine import Engine, Line, SamplerMismatchError, UntrainableError
 from trainer.groups import Example
 from trainer.packing import Layout, padded
 from trainer.sequences import TokenSequence, build
@@ -74,7 +75,55 @@ def test_the_wrong_version_shows(engine: Engine) -> None:
     for i in range(2):
         line = engine.step(line, batch(engine, line, seed=20 * i), [0] * 6).line
     wrong = [Example(sampled_by(engine, line, f"t{i}", i, step=0), 1.0) for i in range(4)]
+    with pytest.raises(
+        SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the versions that sampled"
+    ):
+        engine.step(line, wrong, [0] * 4)
+    config = engine.config
+    engine.use(msgspec.structs.replace(config, logprob_bound=10.0))
     assert engine.step(line, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
+    engine.use(config)
+
+
+def test_every_token_of_the_present_version_is_held_to_the_sampler(engine: Engine) -> None:
+    """Beyond the few sequences that are recomputed: what the passes compute anyway says it for all of them."""
+    line = engine.new_line()
+    examples = batch(engine, line)
+    metrics = engine.step(line, examples, [0] * 6).metrics
+    assert metrics["on_policy_logprob_diff_max"] < 1e-5
+    wrong = [
+        Example(dataclasses.replace(e.sequence, logprobs=e.sequence.logprobs - 0.01), 1.0) for e in examples
+    ]
+    config = engine.config
+    engine.use(msgspec.structs.replace(config, check_sequences=0))
+    with pytest.raises(
+        SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this version"
+    ):
+        engine.step(line, wrong, [0] * 6)
+    engine.use(config)
+
+
+def test_what_is_checked_is_laid_out_as_what_is_trained(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that was: the check looked at padded rows while prefix trees were trained."""
+    line = engine.new_line()
+    examples = batch(engine, line)
+    original = Layout.dense_mask
+
+    def shifted(self: Layout, *args: Any) -> Any:
+        mask = original(self, *args)
+        return None if mask is None else mask & (torch.arange(mask.shape[-1]) != 3)
+
+    config = engine.config
+    engine.use(msgspec.structs.replace(config, packing="prefix"))
+    monkeypatch.setattr(Layout, "dense_mask", shifted)
+    monkeypatch.setattr("trainer.engine.SamplerMismatchError", RuntimeError)
+    with pytest.raises(RuntimeError, match="at the versions that sampled"):
+        engine.step(line, examples, [0] * 6)
+    engine.use(msgspec.structs.replace(config, packing="padded"))
+    engine.step(line, examples, [0] * 6)
+    engine.use(config)
 
 
 def test_an_abandoned_step_leaves_no_trace(engine: Engine) -> None:
@@ -147,12 +196,6 @@ def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, 
     other = Engine(tiny_base, TrainerConfig(lora_rank=2), tmp_path)
     with pytest.raises(ValueError, match="lora_rank"):
         engine.put(other.weights())
-
-
-def test_the_servers_temperature_is_the_models(tmp_path: Path) -> None:
-    assert default_temperature(str(tmp_path)) == 1.0
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    assert default_temperature(str(tmp_path)) == 0.6
 
 
 def test_out_of_memory_halves_the_budget_and_goes_on(

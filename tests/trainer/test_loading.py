@@ -68,7 +68,9 @@ def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
 
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)
-    config = TrainerConfig(engine="unsloth", load_in_4bit=True, lora_rank=4, seed=9, dtype="float32")
+    config = TrainerConfig(
+        engine="unsloth", load_in_4bit=True, lora_rank=4, seed=9, dtype="float32", logprob_bound=1e9
+    )
     engine = Engine(tiny_base, config, tmp_path)
     asked = FastLanguageModel.asked
     assert (asked["load_in_4bit"], asked["r"], asked["random_state"]) == (True, 4, 9)

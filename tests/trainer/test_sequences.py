@@ -6,6 +6,7 @@ import numpy as np
 
 from pipeline.events import pack_logprobs
 from tests.trainer.kit import exchange
+from trainer.sampling import Defaults
 from trainer.sequences import TokenSequence, build
 
 
@@ -90,7 +91,7 @@ def test_greedy_replies_are_context() -> None:
 
 def test_temperature_is_the_requests_or_the_servers() -> None:
     asked, default = exchange("t", 0, [5], [7], request=b'{"temperature":0.5}'), exchange("t", 1, [6], [8])
-    one, two = build("t", [asked, default], default_temperature=0.7)
+    one, two = build("t", [asked, default], defaults=Defaults(temperature=0.7))
     assert one.temperatures.tolist() == [1.0, 0.5]
     assert two.temperatures[1] == np.float32(0.7)
 

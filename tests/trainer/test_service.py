@@ -290,6 +290,45 @@ async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
         assert (dead.event.reason, dead.event.consumer) == ("untrainable", "trainer")
 
 
+async def test_a_batch_that_its_version_did_not_sample_is_no_step_and_an_alarm(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, logprob_bound=1e-3)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "wrong", [0.0, 1.0], seed=1)
+
+        async def buried() -> list[Any]:
+            return list(await broker.history("DEAD", "dead.>"))
+
+        (dead,) = await until(buried)
+        assert isinstance(dead.event, DeadLettered)
+        assert dead.event.reason == "sampler_mismatch"
+        assert "step 1 is not taken: the sampler's logprobs and the trainer's differ" in dead.event.detail
+        await all_acked(broker)
+        assert await checkpoints(broker) == []
+    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert said.getMessage() == "buried"
+
+
+async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        bent = kit.group("bent", [0.0, 1.0], exchanges=1)
+        for member in bent.members:
+            request = b'{"frequency_penalty": 0.5}'
+            await broker.publish(kit.exchange(member.trajectory, 0, [5, 6], [7, 8, 9], request=request))
+        await broker.publish(bent)
+
+        async def one() -> list[GroupDiscarded]:
+            return await discards(broker)
+
+        (event,) = await until(one)
+        assert (event.group, event.reason) == ("bent", "no_variance")
+        assert event.detail == "no member has a token to train: 6 tokens were sampled under frequency_penalty"
+
+
 async def test_a_model_may_have_settings_of_its_own(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,152 @@
+"""How a token was sampled, and the same distribution from the trainer's logits.
+
+The recorded logprobs are those of the distribution that vLLM sampled from: the policy's at a temperature, cut to its likeliest
+tokens by `top_k`, `top_p` and `min_p`, and bent by penalties and biases. The request says which of them held; what it leaves
+out is the server's default, which vLLM takes from the model's generation_config.json.
+
+Temperature and cuts are applied to the trainer's logits too, so both sides speak of one distribution. What depends on more than
+the logits of a position (penalties, biases, lists of allowed or forbidden tokens) is not: tokens sampled under it are context,
+and how many they were is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+GREEDY = 1e-5
+"""Temperatures below this mean that nothing was sampled."""
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """What the inference server uses where a request names nothing; `None` where the server has no default of its own."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+NO_DEFAULTS = Defaults()
+
+
+def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
+    """The defaults of a server with this model, which transformers loaded with its generation_config.json, and with these further
+    arguments of vLLM's command line."""
+    override: dict[str, Any] = {}
+    known = dict(zip(arguments, [*arguments[1:], ""], strict=False))
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals:
+            known[name] = value
+    said = getattr(model, "generation_config", None)
+    found = {} if known.get("--generation-config") == "vllm" or said is None else said.to_diff_dict()
+    if text := known.get("--override-generation-config"):
+        override = msgspec.json.decode(text.encode())
+    names = Defaults.__struct_fields__
+    return msgspec.convert(
+        {k: v for k, v in (found | override).items() if k in names}, Defaults, strict=False
+    )
+
+
+class _Request(msgspec.Struct):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, Any] | None = None
+    bad_words: list[Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    logits_processors: list[Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+_request = msgspec.json.Decoder(_Request, strict=False)
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the tokens of one call were sampled."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    bent_by: str = ""
+    """Settings that the trainer can't follow, by name; empty: it can."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
+    """What held for a request. A request that can't be read is taken to have named nothing."""
+    try:
+        asked = _request.decode(request)
+    except msgspec.DecodeError:
+        asked = _Request()
+
+    def given(name: str, neutral: float) -> float:
+        value = getattr(asked, name)
+        value = getattr(defaults, name) if value is None else value
+        return neutral if value is None else value
+
+    bent = [
+        name
+        for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
+        if given(name, neutral) != neutral
+    ]  # fmt: skip
+    bent += [
+        name
+        for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
+        if getattr(asked, name)
+    ]  # fmt: skip
+    return Sampling(
+        temperature=float(given("temperature", 1.0)),
+        top_k=max(0, int(given("top_k", 0))),
+        top_p=float(given("top_p", 1.0)),
+        min_p=float(given("min_p", 0.0)),
+        bent_by=", ".join(bent),
+    )
+
+
+def cut(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:
+    """Logits with minus infinity for the tokens that could not be sampled; `cuts_n3` holds top_k, top_p and min_p of each
+    position. The cuts are made in vLLM's order. A target that the present policy would have cut keeps its logit: it was sampled,
+    so an earlier policy allowed it."""
+    top_k_n, top_p_n, min_p_n = cuts_n3.unbind(1)
+    some = ((top_k_n > 0) | (top_p_n < 1) | (min_p_n > 0)).nonzero().squeeze(1)
+    if not len(some):
+        return logits_nV
+    with torch.no_grad():
+        rows_mV = logits_nV[some].detach().clone()
+        least_m = rows_mV.max(-1).values + min_p_n[some].log()
+        rows_mV[rows_mV < least_m.unsqueeze(1)] = -torch.inf
+        ordered_mV, places_mV = rows_mV.sort(dim=-1)
+        size = rows_mV.shape[1]
+        k_m = torch.where(top_k_n[some] > 0, top_k_n[some], size).long().clamp(1, size)
+        kth_m1 = ordered_mV.gather(1, (size - k_m).unsqueeze(1))
+        ordered_mV[ordered_mV < kth_m1] = -torch.inf
+        gone_mV = ordered_mV.softmax(-1).cumsum(-1) <= 1 - top_p_n[some].unsqueeze(1)
+        gone_mV[:, -1] = False
+        gone_mV |= ordered_mV == -torch.inf
+        out_mV = torch.zeros_like(gone_mV).scatter(1, places_mV, gone_mV)
+        out_mV.scatter_(1, targets_n[some].unsqueeze(1), False)
+        out_nV = torch.zeros(logits_nV.shape, dtype=torch.bool, device=logits_nV.device)
+        out_nV[some] = out_mV
+    return logits_nV.masked_fill(out_nV, -torch.inf)
