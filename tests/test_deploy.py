@@ -10,11 +10,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pipeline.cli import _parser
 from pipeline.config import load
@@ -78,6 +81,23 @@ def test_every_package_of_a_lock_has_its_version_and_hashes(lock: str) -> None:
         assert re.fullmatch(r"[a-z0-9._-]+==[a-z0-9.+_-]+", name, re.IGNORECASE)
         assert hashes
         assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", h) for h in hashes)
+
+
+def test_the_lock_holds_what_pyproject_asks_for() -> None:
+    """A dependency that was added without `make lock` is missing from a fresh installation."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [r for n in ("gateway", "judge", "trainer", "store", "dev") for r in extras[n]] + project[
+        "dependencies"
+    ]
+    text = "".join(
+        (ROOT / "requirements" / f"{n}.txt").read_text("utf-8") for n in ("cpu", "torch-cpu", "source")
+    )
+    locked = {canonicalize_name(n): v for n, v in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
+    for requirement in map(Requirement, wanted):
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version, f"{requirement} is in no lock: run `make lock`"
+        assert requirement.specifier.contains(version), f"{requirement}, but the lock has {version}"
 
 
 def test_the_torch_that_is_locked_is_the_torch_that_is_installed() -> None:
