@@ -91,6 +91,14 @@ async def _run(serve: Serve, config: Config, fd: int | None) -> None:
         tg.cancel_scope.cancel()
 
 
+def _unusable_settings(error: BaseException) -> list[str]:
+    """Return what is wrong with the settings, where nothing else is wrong, however deep the task groups were."""
+    if isinstance(error, BaseExceptionGroup):
+        inner = [_unusable_settings(e) for e in error.exceptions]
+        return [message for messages in inner for message in messages] if all(inner) else []
+    return [str(error)] if isinstance(error, ConfigError) else []
+
+
 def main(name: str, serve: Serve) -> None:
     """Run `serve` as this process; exits 0 when stopped, 2 on unusable settings, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
@@ -107,5 +115,8 @@ def main(name: str, serve: Serve) -> None:
     try:
         anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
     except Exception as error:
+        if settings := _unusable_settings(error):
+            sys.stderr.write("\n".join(settings) + "\n")
+            raise SystemExit(2) from error
         log.get_logger(name).error("crashed", exc=error)
         raise SystemExit(1) from error
