@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,11 @@ from examples.tictactoe.game import Game, Result, describe
 
 MAX_TOKENS = 2
 """A cell's name and the end of the turn."""
+
+
+def prompt(messages: Iterable[Mapping[str, str]]) -> str:
+    """What the model's chat template makes of a conversation whose next turn is the model's."""
+    return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,7 @@ class Fleet:
     """Ids of the trajectories that were completed."""
 
     def __post_init__(self) -> None:
-        self.play_at_once(self.concurrency)
-
-    def play_at_once(self, games: int) -> None:
-        """From now on play so many games at once; none may be under way."""
-        self.concurrency, self._slots = games, asyncio.Semaphore(games)
+        self._slots = asyncio.Semaphore(self.concurrency)
 
     @classmethod
     def at(cls, gateway: str, model: str, concurrency: int = 24) -> Fleet:
@@ -128,6 +129,53 @@ class Fleet:
                 # What was cut off at the limit never ended its turn, so it is no move.
                 game.play(text if choice.finish_reason == "stop" else None)
             return await self._complete(run["id"], group, game, step)
+
+    async def play_together(self, seeds: Sequence[str], *, group: str, pinned: str) -> list[Finished]:
+        """Play held-out games, all moves of a round in one call: as much inference at a fraction of the HTTP. The batch is one
+        trajectory of the split `val`, whose reward is the games' mean; in the order of `seeds`."""
+        games = [Game(seed) for seed in seeds]
+        talks: list[list[dict[str, str]]] = [[] for _ in games]
+        opening = {
+            "model": self.model,
+            "id": group,
+            "group": group,
+            "group_size": 1,
+            "split": "val",
+            "pinned": pinned,
+        }
+        run = await self._post("/trajectories", opening)
+        step = 0
+        agent = self.client.with_options(base_url=run["base_url"], api_key=run["api_key"]) if run else None
+        while agent is not None and (open_ := [i for i, game in enumerate(games) if game.result is None]):
+            for i in open_:
+                talks[i].append({"role": "user", "content": describe(games[i].board)})
+            began = time.monotonic()
+            try:
+                reply = await agent.completions.create(
+                    model=self.model,
+                    prompt=[prompt(talks[i]) for i in open_],
+                    max_tokens=MAX_TOKENS,
+                    temperature=1.0,
+                )
+            except openai.APIError as error:
+                self._note(error)
+                break
+            self.calls += 1
+            self.latency_s += time.monotonic() - began
+            step = int(reply.model.rpartition("@")[2])
+            for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
+                talks[i].append({"role": "assistant", "content": choice.text})
+                games[i].play(choice.text if choice.finish_reason == "stop" else None)
+        if run is not None:
+            whole = all(game.result is not None for game in games)
+            mean = sum(game.reward for game in games) / len(games) if whole else 0.0
+            body: dict[str, Any] = {"reward": mean} if whole else {"outcome": "no_result"}
+            if await self._post(f"/trajectories/{run['id']}/complete", body) is not None:
+                self.completed.append(run["id"])
+        return [
+            Finished(f"{group}-{i}", group, game.result, 0.0 if game.result is None else game.reward, step)
+            for i, game in enumerate(games)
+        ]
 
     async def _complete(self, trajectory: str, group: str, game: Game, step: int) -> Finished:
         if game.result is None:

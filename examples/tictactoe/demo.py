@@ -35,6 +35,10 @@ MODEL = "tictactoe"
 LOOK_EVERY_S = 0.25
 """Between two looks at the policy version that the gateway serves."""
 GOAL = 0.70
+EVAL_BATCH = 32
+"""Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the square."""
+EVAL_BATCHES = 4
+"""Such trajectories at once."""
 
 console = Console(highlight=False)
 
@@ -245,18 +249,21 @@ async def served_step(fleet: Fleet) -> int:
 
 
 async def evaluate(fleet: Fleet, progress: Progress, version: str, games: int) -> list[Finished]:
-    """The held-out games, played by exactly this version and never trained on. One group of its own each: there is
-    nothing to compare."""
+    """The held-out games, played by exactly this version and never trained on; in the same order for every version."""
     progress.phase = f"held-out games at {version}"
     progress.recent.clear()
+    slots = asyncio.Semaphore(EVAL_BATCHES)
 
-    async def one(number: int) -> Finished:
-        group = f"val-{version}-{number}"
-        game = await fleet.play(opening_seed("val", number), group=group, size=1, split="val", pinned=version)
-        progress.note([game])
-        return game
+    async def batch(first: int) -> list[Finished]:
+        seeds = [opening_seed("val", number) for number in range(first, min(first + EVAL_BATCH, games))]
+        async with slots:
+            played = await fleet.play_together(seeds, group=f"val-{version}-{first}", pinned=version)
+        progress.note(played)
+        return played
 
-    return list(await asyncio.gather(*(one(n) for n in range(games))))
+    return [
+        game for played in await asyncio.gather(*map(batch, range(0, games, EVAL_BATCH))) for game in played
+    ]
 
 
 async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
@@ -266,10 +273,9 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
     try:
         gateway = await installation.ready()
         started_s = time.monotonic() - progress.began
-        fleet = view.fleet = Fleet.at(gateway, MODEL, args.eval_concurrency)
+        fleet = view.fleet = Fleet.at(gateway, MODEL, args.concurrency)
         before = await evaluate(fleet, progress, f"{MODEL}@0", args.eval_games)
         evaluated_s = time.monotonic() - progress.began
-        fleet.play_at_once(args.concurrency)
         progress.phase, progress.games = "training", 0
         progress.recent.clear()
         progress.staleness.clear()
@@ -278,7 +284,6 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         trained_s = time.monotonic() - progress.began
         trained_games, calls = progress.games, fleet.calls
         final = f"{MODEL}@{progress.step}"
-        fleet.play_at_once(args.eval_concurrency)
         after = await evaluate(fleet, progress, final, args.eval_games)
         restarts = installation.restarts()
         await fleet.client.close()
@@ -373,9 +378,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
     parser.add_argument(
         "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
-    )
-    parser.add_argument(
-        "--eval-concurrency", type=int, default=64, help="held-out games at once: vLLM batches them"
     )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
     parser.add_argument("--lead", type=float, default=1.5, help="batches under way or waiting, at most")
