@@ -69,6 +69,11 @@ def refuses(error: Exception) -> bool:
     return isinstance(error, ssl.SSLError) or "authorization violation" in said or "tls" in said
 
 
+def forbids(error: Exception) -> bool:
+    """Return whether the server refused what the user may not publish or subscribe to."""
+    return "permissions violation" in str(error).lower()
+
+
 def tls_context(config: NatsConfig) -> ssl.SSLContext:
     """Return the TLS settings: the CA that signs the server, and the client's certificate."""
     what = f"nats.tls_ca ({config.tls_ca})"

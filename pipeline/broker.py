@@ -103,7 +103,15 @@ class Broker(Reader):
                 refused = retry.reason(error)
                 # Trying again won't help, unless another server of a cluster knows better.
                 looking.deadline = min(looking.deadline, anyio.current_time() + _SECOND_OPINION_S)
-            log.warning("nats", error=retry.reason(error))
+            if access.forbids(error):  # what was sent is lost, and whoever waits for an answer waits in vain
+                log.error(
+                    "the NATS user lacks a right",
+                    error=retry.reason(error),
+                    connection=name,
+                    see="docs/streams.md",
+                )
+            else:
+                log.warning("nats", error=retry.reason(error))
 
         client = access.make_client(config)
         options = access.options(config, name)

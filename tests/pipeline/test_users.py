@@ -126,6 +126,17 @@ async def test_every_forbidden_action_is_refused(guarded: NatsConfig) -> None:
     assert tried >= 150
 
 
+async def test_a_missing_right_is_an_error_in_the_log(
+    guarded: NatsConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Broker.connect(guarded, name="judge") as broker:
+        await broker.client.publish(CHECKPOINT, b"x")
+        with anyio.fail_after(20):
+            while not (said := [r for r in caplog.records if "lacks a right" in r.getMessage()]):
+                await broker.client.flush()
+    assert CHECKPOINT in str(said[0].__dict__["fields"])
+
+
 async def test_who_has_no_key_gets_no_connection(guarded: NatsConfig) -> None:
     stranger = NatsConfig(url=guarded.url)
     with pytest.raises(BrokerUnavailableError, match=r"does not take this connection.*nats\.nkey_seed"):
