@@ -16,6 +16,7 @@ from pipeline import crash, retry, streams
 from pipeline.errors import BrokerError
 from pipeline.history import Recorded
 from pipeline.log import get_logger
+from pipeline.place import holds, told
 
 if TYPE_CHECKING:
     from pipeline.broker import Broker
@@ -32,6 +33,9 @@ class Delivery(Recorded):
     """How many more the consumer has waiting after this one."""
     _msg: Msg | None = None
     _held: set[Delivery] | None = None
+    _broker: Broker | None = None
+    _life: int = 0
+    """How often the connection had been made anew when this was delivered."""
 
     @property
     def reply(self) -> str:
@@ -42,7 +46,9 @@ class Delivery(Recorded):
         """Done with it. `confirmed` waits until the server knows; without, a lost ack leads to redelivery."""
         assert self._msg is not None
         crash.point("broker.before_ack")
-        if confirmed:
+        if not await self._is_there():
+            log.warning("not acknowledged: the log lost it", stream=self.stream, seq=self.seq)
+        elif confirmed:
             await self._msg.ack_sync()
         else:
             await self._msg.ack()
@@ -54,6 +60,14 @@ class Delivery(Recorded):
         assert self._msg is not None
         await self._msg.nak(delay=delay_s)
         self._let_go()
+
+    async def _is_there(self) -> bool:
+        """An acknowledgement names a number. Where the server came back without the end of its log, as after a power cut, it
+        would acknowledge another message, which then nobody would get."""
+        broker = self._broker
+        if broker is None or broker.client.stats["reconnects"] == self._life:
+            return True
+        return await holds(broker, self.stream, told(self.reply)[1])
 
     def _let_go(self) -> None:
         if self._held is not None:
@@ -86,11 +100,13 @@ class Consumption:
             await self._wait_for_leader(error)
             return []
         self._pause.reset()
+        life = self._broker.client.stats["reconnects"]
         out = []
         for message in messages:
             delivery = await self._broker._admit(message, self.spec)
             if delivery is not None:
                 delivery._held = self.held
+                delivery._broker, delivery._life = self._broker, life
                 self.held.add(delivery)
                 out.append(delivery)
         return out

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pipeline.history import Recorded
+    from pipeline.history import Reader, Recorded
 
 
 class Place(NamedTuple):
@@ -51,3 +51,9 @@ def place_of(recorded: Recorded) -> Place:
     if reply:
         return told(reply)[1]
     return Place(recorded.seq, stream_time_us(recorded.headers))
+
+
+async def holds(reader: Reader, stream: str, place: Place) -> bool:
+    """Whether the message at `place` is in the stream, by its leader. False where retention took it too."""
+    raw = await reader.leader_get(stream, {"seq": place.seq})
+    return raw is not None and place.is_of(Place(raw.seq, stream_time_us(raw.headers)))

@@ -236,7 +236,7 @@ class AdapterManager:
 
     async def _load_wanted(self, replica: Replica) -> bool:
         """Load what is wanted and missing; false where something must be tried again soon."""
-        done = True
+        done = await self._drop_replaced(replica)
         for version in self.wanted():
             if replica.holds(version) or version in self._policies.refused:
                 continue
@@ -252,6 +252,23 @@ class AdapterManager:
                 else:
                     done = False
             self._fleet.changed()
+        return done
+
+    async def _drop_replaced(self, replica: Replica) -> bool:
+        """Unload versions whose checkpoint was published anew with another adapter, as after a power cut that took both the
+        log's end and the trainer's disk. False while calls still run on one; no new call goes to it."""
+        done = True
+        for version, held in list(replica.loaded.items()):
+            if not self._policies.knows(version):
+                continue
+            event = self._policies.checkpoint(version).event
+            if Path(held.path).name == self._files.path(version, event.adapter_sha256).name:
+                continue
+            replica.draining.add(version)
+            if replica.in_flight[version]:
+                done = False
+            else:
+                await self.unload(replica, version)
         return done
 
     def wanted(self) -> list[str]:

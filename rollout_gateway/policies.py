@@ -15,6 +15,7 @@ from pipeline.config import SigningConfig
 from pipeline.events import CheckpointPublished, DeadLettered, PolicyPromoted, PolicyRetired, encode
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
+from pipeline.place import Place, place_of
 from pipeline.signing import Trust
 from rollout_gateway.tail import tail
 
@@ -39,22 +40,24 @@ class ModelState:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     """By version, in the order of publication."""
     promoted: PolicyPromoted | None = None
-    promoted_seq: int = 0
-    """Where the last decision lies in the log: an older one that comes later changes nothing."""
+    promoted_at: tuple[int, int] = (0, 0)
+    """Stream time and sequence of the last decision: an older one that comes later changes nothing. The time counts first:
+    after a power cut numbers are given again."""
 
     _main: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, checkpoint: Checkpoint) -> None:
         event = checkpoint.event
+        known = event.version in self.checkpoints
         self.checkpoints[event.version] = checkpoint
-        if event.branch == "main":
+        if event.branch == "main" and not known:
             bisect.insort(self._main, (event.step, event.version))
 
-    def decide(self, event: PolicyPromoted, seq: int) -> bool:
+    def decide(self, event: PolicyPromoted, place: Place) -> bool:
         """Take a decision in; false where a later one holds."""
-        if seq <= self.promoted_seq:
+        if (place.at, place.seq) <= self.promoted_at:
             return False
-        self.promoted, self.promoted_seq = event if event.version else None, seq
+        self.promoted, self.promoted_at = event if event.version else None, (place.at, place.seq)
         return True
 
     def newest_first(self) -> Iterator[str]:
@@ -127,12 +130,17 @@ class Policies:
             return False
         model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
-            return model.decide(event, recorded.seq)
-        if event.version in model.checkpoints:
+            return model.decide(event, place_of(recorded))
+        before = model.checkpoints.get(event.version)
+        if before is not None and before.event.adapter_sha256 == event.adapter_sha256:
             return False
         if objection := self._trust.objection(event):
             self._refused.append((recorded, objection))
             return False
+        if before is not None:
+            # The log lost the first and the trainer's disk too: the step was trained again.
+            log.warning("another checkpoint of that name", version=event.version)
+            self.refused.pop(event.version, None)
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 

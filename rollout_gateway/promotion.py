@@ -14,6 +14,7 @@ import msgspec
 from pipeline.broker import Broker
 from pipeline.events import Event, PolicyPromoted
 from pipeline.names import new_id, parse_version, version_name
+from pipeline.place import place_of
 from rollout_gateway.errors import ApiError, unavailable, unknown_model
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
@@ -77,7 +78,7 @@ class Promotion:
         ack = await self._broker.publish(event)
         if not ack.duplicate:
             # At once here; the other replicas learn of it from the log.
-            self._policies.models[model].decide(event, ack.seq)
+            self._policies.models[model].decide(event, place_of(await self._broker.get("POLICY", ack.seq)))
             self._fleet.changed()
         return {
             "model": model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import anyio
 import nats.errors
@@ -16,11 +16,13 @@ from pipeline import retry
 from pipeline.broker import Broker, BrokerError, Recorded
 from pipeline.history import Raw
 from pipeline.log import get_logger
+from pipeline.place import Place, stream_time_us
 
 log = get_logger("rollout_gateway.tail")
 
 _LONG_POLL_S = 2.0
 _IDLE_S = 60.0
+_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 async def tail(
@@ -40,21 +42,33 @@ async def tail_raw(
 ) -> AsyncGenerator[Raw, None]:
     """Messages from `next_seq()` on, undecoded, in order and each once, for ever.
 
-    The consumer is ephemeral: it is made anew wherever the server forgot it, and starts where the reader stands."""
-    position = 0
+    The consumer is ephemeral: it is made anew wherever the server forgot it, and starts where the reader stands. Where the log
+    lost its end meanwhile (a power cut), the server counts the same numbers again: then what is newer than the reader's last
+    message follows, whatever its number."""
+    stand: Place | None = None
     pause = retry.Pause()
     while True:
-        position = max(position, next_seq())
         sub = None
         try:
+            if stand is None:
+                stand = await _place(broker, stream, next_seq() - 1)
+                lost = False
+            else:
+                lost = await _lost(broker, stream, stand)
+            if lost:
+                log.error("the log lost its end: following what is new", stream=stream, last=stand.seq)
+                stand = Place(0, stand.at)
+            by_time = stand.seq == 0 and stand.at > 0
+            policy = api.DeliverPolicy.BY_START_TIME if by_time else api.DeliverPolicy.BY_START_SEQUENCE
             sub = await broker.js.pull_subscribe(
                 "",
                 stream=stream,
                 config=api.ConsumerConfig(
                     filter_subjects=subjects,
                     ack_policy=api.AckPolicy.NONE,
-                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-                    opt_start_seq=max(1, position),
+                    deliver_policy=policy,
+                    opt_start_seq=None if by_time else stand.seq + 1,
+                    opt_start_time=_EPOCH + timedelta(microseconds=stand.at) if by_time else None,
                     inactive_threshold=_IDLE_S,
                     mem_storage=True,
                 ),
@@ -71,9 +85,9 @@ async def tail_raw(
                 pause.reset()
                 for message in messages:
                     raw = _raw(message)
-                    if raw.seq >= position:
+                    if raw.seq > stand.seq:
                         yield raw
-                        position = raw.seq + 1
+                        stand = Place(raw.seq, stream_time_us(raw.headers))
         except (nats.errors.Error, BrokerError) as error:
             # The server is away, or forgot the consumer: whatever it is, following begins again from here.
             log.warning("following a stream again", stream=stream, error=retry.reason(error))
@@ -82,6 +96,22 @@ async def tail_raw(
             if sub is not None:
                 with anyio.move_on_after(1, shield=True):
                     await _drop(sub)
+
+
+async def _place(broker: Broker, stream: str, seq: int) -> Place:
+    """Where the reader stands that has read up to `seq`."""
+    there = await broker.leader_get(stream, {"seq": seq}) if seq > 0 else None
+    return Place(max(seq, 0), stream_time_us(there.headers) if there is not None else 0)
+
+
+async def _lost(broker: Broker, stream: str, stand: Place) -> bool:
+    """Whether the log no longer holds what the reader read last. Retention takes messages too, but not their numbers."""
+    if not stand.seq:
+        return False
+    there = await broker.leader_get(stream, {"seq": stand.seq})
+    if there is not None:
+        return not stand.is_of(Place(stand.seq, stream_time_us(there.headers)))
+    return int((await broker.stream_info(stream)).state.last_seq) < stand.seq
 
 
 def _raw(message: Msg) -> Raw:

@@ -23,6 +23,7 @@ from pipeline.broker import Broker, BrokerUnavailableError, HistoryGoneError
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.log import get_logger
+from pipeline.place import Place, holds, told
 from pipeline.pull import ConsumerGoneError, Puller, pulling
 from pipeline.wire import Pulled, acknowledge
 from store import columns
@@ -56,22 +57,13 @@ class Part:
     """(sequence, stream time) to the newest message that brought it."""
     size: int = 0
     began: float = 0.0
+    life: int = 0
+    """How often the connection had been made anew when its first message came."""
 
 
 def position(message: Pulled) -> tuple[int, int]:
     """(stream sequence, stream time in microseconds) of a delivery."""
-    _, seq, at_us = told(message)
-    return seq, at_us
-
-
-def told(message: Pulled) -> tuple[int, int, int]:
-    """(how often it was delivered, stream sequence, stream time in microseconds), from the reply subject of a delivery.
-
-    `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash after
-    `ACK` where the server is part of a larger system (NATS ADR-15)."""
-    tokens = message.reply.split(".")
-    at = 5 if len(tokens) == 9 else 7
-    return int(tokens[at - 1]), int(tokens[at]), int(tokens[at + 2]) // 1000
+    return told(message.reply)[1]
 
 
 class Writer:
@@ -184,6 +176,7 @@ class Writer:
         part = self._part
         if not part.taken:
             part.began = time.monotonic()
+            part.life = self._broker.client.stats["reconnects"]
         places = [position(m) for m in batch]
         # Told apart in one go, without an await in between: a write that ends meanwhile moves rows from memory to files.
         known = self._catalog.already(self.spec.stream, places)
@@ -206,7 +199,7 @@ class Writer:
         if message.header(_RETRY) not in ("", self.spec.name):
             await acknowledge(self._broker.client, [message.reply])
             return
-        if (deliveries := told(message)[0]) > self.spec.max_deliver:
+        if (deliveries := told(message.reply)[0]) > self.spec.max_deliver:
             why = f"delivered {deliveries} times without success"
             await self._broker.bury(message.message(), self.spec, "max_deliver", why)
             return
@@ -240,7 +233,7 @@ class Writer:
             if await self._write_tag(part, tag):
                 del part.tags[tag]
                 crash.point("store.between_tags")
-        messages = [m.reply for m in part.taken.values()]
+        messages = [m.reply for m in part.taken.values()] if await self._is_there(part) else []
         crash.point("store.before_ack")
         half = len(messages) // 2
         await acknowledge(self._broker.client, messages[:half])
@@ -248,6 +241,13 @@ class Writer:
         await acknowledge(self._broker.client, messages[half:])
         crash.point("store.after_ack")
         part.taken = {}
+
+    async def _is_there(self, part: Part) -> bool:
+        """Whether the log still holds what was taken. Where a power cut took its end, an acknowledgement would be another
+        message's; what is there still is delivered again, and recognised."""
+        if not part.taken or part.life == self._broker.client.stats["reconnects"]:
+            return True
+        return await holds(self._broker, self.spec.stream, Place(*max(part.taken)))
 
     async def _write_tag(self, part: Part, tag: str) -> bool:
         rows = part.tags[tag]
