@@ -75,6 +75,7 @@ class Policies:
         """Checkpoints that are not the trainer's, and why; not reported yet."""
         self.models = {name: ModelState(name) for name in models}
         self.next_seq = 1
+        self._last: Place | None = None
         self.refused: dict[str, str] = {}
         """Versions that must not serve, with the reason."""
         self.retired: set[str] = set()
@@ -118,7 +119,7 @@ class Policies:
     def apply(self, recorded: Recorded) -> bool:
         """Take an event in; false where it says nothing new or nothing about this gateway's models."""
         event = recorded.event
-        self.next_seq = max(self.next_seq, recorded.seq + 1)
+        self.next_seq, self._last = recorded.seq + 1, place_of(recorded)
         if not isinstance(event, CheckpointPublished | PolicyPromoted | PolicyRetired):
             return False
         if event.model not in self.models:
@@ -163,7 +164,7 @@ class Policies:
 
     async def follow(self, broker: Broker, changed: Callable[[Recorded], None]) -> None:
         """For ever: take in each further event and say so to `changed`."""
-        async for recorded in tail(broker, _STREAM, self._subjects, lambda: self.next_seq):
+        async for recorded in tail(broker, _STREAM, self._subjects, lambda: self.next_seq, self._last):
             if self.apply(recorded):
                 changed(recorded)
             await self._report_refused(broker)

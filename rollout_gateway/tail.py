@@ -26,10 +26,12 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 async def tail(
-    broker: Broker, stream: str, subjects: list[str], next_seq: Callable[[], int]
+    broker: Broker, stream: str, subjects: list[str], next_seq: Callable[[], int], after: Place | None = None
 ) -> AsyncGenerator[Recorded, None]:
-    """Events from `next_seq()` on, in order and each once, for ever. What can't be decoded goes to the dead letters."""
-    async with aclosing(tail_raw(broker, stream, subjects, next_seq)) as messages:
+    """Events from `next_seq()` on, in order and each once, for ever. What can't be decoded goes to the dead letters.
+
+    `after` is the place of the message before them, for a reader that read it."""
+    async with aclosing(tail_raw(broker, stream, subjects, next_seq, after)) as messages:
         async for raw in messages:
             # The message itself is read, not fetched once more: a replica that lags would not have it yet.
             recorded = await broker.recorded(stream, raw)
@@ -38,14 +40,14 @@ async def tail(
 
 
 async def tail_raw(
-    broker: Broker, stream: str, subjects: list[str], next_seq: Callable[[], int]
+    broker: Broker, stream: str, subjects: list[str], next_seq: Callable[[], int], after: Place | None = None
 ) -> AsyncGenerator[Raw, None]:
     """Messages from `next_seq()` on, undecoded, in order and each once, for ever.
 
     The consumer is ephemeral: it is made anew wherever the server forgot it, and starts where the reader stands. Where the log
     lost its end meanwhile (a power cut), the server counts the same numbers again: then what is newer than the reader's last
     message follows, whatever its number."""
-    stand: Place | None = None
+    stand = after
     pause = retry.Pause()
     while True:
         sub = None
