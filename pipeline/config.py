@@ -128,7 +128,13 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     port: int = 0
     """Port of the server that `journeyman up` starts; 0: any free one."""
     args: tuple[str, ...] = ()
-    """Further arguments of that server."""
+    """Further arguments of that server, in JSON's form on the command line: `--set 'vllm.args=["--dtype", "bfloat16"]'`."""
+    tool_parser: str = "auto"
+    """How that server reads tool calls, by the name that vLLM's `--tool-call-parser` takes: agents may then leave the choice
+    of a tool to the model. `auto`: by the model's family, none for an unknown one; empty: none."""
+    reasoning_parser: str = ""
+    """How that server reads thoughts, by the name that vLLM's `--reasoning-parser` takes (`qwen3`, `deepseek_r1`); empty:
+    they are part of the reply's text."""
     env: dict[str, str] = {}
     """Further environment of that server."""
     max_loras: int = 4

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import nkey, users
+from pipeline import families, nkey, users
 from pipeline.config import Config, ConfigError
 from pipeline.names import version_name
 from pipeline.nats_binary import server_binary
@@ -99,14 +99,20 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
             "models: every model of one inference server needs the same `base`; set models.0.base"
         )
     settings = config.vllm
+    (base,) = bases
     argv = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
         "--host", host, "--port", str(port),
-        "--model", bases.pop(), "--served-model-name", *(version_name(m.name, 0) for m in config.models),
+        "--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models),
         # Recorded logprobs must be those of the distribution that was sampled from.
         "--logprobs-mode", "processed_logprobs",
         "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
     ]  # fmt: skip
+    parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
+    if parser and "--tool-call-parser" not in settings.args:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    if settings.reasoning_parser:
+        argv += ["--reasoning-parser", settings.reasoning_parser]
     if settings.max_model_len:
         argv += ["--max-model-len", str(settings.max_model_len)]
     secret, prepare = {}, None

@@ -39,6 +39,12 @@ def node() -> Path:
     return bin_folder / "node"
 
 
+def package(path: str) -> Path:
+    """A file of a Node package, installed."""
+    node()
+    return _NODE / "node_modules" / path
+
+
 def _once(folder: Path, lock: Path, commands: Sequence[Sequence[str]]) -> None:
     """Run `commands`, which make `folder` from `lock`, unless they have been for this very lock."""
     digest = hashlib.sha256(lock.read_bytes()).hexdigest()

@@ -1,0 +1,79 @@
+"""Model families and what vLLM has to be told to read their tool calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+TOOL_PARSERS = {
+    "apertus": "apertus",
+    "cohere2": "cohere_command3",
+    "deepseek_v3": "deepseek_v3",
+    "ernie4_5_moe": "ernie45",
+    "gemma4": "gemma4",
+    "glm4_moe": "glm45",
+    "gpt_oss": "openai",
+    "granite": "granite",
+    "granitemoehybrid": "granite4",
+    "hunyuan_v1_moe": "hunyuan_a13b",
+    "internlm2": "internlm",
+    "jamba": "jamba",
+    "kimi_k2": "kimi_k2",
+    "lfm2": "lfm2",
+    "llama": "llama3_json",
+    "llama4": "llama4_pythonic",
+    "minimax_m2": "minimax_m2",
+    "mistral": "mistral",
+    "mistral3": "mistral",
+    "olmo3": "olmo3",
+    "phi3": "phi4_mini_json",
+    "qwen2": "hermes",
+    "qwen2_moe": "hermes",
+    "qwen3": "hermes",
+    "qwen3_5": "qwen3_coder",
+    "qwen3_5_moe": "qwen3_coder",
+    "qwen3_moe": "hermes",
+    "qwen3_next": "hermes",
+    "seed_oss": "seed_oss",
+    "step3_vl": "step3",
+}
+"""`model_type` of a model's configuration, to the name of vLLM's tool parser."""
+_BY_NAME = {"qwen3-coder": "qwen3_coder", "deepseek-v3.1": "deepseek_v31", "functiongemma": "functiongemma"}
+"""Models whose calls differ from the rest of their family, by a part of their name."""
+
+
+class _Configuration(msgspec.Struct):
+    model_type: str = ""
+
+
+def tool_parser(base: str) -> str:
+    """The tool parser of the model in the folder `base`, or of that name on the hub; empty where none is known.
+
+    A name on the hub is looked up in the local cache only."""
+    for part, parser in _BY_NAME.items():
+        if part in base.lower():
+            return parser
+    file = _configuration(base)
+    if file is None:
+        return ""
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Configuration)
+    except (OSError, msgspec.DecodeError):
+        return ""  # vLLM says what is wrong with it
+    return TOOL_PARSERS.get(found.model_type, "")
+
+
+def _configuration(base: str) -> Path | None:
+    here = Path(base) / "config.json"
+    if here.exists():
+        return here
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # an installation that serves no models
+        return None
+    try:
+        cached = try_to_load_from_cache(base, "config.json")
+    except ValueError:  # no name of the hub either
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -1,0 +1,105 @@
+"""Codex CLI and qwen-code as programs: two turns of one conversation, each a tool call and a text, streamed.
+
+    cli_agent.py codex|qwen NODE PROGRAM PYTHON
+
+Both get their one tool from `game_server.py`, and a home of their own with nothing in it but these settings."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+kind, node, program, python = sys.argv[1:]
+home = Path(tempfile.mkdtemp(dir=os.environ["AGENT_FOLDER"]))
+work = home / "work"
+work.mkdir()
+log = home / "moves"
+log.touch()
+server = str(Path(__file__).with_name("game_server.py"))
+environment = {**os.environ, "HOME": str(home), "NO_COLOR": "1", "GAME_LOG": str(log)}
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [node, program, *arguments], cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=150,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(
+            f"{program} {arguments}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
+    return done.stdout
+
+
+def codex(*arguments: str) -> str:
+    text = ""
+    for line in run("exec", *arguments).splitlines():
+        item = json.loads(line).get("item", {}) if line.startswith("{") else {}
+        if item.get("type") == "agent_message":
+            text += item["text"]
+    return text
+
+
+def qwen(*arguments: str) -> str:
+    events = json.loads(run(*arguments, "--output-format", "json"))
+    (result,) = [event for event in events if event["type"] == "result"]
+    assert not result["is_error"], result
+    return str(result["result"])
+
+
+if kind == "codex":
+    folder = home / ".codex"
+    folder.mkdir()
+    environment["CODEX_HOME"] = str(folder)
+    (folder / "instructions.md").write_text("Play.")
+    (folder / "config.toml").write_text(f"""
+model = "tictactoe"
+model_provider = "gateway"
+model_instructions_file = "{folder}/instructions.md"
+web_search = "live"
+check_for_update_on_startup = false
+approval_policy = "never"
+[analytics]
+enabled = false
+[model_providers.gateway]
+name = "gateway"
+base_url = "{os.environ["OPENAI_BASE_URL"]}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+[mcp_servers.games]
+command = "{python}"
+args = ["{server}"]
+env = {{ GAME_LOG = "{log}" }}
+default_tools_approval_mode = "approve"
+startup_timeout_sec = 120
+required = true
+[features]
+plugins = false
+""")
+    flags = ("--json", "--skip-git-repo-check")
+    text = codex(*flags, "-s", "read-only", "a1=x")
+    text += codex("resume", "--last", *flags, "b2=o")
+else:
+    folder = home / ".qwen"
+    folder.mkdir()
+    environment["OPENAI_MODEL"] = "tictactoe"
+    (folder / "system.md").write_text("Play.")
+    environment["QWEN_SYSTEM_MD"] = str(folder / "system.md")
+    settings = {
+        "security": {"auth": {"selectedType": "openai"}},
+        "mcpServers": {
+            "games": {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}, "trust": True}
+        },
+        "tools": {"toolSearch": {"enabled": False}},  # or the tool is found by searching only
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+        "general": {"disableAutoUpdate": True, "disableUpdateNag": True, "enableAutoUpdate": False},
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    text = qwen("-p", "a1=x", "--yolo")
+    text += qwen("--continue", "-p", "b2=o", "--yolo")
+said = {"cells": log.read_text().split()}
+# qwen-code goes on with a text that its limit cut, and shows the end of it.
+print(json.dumps({**said, "text": text} if kind == "codex" else said))
