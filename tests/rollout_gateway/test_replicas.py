@@ -159,7 +159,7 @@ class Parts:
 
 @asynccontextmanager
 async def parts(
-    nats: NatsConfig, folder: Path, servers: list[FakeVllm], wait_s: float = 20
+    nats: NatsConfig, folder: Path, servers: list[FakeVllm], wait_s: float = 20, **settings: Any
 ) -> AsyncIterator[Parts]:
     for server in servers:
         await server.start()
@@ -168,7 +168,10 @@ async def parts(
         models=(ModelConfig(name="tictactoe"),),
     )  # fmt: skip
     config = msgspec.structs.replace(
-        config, gateway=msgspec.structs.replace(config.gateway, upstream_wait_s=wait_s, health_interval_s=0.2)
+        config,
+        gateway=msgspec.structs.replace(
+            config.gateway, upstream_wait_s=wait_s, health_interval_s=0.2, **settings
+        ),
     )
     async with Broker.connect(nats) as broker, anyio.create_task_group() as tg:
         made = Parts(broker, config)
