@@ -377,9 +377,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     correction_min: float | None = None
     """Smallest ratio: raised to it, or (mask) dropped below it."""
     epsilon: float = 0.2
-    """Clip range of the probability ratio."""
+    """Clip range of the probability ratio. It acts with `sampler_correction` = `none` only, as do `epsilon_high` and `delta`: under
+    the other corrections the ratio that is clipped is that of the trainer to itself, always 1, and `clip_ratio` is always 0."""
     epsilon_high: float | None = None
-    """Upper clip range where it differs from `epsilon`."""
+    """Upper clip range where it differs from `epsilon`. With `loss_type` = `cispo` it is the bound of the ratio itself, 5 where it
+    is left out."""
     delta: float | None = None
     """Two-sided clipping: bound of the ratio where the advantage is negative; above `1 + epsilon_high`."""
     off_policy_mask: float | None = None
@@ -402,8 +404,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """The constant that loss type `dr_grpo` divides by."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """`linear` and `cosine` fall to 0 at `max_steps`."""
+    """`linear` and `cosine` fall to 0 at `max_steps`. Changed settings of the optimizer hold from the next start on."""
     warmup_steps: int = 0
     threads: int = 1
     """CPU threads of the trainer's computation; the rest is the inference server's."""
@@ -657,6 +661,12 @@ def _check(config: Config) -> None:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")
+    rank = max((config.trainer_of(m).lora_rank for m in config.models), default=0)
+    if rank > config.vllm.max_lora_rank and not config.vllm.urls:
+        raise ConfigError(
+            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora_rank = {rank} would not load; set it to at "
+            "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
+        )
     staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)
     if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
         raise ConfigError(

@@ -42,6 +42,8 @@ _VOCAB_CHUNK = 32_000_000
 """Most logits (tokens times vocabulary) that are held at once; beyond it they are computed again for the gradient."""
 
 
+_PROGRESS = ("last_epoch", "_step_count")
+"""Of a scheduler's state, how far it has come; the rest is its settings."""
 _LEAST_BUDGET = 64
 """Tokens below which a smaller budget would not help."""
 
@@ -58,6 +60,15 @@ class SamplerMismatchError(UntrainableError):
     what was played."""
 
     reason = "sampler_mismatch"
+
+
+def fixed_settings(config: TrainerConfig) -> dict[str, object]:
+    """The settings that a model is loaded with: policies share an engine where all of them are equal."""
+    names = (
+        "engine", "dtype", "load_in_4bit", "max_seq_length", "attention", "lora_rank", "lora_alpha", "lora_targets", "seed",
+        "threads",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in names}
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -139,11 +150,17 @@ class Engine:
 
     def use(self, config: TrainerConfig) -> None:
         """Go on under other settings over the same model; what the model was built with must be the same."""
-        if (config.lora_rank, config.lora_alpha) != (self.config.lora_rank, self.config.lora_alpha):
-            raise ConfigError("trainer.lora_rank and lora_alpha are fixed once the model is loaded")
+        if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
+            names = ", ".join(name for name in now if changed[name] != now[name])
+            raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
         if config.loss_type not in grpo.LOSS_TYPES:
             raise ConfigError(
                 f"trainer.loss_type: {config.loss_type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
+            )
+        verified = getattr(self, "verified", None)
+        if config.packing == "prefix" and verified is not None and verified.layout != "prefix":
+            raise ConfigError(
+                f"trainer.packing: prefixes can't be shared with {self.base}: {verified.why_padded}"
             )
         self.config = config
         self._budget = min(config.tokens_per_batch, self._memory_limit)
@@ -394,8 +411,9 @@ class Engine:
     def _optimizer(self, line: Line) -> tuple[torch.optim.Optimizer, Any]:
         config = self.config
         optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
-        )
+            self.parameters, lr=config.learning_rate, betas=config.adam_betas,
+            weight_decay=config.weight_decay, foreach=True,
+        )  # fmt: skip
         name: str = config.lr_schedule
         if name == "constant" and config.warmup_steps:
             name = "constant_with_warmup"
@@ -408,7 +426,16 @@ class Engine:
         if line.optimizer is not None and line.scheduler is not None:
             # The optimizer works on what it is given in place; the line must survive an abandoned step.
             optimizer.load_state_dict(copy.deepcopy(line.optimizer))
-            scheduler.load_state_dict(line.scheduler)
+            # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has come.
+            for name in _PROGRESS:
+                setattr(scheduler, name, line.scheduler[name])
+            for group, base, schedule in zip(
+                optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
+                group["initial_lr"] = base
+                group["lr"] = base * schedule(scheduler.last_epoch)
+                group["weight_decay"], group["betas"] = config.weight_decay, config.adam_betas
+            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
         return optimizer, scheduler
 
 

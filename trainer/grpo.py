@@ -88,8 +88,18 @@ def _loss_options(config: TrainerConfig) -> dict[str, float]:
     return dict(config.loss_options)
 
 
+CISPO_EPSILON_HIGH = 5.0
+"""The bound on the ratio that CISPO's paper and TRL's guide have; as an addition to 1 it would mean nothing there."""
+
+
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
-    """Our settings in TRL's words."""
+    """Our settings in TRL's words. Raises `ConfigError` where they contradict each other."""
+    if config.loss_type == "vespo" and config.sampler_correction.startswith("sequence"):
+        # TRL says so where it samples itself, which it does not here.
+        raise ConfigError(
+            f"trainer.sampler_correction: loss_type vespo takes `none`, `token_truncate` or `token_mask`, not {config.sampler_correction!r}"
+        )
+    high = config.epsilon_high
     return GRPOConfig(
         output_dir=str(output),
         use_cpu=cpu,
@@ -98,7 +108,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
         loss_type=config.loss_type,
         beta=0.0,  # set after construction, see `CapturedGRPOTrainer`
         epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
+        epsilon_high=CISPO_EPSILON_HIGH if high is None and config.loss_type == "cispo" else high,
         importance_sampling_level=config.importance_level,
         max_completion_length=config.max_completion_length,
         vllm_importance_sampling_correction=config.sampler_correction != "none",

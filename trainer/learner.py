@@ -34,7 +34,7 @@ from trainer.checkpoint import (
     unpack,
     weights_of,
 )
-from trainer.engine import Engine, Line, UntrainableError
+from trainer.engine import Engine, Line, UntrainableError, fixed_settings
 from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
 from trainer.parallel import Peers
 from trainer.sampling import defaults_of, sampling_of
@@ -268,15 +268,7 @@ Shape = tuple[object, ...]
 def _shape(config: Config, model: ModelConfig) -> Shape:
     """Models with the same one share an engine."""
     settings = config.trainer_of(model)
-    return (
-        model.base,
-        settings.engine,
-        settings.attention,
-        settings.lora_rank,
-        settings.lora_alpha,
-        settings.seed,
-        settings.threads,
-    )
+    return (model.base, *fixed_settings(settings).values())
 
 
 def make_engines(config: Config, scratch: Path, peers: Peers | None = None) -> dict[Shape, Engine]:

@@ -17,6 +17,7 @@ from pipeline.config import Config, ConfigError, ModelConfig, load, save
         ("nonsense", "section.key=value"),
         ("judge.min_size=1", "min_size"),
         ("vllm.max_loras=1", "max_loras"),
+        ("trainer.lora_rank=64", "max_lora_rank"),
         ("models.0.name=a@b", "@"),
     ],
 )

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig
-from tests.trainer.kit import VOCAB, exactly, exchange
+from pipeline.config import ConfigError, ModelConfig, TrainerConfig
+from tests.trainer.kit import VOCAB, exactly, exchange, settings
 from trainer.engine import Engine, Line, SamplerMismatchError, UntrainableError
 from trainer.groups import Example
+from trainer.learner import _shape
 from trainer.packing import Layout, padded
 from trainer.sequences import TokenSequence, build
 
@@ -224,6 +225,57 @@ def test_out_of_memory_halves_the_budget_and_goes_on(
     monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(line, examples, [0] * 6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, schedule: str) -> None:
+    """The fault that was: the optimizer's state brought its old settings along."""
+    old = msgspec.structs.replace(engine.config, learning_rate=1e-2, lr_schedule=schedule, max_steps=10)
+    new = msgspec.structs.replace(old, learning_rate=1e-4, weight_decay=0.1, adam_betas=(0.8, 0.9))
+    kept = engine.config
+    engine.use(old)
+    line = engine.step(engine.new_line(), batch(engine, engine.new_line()), [0] * 6).line
+    engine.use(new)
+    after = engine.step(line, batch(engine, line, seed=20), [0] * 6)
+    share = 0.9 if schedule == "linear" else 1.0
+    assert after.metrics["learning_rate"] == pytest.approx(1e-4 * share)
+    (group,) = after.line.optimizer["param_groups"]  # type: ignore[index]
+    assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.9))
+    moved = max(float((after.line.weights[k] - line.weights[k]).abs().max()) for k in line.weights)
+    assert 0 < moved < 1e-3
+    engine.use(old)
+    moved = engine.step(line, batch(engine, line, seed=20), [0] * 6).line.weights
+    assert max(float((moved[k] - line.weights[k]).abs().max()) for k in moved) > 1e-3
+    engine.use(kept)
+
+
+def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(
+    tiny_base: str, tmp_path: Path
+) -> None:
+    def engines(**changed: Any) -> int:
+        base = settings(tiny_base, tmp_path)
+        one, other = (
+            ModelConfig(name="a", base=tiny_base),
+            ModelConfig(name="b", base=tiny_base, trainer=changed),
+        )
+        return len({_shape(base, one), _shape(base, other)})
+
+    assert engines(learning_rate=1.0, groups_per_step=7) == 1
+    for name, value in (
+        ("dtype", "bfloat16"),
+        ("load_in_4bit", True),
+        ("max_seq_length", 9),
+        ("lora_targets", ["q_proj"]),
+    ):
+        assert engines(**{name: value}) == 2, name
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "v_proj")), tmp_path)
+    assert {n.split(".")[-3] for n in engine.weights()} == {"q_proj", "v_proj"}
+    with pytest.raises(ConfigError, match="dtype, lora_targets can't be changed once the model is loaded"):
+        engine.use(TrainerConfig(lora_rank=4, dtype="bfloat16"))
+    with pytest.raises(
+        ConfigError, match="lora_targets: q_prj can't have an adapter; there are: down_proj, gate_proj"
+    ):
+        Engine(tiny_base, TrainerConfig(lora_targets=("q_prj",)), tmp_path)
 
 
 def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:

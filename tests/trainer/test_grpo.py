@@ -170,6 +170,7 @@ def test_parity_with_trl(
     level = "sequence" if loss_type == "luspo" else "token"
     theirs = (OFF if correction == "none" else ON | {"vllm_importance_sampling_mode": correction}) | {
         "loss_type": loss_type, "importance_sampling_level": level,
+        "epsilon_high": 5.0 if loss_type == "cispo" else None,
     }  # fmt: skip
     settings = {
         "loss_type": loss_type,
@@ -182,7 +183,10 @@ def test_parity_with_trl(
 
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(
-        ({"entropy_coef": 0.05, "loss_type": loss_type}, ON | {"entropy_coef": 0.05, "loss_type": loss_type})
+        (
+            {"entropy_coef": 0.05, "loss_type": loss_type},
+            ON | {"entropy_coef": 0.05, "loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else None},
+        )
         for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
     ),
     ({"delta": 1.3, "sampler_correction": "none"}, OFF | {"delta": 1.3}),
@@ -252,15 +256,30 @@ def test_parity_with_trl_s_options(
 
 BATCH: dict[str, Any] = {
     "lora_rank": 4,
+    "dtype": "float64",
     "tokens_per_batch": 40,
     "correction_max": 2.0,
     "packing": "padded",
 }
 
 
+def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -> None:
+    """TRL checks it in its constructor, where it would sample itself; here it does not."""
+    with pytest.raises(
+        ConfigError, match=r"sampler_correction: loss_type vespo takes .* not 'sequence_truncate'"
+    ):
+        engines["tiny"].use(
+            TrainerConfig(
+                lora_rank=4, dtype="float64", loss_type="vespo", sampler_correction="sequence_truncate"
+            )
+        )
+
+
 def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
     with pytest.raises(ConfigError, match="loss_options: sapo_temprature is none of"):
-        engines["tiny"].use(TrainerConfig(lora_rank=4, loss_options={"sapo_temprature": 1.0}))
+        engines["tiny"].use(
+            TrainerConfig(lora_rank=4, dtype="float64", loss_options={"sapo_temprature": 1.0})
+        )
 
 
 def assert_parity(
@@ -304,7 +323,7 @@ def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
     engine = engines["tiny"]
-    engine.use(TrainerConfig(lora_rank=4, sampler_correction=correction))  # type: ignore[arg-type]
+    engine.use(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction=correction))  # type: ignore[arg-type]
     engine.model.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
@@ -333,7 +352,7 @@ def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
 
 def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
     engine = engines["tiny"]
-    engine.use(TrainerConfig(lora_rank=4, learning_rate=1e-4, logprob_bound=1e9))
+    engine.use(TrainerConfig(lora_rank=4, dtype="float64", learning_rate=1e-4, logprob_bound=1e9))
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
     assert _direction(engine, sequence, 1.0).sum() > 0
     assert _direction(engine, sequence, -1.0).sum() < 0
@@ -342,7 +361,7 @@ def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engin
 def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
     """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
     engine = engines["tiny"]
-    engine.use(TrainerConfig(lora_rank=4, sampler_correction="sequence_truncate"))
+    engine.use(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction="sequence_truncate"))
 
     def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
         (sequence,) = build(
