@@ -34,7 +34,8 @@ API = "$JS.API."
 CHECKPOINT = "policy.checkpoint.default.m.9"
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "gateway": (
-        CHECKPOINT, "policy.checkpoint.default.m.9.branch", "group.scored.default.m.g.j.1", "dead.POLICY.store-policy",
+        CHECKPOINT, "policy.checkpoint.default.m.9.branch", "policy.retired.default.m", "alive.GROUPS",
+        "group.scored.default.m.g.j.1", "dead.POLICY.store-policy",
         f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.UPDATE.POLICY", f"{API}STREAM.CREATE.MINE",
         f"{API}STREAM.MSG.DELETE.POLICY", "$O.ADAPTERS.C.x", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
         f"{API}CONSUMER.CREATE.POLICY.store-policy", f"{API}CONSUMER.DELETE.POLICY.store-policy",
@@ -51,6 +52,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "policy.checkpoint.default.m.9.branch", "rollout.opened.default.t", f"{API}STREAM.PURGE.POLICY",
         f"{API}STREAM.DELETE.POLICY", f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.judge", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5",
         f"{API}CONSUMER.DURABLE.CREATE.GROUPS.mine", f"{API}STREAM.MSG.DELETE.GROUPS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS", "policy.unloaded.default.m", "alive.POLICY",
     ),
     "experiment": (
         CHECKPOINT, "group.scored.default.m.g.j.1", f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import msgspec
 import pytest
 
-from pipeline import objects
+from pipeline import objects, users
 from pipeline.broker import Broker
 from pipeline.config import Config, NatsConfig, RetentionConfig
 from pipeline.events import (
@@ -23,6 +24,7 @@ from pipeline.events import (
 )
 from pipeline.history import Recorded
 from rollout_gateway.policies import Policies
+from tests.conftest import NatsServer
 from tests.trainer import kit
 from tests.trainer.test_service import all_acked, running, steps_reach
 from trainer import service
@@ -228,3 +230,27 @@ def test_random_histories_never_remove_what_is_held() -> None:
         decided = set(draw.sample(versions, min(2, len(versions))))
         stay = kept(versions, draw.randint(1, 4), holdings.versions(), decided)
         assert served | decided | {versions[-1]} <= stay
+
+
+async def test_the_trainers_rights_suffice(
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    server = start_nats(extra=users.authorization(keys))
+    guarded = NatsConfig(url=server.url, users=str(keys), publish_deadline_s=5)
+    config = retained(kit.settings(tiny_base, tmp_path, guarded, max_staleness=0), adapters=2)
+    learners = service.make_learners(config, tmp_path)
+    async with Broker.connect(guarded, name="operator"):
+        pass
+    own = msgspec.structs.replace(guarded, provision=False)
+    async with Broker.connect(own, name="gateway") as broker:
+        await broker.publish(loaded(V[1]))
+    async with Broker.connect(own, name="trainer") as broker:
+        for step in range(1, 6):
+            await publish(broker, step)
+        retention = Retention(config, broker, learners)
+        for _ in range(2):
+            await retention.look()
+        assert await present(broker) == {V[1], V[4], V[5]}
+        await retention._sweep()
+        assert await retention.trim(2**62) > 0
