@@ -129,14 +129,14 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(
     gateway = start_gateway(drain_s=0.0)
     gateway.open(id="cut")
     assert gateway.process is not None
-    body: Any = {**ASK, "max_tokens": 200, "n": 16, "stream": True, "ignore_eos": True}
+    body: Any = {**ASK, "max_tokens": 240, "n": 128, "stream": True, "ignore_eos": True}
     events: list[Any] = []
     async with (
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
         client.stream("POST", "/t/cut/v1/chat/completions", json=body) as reply,
     ):
         async for line in reply.aiter_lines():
-            if line.startswith("data: "):
+            if line.startswith("data: {"):
                 events.append(json.loads(line[6:]))
             if len(events) == 1:
                 gateway.process.send_signal(signal.SIGINT)
