@@ -246,7 +246,7 @@ async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
         return kills
 
     matrix = await play(
-        settings(nats_config, tiny_base, tmp_path), LIVES, kill_nodes, least=(200, 20) if KILLS else (40, 10)
+        settings(nats_config, tiny_base, tmp_path), LIVES, kill_nodes, least=(150, 10) if KILLS else (40, 10)
     )
     assert not matrix.deaths.gave_up
     assert len(matrix.deaths) == sum(LIVES.values()) + kills
