@@ -42,6 +42,6 @@ for (const board of ["a1=x", "b2=o"]) {
     text += piece;
     chunks += 1;
   }
-  messages = messages.concat((await result.response).messages);
+  for (const step of await result.steps) messages = messages.concat(step.response.messages);
 }
 console.log(JSON.stringify({ cells, text, chunks }));
