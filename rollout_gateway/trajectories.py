@@ -237,7 +237,8 @@ class Registry:
     async def last_answer(self, found: Trajectory) -> ExchangeRecorded | None:
         """The newest complete exchange of an open trajectory; its first choice, where it has several."""
         for request_hash in reversed(found.recent):
-            return (await self.recorded_call(found, request_hash))[0]
+            if call := await self.recorded_call(found, request_hash):
+                return call[0]
         return None
 
     async def unfinished(self, prefix: str) -> list[str]:
@@ -261,7 +262,11 @@ class Registry:
         """The complete exchange whose reply has the id `reply`; the newest are looked at first."""
         for seqs in reversed(found.recent.values()):
             event = (await self._broker.get(_STREAM, seqs[0])).event
-            if isinstance(event, ExchangeRecorded) and _reply_id(event) == reply:
+            if (
+                isinstance(event, ExchangeRecorded)
+                and event.trajectory == found.id
+                and _reply_id(event) == reply
+            ):
                 return event
         subject, last, more = self._exchange_subject(found), 0, True
         while more:
@@ -280,8 +285,14 @@ class Registry:
     async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
         """The exchange events (one a choice) of a recent call; empty where there is none."""
         seqs = found.recent.get(request_hash, [])
-        events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
-        return [e for e in events if isinstance(e, ExchangeRecorded)]
+        try:
+            events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
+        except HistoryGoneError:
+            return []
+        calls = [e for e in events if isinstance(e, ExchangeRecorded)]
+        # After a power cut another run's call may lie under a number: then this call is not recorded any more.
+        ours = all(e.trajectory == found.id and e.request_hash == request_hash for e in calls)
+        return calls if ours else []
 
     async def begin(self) -> None:
         """Note where the log stands: `heed_completions` tells of what is completed from now on."""

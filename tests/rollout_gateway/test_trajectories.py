@@ -154,3 +154,23 @@ def test_a_trajectory_key_is_known_by_its_signature() -> None:
             assert KEYS.trajectory(other) is None, other
     for other in ("", "jmt-", "jmt-.", "jmt-!!.x", "jmt-" + "A" * 5, "none", "jmt-\xff.ü"):
         assert KEYS.trajectory(other) is None
+
+
+async def test_a_number_that_stands_for_another_runs_call_answers_nothing(nats_config: NatsConfig) -> None:
+    """After a power cut the log counts again: what this replica remembers of a run may be another run's by then."""
+    async with Broker.connect(nats_config) as broker:
+        await record_run(broker, "mine")
+        await record_run(broker, "other")
+        registry = Registry(broker, "test", KEYS)
+        mine, other = await registry.find("mine"), await registry.find("other")
+        request_hash = next(iter(other.recent))
+        theirs = list(other.recent[request_hash])
+        assert await registry.recorded_call(other, request_hash)
+        mine.recent.clear()
+        mine.recent[request_hash] = theirs
+        assert await registry.recorded_call(mine, request_hash) == []
+        assert await registry.last_answer(mine) is None
+        reply = await registry.exchange_of(mine, "r0")
+        assert reply is None or reply.trajectory == "mine"
+        mine.recent[request_hash] = [10_000]
+        assert await registry.recorded_call(mine, request_hash) == []
