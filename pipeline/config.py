@@ -433,6 +433,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Sequences per step whose recorded logprobs are compared with recomputed ones at the version that sampled."""
     keep_checkpoints: int = 3
     """Newest checkpoint folders that stay on disk (the log's object store keeps every adapter)."""
+    best_min_trajectories: int = 8
+    """Validation trajectories that a step needs to become the best one. It takes the place of another where the 95 % interval of
+    the difference of their mean rewards lies above 0."""
     seed: int = 0
     branch: str = "main"
     """Line of history to train from; another one than `main` is made by `journeyman replay` or `rejudge`, begins at the

@@ -151,6 +151,13 @@ class Best(msgspec.Struct, frozen=True):
     step: int
     reward: float
     trajectories: int
+    std: float = 0.0
+    """Sample standard deviation of the rewards."""
+
+    def beaten_by(self, other: Best) -> bool:
+        """Whether the 95 % interval of the difference of the means lies above 0."""
+        error: float = (self.std**2 / self.trajectories + other.std**2 / other.trajectories) ** 0.5
+        return other.reward - self.reward > 1.96 * error
 
 
 class Checkpoints:

@@ -143,10 +143,13 @@ class Learner:
             if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
                 self._validation.setdefault(member.last_step, []).append(member.reward)
         for step, rewards in self._validation.items():
-            best, mean = self.checkpoints.best(), float(np.mean(rewards))
-            again = best is not None and best.step == step
-            if step and (best is None or again or mean > best.reward):
-                self.checkpoints.set_best(Best(step, mean, len(rewards)))
+            if not step or len(rewards) < self.settings.best_min_trajectories:
+                continue
+            best = self.checkpoints.best()
+            std = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+            found = Best(step, float(np.mean(rewards)), len(rewards), std)
+            if best is None or best.step == step or best.beaten_by(found):
+                self.checkpoints.set_best(found)
 
     def _validation_metrics(self) -> dict[str, float]:
         if not self._validation:

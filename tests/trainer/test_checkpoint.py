@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.events import Member
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointError, Checkpoints, Manifest, batch_id, pack, unpack
 
@@ -119,3 +120,32 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model(input_ids=ids).logits)
+
+
+def test_one_lucky_trajectory_does_not_dethrone_a_mean_over_a_hundred(tiny_base: str, tmp_path: Path) -> None:
+    from tests.trainer import kit
+    from trainer.engine import Engine
+    from trainer.learner import Learner
+
+    config = kit.settings(tiny_base, tmp_path)
+    learner = Learner(config, config.models[0], Engine(tiny_base, config.trainer, tmp_path))
+
+    def played(step: int, rewards: list[float]) -> checkpoint.Best | None:
+        members = tuple(
+            Member(
+                trajectory=f"{step}-{i}", reward=r, exchanges=1, split="val", first_step=step, last_step=step
+            )
+            for i, r in enumerate(rewards)
+        )
+        learner.validate(kit.group(f"v{step}", [], members=members))
+        return learner.checkpoints.best()
+
+    assert played(1, [1.0] * 7) is None  # fewer than best_min_trajectories
+    hundred = played(2, [0.0, 1.0, 1.0, 1.0] * 25)
+    assert hundred is not None
+    assert (hundred.step, hundred.reward, hundred.trajectories) == (2, 0.75, 100)
+    assert played(3, [1.0]) == hundred
+    assert played(4, [0.0, *[1.0] * 7]) == hundred  # 0.875 over 8: within chance
+    better = played(5, [0.0, *[1.0] * 99])
+    assert better is not None
+    assert better.step == 5
