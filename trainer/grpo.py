@@ -62,6 +62,22 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 """TRL's loss types that work on captured tokens."""
 
 
+RELIED_ON = {
+    "self._get_per_token_logps_and_entropies(": "is where the loss gets its logprobs; overridden to hand out ours",
+    "self.beta": "is read at each loss, so it can be set after the constructor, which would add a second adapter",
+    "self.use_vllm": "is read at each loss, so it can be set after the constructor, which would start vLLM",
+    "self.aux_loss_enabled": "is read at each loss; off, for routers have no adapter",
+    "self.current_gradient_accumulation_steps": "divides the loss; 1, since passes are weighted by `micro_batch_share`",
+    "self.entropy_coef": "weighs the entropy bonus; set for each pass",
+    "self._metrics[mode]": "collects TRL's metrics, a value per pass",
+    'inputs["importance_sampling_ratio"]': "is the sampler correction, computed by us",
+    'inputs.get("old_per_token_logps")': "may be missing: then the ratio is that of the trainer to itself",
+    'inputs.get("sampling_per_token_logps"': "is what the off-policy mask compares with",
+    'inputs["ref_per_token_logps"]': "is the base model's, for the KL term",
+    'inputs["num_items_in_batch"]': "is the whole batch's token count, by which three losses divide",
+}
+"""What of the inside of `GRPOTrainer._compute_loss` this module relies on, beside TRL's documented interface."""
+
 _PAD = "<pad>"
 
 

@@ -10,6 +10,7 @@ by more than any tolerance that would still find a mistake, and by how much depe
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,11 @@ def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -
                 lora_rank=4, dtype="float64", loss_type="vespo", sampler_correction="sequence_truncate"
             )
         )
+
+
+@pytest.mark.parametrize("inside", grpo.RELIED_ON)
+def test_what_is_relied_on_of_trls_inside_is_there(inside: str) -> None:
+    assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.RELIED_ON[inside]
 
 
 def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
