@@ -174,8 +174,8 @@ def test_bfloat16_is_held_to_its_own_bound(tmp_path: Path) -> None:
     assert one_token_elsewhere.explained(engine.config, torch.bfloat16)
     assert not one_token_elsewhere.explained(engine.config, torch.float32)
     assert not verify.Difference(mean=0.1, largest=0.2).explained(engine.config, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is 1e-09"):
-        engine_of("qwen3", tmp_path / "other", logprob_bound=1e-9)
+    with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is -1"):
+        engine_of("qwen3", tmp_path / "other", logprob_bound=-1.0)  # which nothing meets
 
 
 def test_what_is_checked_reaches_beyond_the_window() -> None:
