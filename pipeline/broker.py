@@ -38,6 +38,7 @@ from pipeline.history import Raw, Reader
 from pipeline.history import Recorded as Recorded
 from pipeline.log import get_logger
 from pipeline.names import new_id
+from pipeline.place import stream_time_us, told
 from pipeline.publisher import Ack, Publisher
 from pipeline.users import READER as READER
 
@@ -251,8 +252,9 @@ class Broker(Reader):
             return
         token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
         letter = DeadLettered(
-            project="", stream=stream, stream_seq=raw.seq, original_subject=raw.subject, consumer=READER,
-            reason="undecodable", detail=reason[:2000], payload=await self.whole(raw.payload), headers=raw.headers,
+            project="", stream=stream, stream_seq=raw.seq, stream_at=stream_time_us(raw.headers),
+            original_subject=raw.subject, consumer=READER, reason="undecodable", detail=reason[:2000],
+            payload=await self.whole(raw.payload), headers=raw.headers,
         )  # fmt: skip
         subject = f"{letter.subject()}.{raw.seq}-{token}"
         # The subject makes it one letter. A message id of its own lets it come back after it was taken off the list.
@@ -320,17 +322,18 @@ class Broker(Reader):
 
     async def bury(self, message: Msg, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Move a message that no one can use to the dead letters, then let the consumer go on."""
-        meta = message.metadata
+        deliveries, place = told(message.reply)
         payload = await self.whole(bytes(message.data))
         dead = DeadLettered(
             project="",
             stream=spec.stream,
-            stream_seq=int(meta.sequence.stream),
+            stream_seq=place.seq,
+            stream_at=place.at,
             original_subject=message.subject,
             consumer=spec.name,
             reason=reason,
             detail=detail[:2000],
-            deliveries=int(meta.num_delivered or 1),
+            deliveries=deliveries,
             payload=payload,
             headers=dict(message.headers or {}),
         )

@@ -28,6 +28,7 @@ from pipeline import log
 from pipeline.broker import READER, Broker, BrokerError, Recorded
 from pipeline.config import ConfigError, NatsConfig, load, nats_of_run
 from pipeline.events import DeadLettered, decode
+from pipeline.place import place_of
 from pipeline.streams import RETRY_HEADER
 
 _PREVIEW = 2_000
@@ -60,11 +61,12 @@ async def retry(broker: Broker, letter: Recorded) -> None:
         await drop(broker, letter)
         return
     headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
+    seq, at = place_of(letter)
     await broker.publish_raw(
-        f"{event.original_subject}.retry-{letter.seq}",
+        f"{event.original_subject}.retry-{seq}-{at}",
         event.payload,
         headers | {RETRY_HEADER: event.consumer},
-        message_id=f"retry/{letter.stream}/{letter.seq}",
+        message_id=f"retry/{letter.stream}/{seq}-{at}",
     )
     await drop(broker, letter)
 

@@ -528,12 +528,15 @@ class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
     deliveries: int = 1
     payload: bytes = b""
     headers: dict[str, str] = {}
+    stream_at: Micros = 0
+    """Stream time of the message: after a power cut another message may lie under `stream_seq`. 0 in letters from before it was
+    recorded."""
 
     def subject(self) -> str:
         return f"dead.{self.stream}.{subject_token(self.consumer)}"
 
     def message_id(self) -> str:
-        return f"dead/{self.stream}/{self.stream_seq}/{self.consumer}"
+        return f"dead/{self.stream}/{self.stream_seq}-{self.stream_at}/{self.consumer}"
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
@@ -581,6 +584,29 @@ def encode(event: Event | ClaimCheck) -> bytes:
 
 
 def decode(payload: bytes) -> AnyEvent | ClaimCheck:
-    """Raises `msgspec.DecodeError` (or its `ValidationError`) on what is no event of a known kind."""
-    event: AnyEvent | ClaimCheck = _decoder.decode(payload)
-    return event
+    """Raises `msgspec.DecodeError` (or its `ValidationError`) on what is no event of a known kind, and on an event whose packed
+    arrays could not be unpacked, so that no reader has to expect one."""
+    event = _decoder.decode(payload)
+    kind = type(event)
+    if kind is ExchangeRecorded:
+        # Logprobs and masks may be of another length than the tokens: the trainer then makes no use of them.
+        if (len(event.prompt_ids) | len(event.sampled_ids) | len(event.logprobs)) % 4:
+            _check_packed(event, ("prompt_ids", "sampled_ids", "logprobs"), 4)
+    elif kind is CheckpointPublished:
+        _check_packed(event, ("group_seqs", "group_times"), 8)
+        seqs, times = len(event.group_seqs) // 8, len(event.group_times) // 8
+        if seqs not in (0, len(event.groups)) or times not in (0, seqs):
+            raise msgspec.ValidationError(
+                f"{len(event.groups)} groups with {seqs} sequences and {times} stream times: the numbers must be equal - at "
+                "`$.group_seqs`"
+            )
+    checked: AnyEvent | ClaimCheck = event
+    return checked
+
+
+def _check_packed(event: Event, fields: tuple[str, ...], size: int) -> None:
+    for name in fields:
+        if (length := len(getattr(event, name))) % size:
+            raise msgspec.ValidationError(
+                f"a packed array of {length} bytes, which is no multiple of {size} - at `$.{name}`"
+            )

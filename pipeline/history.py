@@ -44,6 +44,8 @@ _BATCH = 1000
 _PAGE_BYTES = 8 * 1024 * 1024
 _YIELD_BYTES = 1024 * 1024
 """Bytes that are decoded before other tasks get a turn: about a millisecond."""
+_PASSED_BY_AT_ONCE = 64
+"""Undecodable messages that are put among the dead letters at the same time."""
 _NO_MESSAGE = 10037
 _NO_STREAM = 10059
 
@@ -169,17 +171,31 @@ class Reader:
             found += await self._next_of_leader(stream, subject, last + 1)
             more = bool(found) and found[-1].seq > last
         out: list[Recorded] = []
+        broken: list[tuple[Raw, str]] = []
         decoded = 0
         for raw in found:
-            recorded = await self.recorded(stream, raw)
-            if recorded is not None:
-                out.append(recorded)
+            try:
+                out.append(await self._recorded(stream, raw))
+            except (msgspec.DecodeError, HistoryGoneError) as error:
+                broken.append((raw, str(error)))
             last = raw.seq
             decoded += len(raw.payload)
             if decoded > _YIELD_BYTES:
                 decoded = 0
                 await asyncio.sleep(0)
+        await self._pass_by_all(stream, broken)
         return Page(out, last, more)
+
+    async def _pass_by_all(self, stream: str, broken: list[tuple[Raw, str]]) -> None:
+        """Many at once: each waits for the log's word, and a start may meet hundreds."""
+        for i in range(0, len(broken), _PASSED_BY_AT_ONCE):
+            some = broken[i : i + _PASSED_BY_AT_ONCE]
+            done = await asyncio.gather(
+                *(self.pass_by(stream, raw, why) for raw, why in some), return_exceptions=True
+            )
+            for error in done:
+                if error is not None:
+                    raise error
 
     async def messages(
         self, stream: str, first: int, last: int, subject: str = ">", *, batch: int = _BATCH
@@ -212,11 +228,13 @@ class Reader:
     async def recorded(self, stream: str, raw: Raw) -> Recorded | None:
         """The event in a message; None where it can't be read, which `pass_by` is told."""
         try:
-            event = await self.read(raw.payload)
+            return await self._recorded(stream, raw)
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.pass_by(stream, raw, str(error))
             return None
-        return Recorded(event, stream, raw.seq, raw.subject, raw.headers)
+
+    async def _recorded(self, stream: str, raw: Raw) -> Recorded:
+        return Recorded(await self.read(raw.payload), stream, raw.seq, raw.subject, raw.headers)
 
     async def subjects(self, stream: str, subject: str) -> list[str]:
         """The subjects within `subject` (wildcards allowed) that hold something: names without the events."""

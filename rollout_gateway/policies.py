@@ -174,10 +174,14 @@ class Policies:
         while self._refused:
             recorded, why = self._refused.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
+            place = place_of(recorded)
             letter = DeadLettered(
-                project="", stream=_STREAM, stream_seq=recorded.seq, original_subject=recorded.subject,
+                project="", stream=_STREAM, stream_seq=place.seq, stream_at=place.at, original_subject=recorded.subject,
                 consumer="gateway", reason="unsigned", detail=why, payload=encode(recorded.event),
             )  # fmt: skip
             await broker.publish_raw(
-                f"{letter.subject()}.{recorded.seq}", encode(letter), {}, message_id=letter.message_id()
+                f"{letter.subject()}.{place.seq}-{place.at}",
+                encode(letter),
+                {},
+                message_id=letter.message_id(),
             )

@@ -74,6 +74,20 @@ async def letters(broker: Broker) -> list[str]:
     return sorted(e.detail for e in found if isinstance(e, DeadLettered) and e.reason == "unsigned")
 
 
+async def test_a_forged_checkpoint_under_a_lost_number_has_a_letter_of_its_own(
+    nats_config: NatsConfig, pair: nkey.KeyPair
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for step in (1, 2):
+            await broker.publish(event(step=step, version=f"{kit.MODEL}@{step}"))
+            await Policies("p", [kit.MODEL], signing.Trust(SigningConfig(keys=(pair.public,)))).rebuild(
+                broker
+            )
+            await broker.js.delete_stream("POLICY")
+            await broker.provision()
+        assert len(await letters(broker)) == 2
+
+
 async def test_forged_checkpoints_are_passed_by(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ class Consumed:
 
     def checkpoint(self, event: CheckpointPublished) -> None:
         """The groups of a checkpoint."""
-        seqs = unpack_seqs(event.group_seqs).tolist()
+        seqs = unpack_seqs(event.group_seqs).tolist() or [0] * len(event.groups)
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
         for seq, at, group in zip(seqs, times, event.groups, strict=True):
             place = Place(seq, at)

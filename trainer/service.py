@@ -412,8 +412,9 @@ class Trainer:
         for held in wanted:
             await self.broker.publish(
                 DeadLettered(
-                    project="", stream="GROUPS", stream_seq=held.place.seq, original_subject=held.event.subject(),
-                    consumer="trainer", reason=reason, detail=detail, payload=encode(held.event),
+                    project="", stream="GROUPS", stream_seq=held.place.seq, stream_at=held.place.at,
+                    original_subject=held.event.subject(), consumer="trainer", reason=reason, detail=detail,
+                    payload=encode(held.event),
                 )
             )  # fmt: skip
             self._consumed.add(held.place)

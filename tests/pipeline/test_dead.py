@@ -14,6 +14,7 @@ from pipeline import dead, streams
 from pipeline.broker import Broker
 from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
+from pipeline.place import place_of
 from tests.pipeline.test_broker import completed
 
 pytestmark = pytest.mark.anyio
@@ -52,10 +53,38 @@ async def test_a_retry_that_is_repeated_is_one_delivery(nats_config: NatsConfig)
         await bury_one(broker, encode(completed()))
         (letter,) = await dead.letters(broker)
         # A death between publishing and taking off the list: the command is given again.
-        await broker.publish_raw("rollout.completed.p.m.t1.retry-1", b"x", {}, message_id="other")
+        seq, at = place_of(letter)
+        await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {}, message_id="other")
         await dead.retry(broker, letter)
         assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
         assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 1
+
+
+async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config: NatsConfig) -> None:
+    """A stream that lost its end counts the same numbers again: here it lost all of it."""
+    async with Broker.connect(nats_config) as broker:
+        for payload in (b"\xc1before", b"\xc1after"):
+            await broker.js.publish("rollout.completed.p.m.x", payload)
+            async with broker.consume("judge") as judge:
+                assert await judge.batch(10) == []
+            await broker.js.delete_stream("ROLLOUTS")
+            await broker.provision()
+        letters = [r.event for r in await dead.letters(broker) if isinstance(r.event, DeadLettered)]
+    assert [(x.stream_seq, x.payload) for x in letters] == [(1, b"\xc1before"), (1, b"\xc1after")]
+    assert 0 < letters[0].stream_at < letters[1].stream_at
+
+
+async def test_a_retry_under_a_lost_number_is_a_retry_of_its_own(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for name in ("before", "after"):
+            await bury_one(broker, name.encode())
+            (letter,) = await dead.letters(broker)
+            assert letter.seq == 1
+            await dead.retry(broker, letter)
+            await broker.js.delete_stream("DEAD")
+            await broker.provision()
+        messages = [raw async for raw in broker.messages("ROLLOUTS", 1, 10)]
+    assert [m.payload for m in messages] == [b"before", b"after"]
 
 
 async def test_what_fails_again_is_a_new_letter(nats_config: NatsConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -18,15 +18,22 @@ from pipeline.errors import UndecodableError
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
+    Event,
     ExchangeRecorded,
     PolicyLoaded,
     TrajectoryOpened,
+    decode,
+    encode,
+    pack_ids,
+    pack_seqs,
 )
+from pipeline.publisher import Ack
 from pipeline.telemetry import SpanMaker
 from rollout_gateway import pacing
 from rollout_gateway.policies import Policies
 from rollout_gateway.trajectories import Completion, Keys, Registry
 from tests.pipeline.test_broker import completed, exchange
+from trainer.consumed import Consumed
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +80,74 @@ async def test_reads_pass_it_by_and_bury_it_once(nats_config: NatsConfig) -> Non
             ("ROLLOUTS", seq + 1, READER, "undecodable", GARBAGE),
         ]
         assert letters[0].original_subject == "rollout.exchange.p.t1"
+
+
+class Counting(Broker):
+    """A broker that tells how many dead letters it published at the same time."""
+
+    now: int
+    most: int
+
+    async def publish_raw(self, *args: Any, **options: Any) -> Ack:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().publish_raw(*args, **options)
+        finally:
+            self.now -= 1
+
+
+async def test_hundreds_are_buried_many_at_a_time(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for _ in range(300):
+            await throw(broker, "policy.checkpoint.p.m.1")
+    for _ in range(2):  # they are letters already when the next service starts
+        async with Broker.connect(nats_config) as plain:
+            plain.__class__ = Counting
+            broker = cast(Counting, plain)
+            broker.now = broker.most = 0
+            assert await broker.history("POLICY", "policy.>") == []
+            assert 8 < broker.most <= 64
+            assert [x.stream_seq for x in sorted(await buried(broker), key=lambda x: x.stream_seq)] == list(
+                range(1, 301)
+            )
+
+
+BROKEN: dict[str, Event] = {
+    "prompt_ids": msgspec.structs.replace(exchange(), prompt_ids=b"odd"),
+    "sampled_ids": msgspec.structs.replace(exchange(), sampled_ids=pack_ids([1]) + b"x"),
+    "logprobs": msgspec.structs.replace(exchange(), logprobs=b"xx"),
+    "group_seqs": msgspec.structs.replace(checkpoint(2), groups=("g",), group_seqs=b"seven b"),
+    "group_times": msgspec.structs.replace(
+        checkpoint(2), groups=("g",), group_seqs=pack_seqs([1]), group_times=b"nine byte"
+    ),
+    "3 groups with 2 seq": msgspec.structs.replace(
+        checkpoint(2), groups=("a", "b", "c"), group_seqs=pack_seqs([1, 2])
+    ),
+    "1 stream times": msgspec.structs.replace(
+        checkpoint(2), groups=("a", "b"), group_seqs=pack_seqs([1, 2]), group_times=pack_seqs([3])
+    ),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_arrays_that_can_not_be_unpacked_are_no_event(why: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=why):
+        decode(encode(BROKEN[why]))
+
+
+def test_what_readers_take_is_an_event() -> None:
+    events = (
+        # Logprobs that are not one to a token: the trainer makes no use of them.
+        msgspec.structs.replace(exchange(), sampled_ids=pack_ids([1, 2]), logprobs=b""),
+        # From before sequences or times were recorded.
+        msgspec.structs.replace(checkpoint(2), groups=("a", "b")),
+        msgspec.structs.replace(checkpoint(2), groups=("a", "b"), group_seqs=pack_seqs([1, 2])),
+    )
+    for event in events:
+        assert decode(encode(event)) == event
+        if isinstance(event, CheckpointPublished):
+            Consumed().checkpoint(event)
 
 
 async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config: NatsConfig) -> None:
@@ -200,8 +275,9 @@ async def test_a_trainer_recovers(nats_config: NatsConfig, tmp_path: Path) -> No
     config = kit.settings(kit.make_model(tmp_path / "base"), tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config) as broker:
         await throw(broker, "policy.checkpoint.p.tiny.999")
+        await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
         await throw(broker, "group.scored.p.tiny.g.j.main")
         trainer = Trainer(config, broker, make_learners(config, tmp_path / "checkpoints", None))
         await trainer.recover()
         assert trainer.queues["tiny"].step == 0
-        assert [x.stream for x in await buried(broker)] == ["POLICY"]
+        assert [x.stream for x in await buried(broker)] == ["POLICY"] * 2

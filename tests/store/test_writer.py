@@ -118,7 +118,7 @@ async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
     nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
 ) -> None:
     async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("t", 0), exchange("t", 1, prompt_ids=b"odd"), exchange("t", 2)])
+        await publish(broker, [exchange("t", 0), exchange("t", 1, step=2**63), exchange("t", 2)])
         await broker.js.publish("rollout.exchange.p.t", b"\xc1")
         async with running_store():
             await until_acked(broker)
