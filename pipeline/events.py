@@ -325,7 +325,10 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         "over_budget",
         "validation",
         "repeated",
+        "too_large",
     ]
+    """`too_large`: a sequence of these trajectories does not fit into the trainer's memory even alone. The rest of the group was
+    trained, in `version`."""
     by: str
     """The service that decided."""
     detail: str = ""

@@ -34,7 +34,7 @@ from pipeline.config import Config
 from pipeline.events import CheckpointPublished, pack_seqs
 from pipeline.log import get_logger
 from pipeline.names import subject_token
-from trainer.engine import Line, Weights
+from trainer.line import Line, Weights
 
 log = get_logger("trainer.checkpoint")
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trainer.fitting import within_memory
 from trainer.groups import Example
 from trainer.packing import MicroBatch, Packing, micro_batches
 from trainer.sequences import TokenSequence
 
 if TYPE_CHECKING:
-    from trainer.engine import Engine, Line
+    from trainer.engine import Engine
+    from trainer.line import Line
 
 
 _OF_A_GROUP = 4
@@ -37,10 +39,11 @@ def _logprobs(
     engine: Engine, sequences: Sequence[TokenSequence], groups: Sequence[int], packing: Packing
 ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
     """The passes of some sequences, laid out as a step lays them out, with their logprobs [S, K]; without gradients."""
-    for batch in micro_batches(sequences, groups, engine.budget, packing):
+    for batch in micro_batches(sequences, groups, engine.budget.tokens, packing):
         shape = (len(batch.indices), max(sequences[i].trained_tokens for i in batch.indices))
-        with torch.no_grad():
-            yield batch, engine.logprobs(batch.layout, shape, entropy=False)[0]
+        with torch.no_grad(), within_memory(batch):
+            computed = engine.logprobs(batch.layout, shape, entropy=False)[0]
+        yield batch, computed
 
 
 def sampler_difference(

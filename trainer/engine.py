@@ -6,28 +6,27 @@ is copied in before a step and out after it. Everything here computes and blocks
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from peft.utils import get_peft_model_state_dict
-from transformers import get_scheduler
 
 from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.log import get_logger
-from trainer import checks, grpo
+from trainer import checks, fitting, grpo
+from trainer.budget import Budget
 from trainer.forward import Forward
 from trainer.groups import Example
+from trainer.line import Line, SamplerMismatchError, StepResult, UntrainableError, Weights, get_rng, set_rng
 from trainer.loading import device_for, load
 from trainer.measure import Measured
+from trainer.optimizer import optimizer_of
 from trainer.packing import Cost, Layout, MicroBatch, micro_batches, sharing_pays
 from trainer.parallel import Job, Peers
 from trainer.sequences import TokenSequence
@@ -35,31 +34,11 @@ from trainer.verify import bound_of, verify
 
 log = get_logger("trainer.engine")
 
-Weights = dict[str, torch.Tensor]
-"""An adapter: PEFT's parameter names to tensors."""
-
 _VOCAB_CHUNK = 32_000_000
 """Most logits (tokens times vocabulary) that are held at once; beyond it they are computed again for the gradient."""
 
-
-_PROGRESS = ("last_epoch", "_step_count")
-"""Of a scheduler's state, how far it has come; the rest is its settings."""
 _LEAST_BUDGET = 64
-"""Tokens below which a smaller budget would not help."""
-
-
-class UntrainableError(ArithmeticError):
-    """A batch from which no step can be taken; nothing was changed."""
-
-    reason = "untrainable"
-    """Of the dead letters that its groups become."""
-
-
-class SamplerMismatchError(UntrainableError):
-    """The sampler's recorded logprobs are not those of the version that is said to have sampled: what would be trained is not
-    what was played."""
-
-    reason = "sampler_mismatch"
+"""Tokens below which passes are not cut smaller to give each process one."""
 
 
 def fixed_settings(config: TrainerConfig) -> dict[str, object]:
@@ -69,33 +48,6 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
         "threads",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names}
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch ran out of the device's memory, or of the host's, for which it has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-@dataclass(eq=False)
-class Line:
-    """One policy's training state between steps."""
-
-    step: int
-    weights: Weights
-    optimizer: dict[str, Any] | None = None
-    """None: nothing was trained yet, or the state was lost."""
-    scheduler: dict[str, Any] | None = None
-    rng: dict[str, Any] | None = None
-    history: dict[int, Weights] = field(default_factory=dict)
-    """Adapters of the newest steps, to recompute logprobs at the very version that sampled."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """A line one step on, and what was measured on the way."""
-
-    line: Line
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +80,7 @@ class Engine:
         """Its place among the engines of the trainer, the same in each of its processes."""
         self.peers: Peers | None = None
         """The other processes that share this engine's passes."""
-        self._memory_limit = sys.maxsize
-        """Token budget that memory was found to hold."""
+        self.budget = Budget(config.tokens_per_batch)
         self.use(config)
         inner = self.model.get_base_model()
         self.forward = Forward(inner)
@@ -163,7 +114,7 @@ class Engine:
                 f"trainer.packing: prefixes can't be shared with {self.base}: {verified.why_padded}"
             )
         self.config = config
-        self._budget = min(config.tokens_per_batch, self._memory_limit)
+        self.budget.allow(config.tokens_per_batch)
         key = config_hash(config)
         if key not in self._trainers:
             self._trainers[key] = grpo.CapturedGRPOTrainer(
@@ -250,19 +201,24 @@ class Engine:
 
     def step(self, line: Line, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
         """One optimizer step over `examples`; `groups[i]` says which of them share prefixes. `line` itself stays as it
-        was, so that a step that is abandoned leaves no trace."""
+        was, so that a step that is abandoned leaves no trace.
+
+        Sequences that do not fit into memory even alone are left out. Raises `UntrainableError` where none is left."""
         self._use_threads()
         began = time.perf_counter()
         self.put(line.weights)
-        optimizer, scheduler = self._optimizer(line)
-        _set_rng(line.rng)
+        optimizer, scheduler = optimizer_of(self.config, self.parameters, line)
+        set_rng(line.rng)
         optimizer.zero_grad(set_to_none=True)
-        metrics = self._in_memory(lambda: self.backward(examples, groups, line.step))
+        held = self.budget.tokens
+        metrics, examples, groups, dropped = fitting.backward_what_fits(self, examples, groups, line.step)
         packing = self.packing_of(examples, groups)
         gradients = [p.grad for p in self.parameters]
-        metrics |= self._in_memory(lambda: checks.sampler_difference(self, line, examples, groups, packing))
+        metrics |= fitting.check(
+            self, lambda: checks.sampler_difference(self, line, examples, groups, packing)
+        )
         if self.config.beta == 0.0:
-            metrics |= self._in_memory(lambda: checks.kl_to_base(self, examples, groups, packing))
+            metrics |= fitting.check(self, lambda: checks.kl_to_base(self, examples, groups, packing))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient  # a check that ran out of memory cleared it
         self._hold_to_the_sampler(metrics, line.step)
@@ -276,7 +232,7 @@ class Engine:
         step = line.step + 1
         history = {s: w for s, w in line.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = weights
-        after = Line(step, weights, optimizer.state_dict(), scheduler.state_dict(), _get_rng(), history)
+        after = Line(step, weights, optimizer.state_dict(), scheduler.state_dict(), get_rng(), history)
         compute = time.perf_counter() - began
         metrics |= {
             "grad_norm": float(norm),
@@ -288,7 +244,9 @@ class Engine:
             # Forward, and backward through activations only: the base model's weights take no gradient.
             flops = 4 * self._size * metrics["tokens_forward"]
             metrics["mfu"] = flops / compute / (self.config.peak_tflops * 1e12)
-        return StepResult(after, metrics)
+        if self.budget.tokens == held and self.budget.step_taken():
+            log.info("memory sufficed: going on with a larger token budget", budget=self.budget.tokens)
+        return StepResult(after, metrics, dropped)
 
     def _hold_to_the_sampler(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
@@ -303,35 +261,17 @@ class Engine:
                     "same type, with --logprobs-mode processed_logprobs, and serves the adapter that its name says"
                 )
 
-    def _in_memory(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """`work`, again with half the token budget each time memory runs out; the smaller budget stays."""
-        while True:
-            try:
-                return work()
-            except RuntimeError as error:
-                if not is_out_of_memory(error) or self._budget <= _LEAST_BUDGET:
-                    raise
-                reason = str(error).splitlines()[0]
-            # Outside of the handler: the error's traceback holds on to the tensors that did not fit.
-            self._budget //= 2
-            self._memory_limit = self._budget
-            log.warning(
-                "out of memory: going on with half the token budget", budget=self._budget, error=reason
-            )
-            self.model.zero_grad(set_to_none=True)
-            self.trainer.take_metrics()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
         """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
         if self.peers is None:
-            parts = [self.passes(examples, groups, self._budget)]
+            parts = [self.passes(examples, groups, self.budget.tokens)]
         else:
             self.peers.send(
-                Job(self.number, self.config, self.weights(), examples, groups, step, self._budget)
+                Job(self.number, self.config, self.weights(), examples, groups, step, self.budget.tokens)
             )
-            parts = self.peers.together(lambda: self.passes(examples, groups, self._budget), self.parameters)
+            parts = self.peers.together(
+                lambda: self.passes(examples, groups, self.budget.tokens), self.parameters
+            )
         sequences = [e.sequence for e in examples]
         laid_out = sum(p.tokens_forward for p in parts)
         return (
@@ -342,7 +282,7 @@ class Engine:
                 "tokens_forward": float(laid_out),
                 "sequences": float(len(examples)),
                 "micro_batches": float(sum(p.micro_batches for p in parts)),
-                "token_budget": float(self._budget),
+                "token_budget": float(self.budget.tokens),
                 "packing_ratio": sum(len(s.ids) for s in sequences) / max(laid_out, 1),
             }
         )
@@ -353,11 +293,6 @@ class Engine:
         if packing != "auto":
             return packing
         return "prefix" if sharing_pays([e.sequence for e in examples], groups, self._cost) else "padded"
-
-    @property
-    def budget(self) -> int:
-        """Tokens of a pass at present."""
-        return self._budget
 
     def passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Part:
         """This process's passes of the batch, of at most about `budget` tokens each."""
@@ -373,7 +308,8 @@ class Engine:
         total = self._tokens(sequences)
         measured = Measured()
         for batch in batches:
-            self._backward(batch, examples, total, measured)
+            with fitting.within_memory(batch):
+                self._backward(batch, examples, total, measured)
         return Part(
             measured, self.trainer.take_metrics(), sum(b.layout.tokens for b in batches), len(batches)
         )
@@ -407,46 +343,3 @@ class Engine:
         loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, bonus) * share
         loss.backward()
         measured.add(loss, logprobs_SK, inside, self.config.correction_max)
-
-    def _optimizer(self, line: Line) -> tuple[torch.optim.Optimizer, Any]:
-        config = self.config
-        optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, betas=config.adam_betas,
-            weight_decay=config.weight_decay, foreach=True,
-        )  # fmt: skip
-        name: str = config.lr_schedule
-        if name == "constant" and config.warmup_steps:
-            name = "constant_with_warmup"
-        scheduler = get_scheduler(
-            name,
-            optimizer,
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=max(config.max_steps, 1),
-        )
-        if line.optimizer is not None and line.scheduler is not None:
-            # The optimizer works on what it is given in place; the line must survive an abandoned step.
-            optimizer.load_state_dict(copy.deepcopy(line.optimizer))
-            # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has come.
-            for name in _PROGRESS:
-                setattr(scheduler, name, line.scheduler[name])
-            for group, base, schedule in zip(
-                optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-            ):
-                group["initial_lr"] = base
-                group["lr"] = base * schedule(scheduler.last_epoch)
-                group["weight_decay"], group["betas"] = config.weight_decay, config.adam_betas
-            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-        return optimizer, scheduler
-
-
-def _get_rng() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    return {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
-
-
-def _set_rng(state: Mapping[str, Any] | None) -> None:
-    if state is None:
-        return
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))

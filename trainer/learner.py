@@ -7,9 +7,10 @@ publishes or overwrites.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +35,9 @@ from trainer.checkpoint import (
     unpack,
     weights_of,
 )
-from trainer.engine import Engine, Line, UntrainableError, fixed_settings
+from trainer.engine import Engine, fixed_settings
 from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
+from trainer.line import Line, UntrainableError
 from trainer.parallel import Peers
 from trainer.sampling import defaults_of, sampling_of
 from trainer.sequences import TokenSequence
@@ -66,6 +68,8 @@ class Taken:
     adapter: bytes
     """The adapter's tar."""
     line: Line
+    dropped: Mapping[str, tuple[str, ...]]
+    """By group, its trajectories with a sequence that memory does not hold."""
 
 
 class Learner:
@@ -200,7 +204,8 @@ class Learner:
         metrics["tokens_stale"] = float(stale)
         metrics["tokens_left_out"] = float(sum(g.left_out for g in batch))
         metrics["step_s"] = time.perf_counter() - began
-        return self._write(batch, result.line, metrics, started_at, trace or {})
+        taken = self._write(batch, result.line, metrics, started_at, trace or {})
+        return dataclasses.replace(taken, dropped=_by_group(fresh, result.dropped))
 
     def _group_metrics(self, batch: Sequence[BatchGroup]) -> dict[str, float]:
         members = [m for g in batch for m in trainable_members(g.prepared.event)]
@@ -253,7 +258,7 @@ class Learner:
         )
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
-        return Taken(manifest, tar, line)
+        return Taken(manifest, tar, line, {})
 
     def advance(self, taken: Taken) -> None:
         """The log holds the step: it is the present now, and old folders may go."""
@@ -263,6 +268,18 @@ class Learner:
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
         best = self.checkpoints.best()
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
+
+
+def _by_group(
+    groups: Sequence[PreparedGroup], dropped: Sequence[TokenSequence]
+) -> dict[str, tuple[str, ...]]:
+    """The trajectories of `dropped`, by the groups that they are of."""
+    gone = {id(sequence) for sequence in dropped}
+    found = {
+        g.event.group: tuple(dict.fromkeys(s.trajectory for s in g.sequences if id(s) in gone))
+        for g in groups
+    }
+    return {group: trajectories for group, trajectories in found.items() if trajectories}
 
 
 Shape = tuple[object, ...]

@@ -30,11 +30,14 @@ import torch.distributed as dist
 
 from pipeline.config import Config, TrainerConfig
 from pipeline.log import get_logger
+from trainer.budget import PassTooLargeError, is_out_of_memory
+from trainer.fitting import free
 from trainer.groups import Example
 from trainer.packing import MicroBatch
 
 if TYPE_CHECKING:
-    from trainer.engine import Engine, Weights
+    from trainer.engine import Engine
+    from trainer.line import Weights
 
 log = get_logger("trainer.parallel")
 
@@ -136,27 +139,30 @@ class Peers:
     def together(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter]) -> list[T]:
         """Do `work` in every process and sum the gradients of `parameters`; what each came to, by rank.
 
-        Raises what failed here, `torch.OutOfMemoryError` where another process ran out of memory, and `PeerError`."""
-        from trainer.engine import is_out_of_memory
-
+        Raises what failed here, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of memory, and
+        `PeerError`."""
         failure: Exception | None = None
         result: T | None = None
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - the others have to know, whatever it was
             failure = error
-        memory = isinstance(failure, RuntimeError) and is_out_of_memory(failure)
+        memory = failure is not None and is_out_of_memory(failure)
+        too_large = failure if isinstance(failure, PassTooLargeError) else None
         said = "" if failure is None else f"{type(failure).__name__}: {failure}"
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, (result, memory, said), group=self._control)
+        dist.all_gather_object(outcomes, (result, memory, too_large, said), group=self._control)
         if failure is not None:
             raise failure
-        if any(out_of_memory for _, out_of_memory, _ in outcomes):
+        for _, _, theirs, _ in outcomes:
+            if theirs is not None:
+                raise theirs
+        if any(out_of_memory for _, out_of_memory, _, _ in outcomes):
             raise torch.OutOfMemoryError("another process of the trainer ran out of memory")
-        if others := [f"process {rank}: {said}" for rank, (_, _, said) in enumerate(outcomes) if said]:
+        if others := [f"process {rank}: {said}" for rank, (_, _, _, said) in enumerate(outcomes) if said]:
             raise PeerError("; ".join(others)[:2000])
         self._sum(parameters)
-        return [result for result, _, _ in outcomes]
+        return [result for result, _, _, _ in outcomes]
 
     @staticmethod
     def _sum(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -196,7 +202,7 @@ def take_part(engine: Engine, job: Job) -> None:
         log.warning(
             "part of a step failed", rank=engine.peers.rank, error=f"{type(error).__name__}: {error}"[:500]
         )
-        engine.trainer.take_metrics()
+        free(engine)
 
 
 def launch(processes: int, arguments: Sequence[str]) -> None:

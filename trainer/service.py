@@ -11,9 +11,8 @@ acknowledged. A crash between any two of them is repaired at the next start by `
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
@@ -21,23 +20,20 @@ import anyio.to_thread
 
 from pipeline import streams
 from pipeline.broker import Broker, Consumption, Delivery, HistoryGoneError
-from pipeline.config import Config, TrainerConfig
+from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
-    ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
     checkpoint_subject,
     encode,
 )
 from pipeline.log import get_logger
-from pipeline.names import subject_token
 from pipeline.place import Place, place_of
 from pipeline.service import Ready
 from trainer.commits import Commits
 from trainer.consumed import Consumed
-from trainer.engine import UntrainableError
 from trainer.groups import (
     Refusal,
     bound_staleness,
@@ -46,58 +42,16 @@ from trainer.groups import (
     staleness_bound,
     trainable_members,
 )
+from trainer.histories import Histories
 from trainer.learner import BatchGroup, Learner, Taken, make_learners
+from trainer.line import UntrainableError
 from trainer.parallel import Peers
+from trainer.queues import Held, Queue
 from trainer.retention import Retention
-from trainer.sequences import TokenSequence, build
 
 log = get_logger("trainer")
 
 _MEND_EVERY_S = 1.0
-_FETCHES = 16
-"""Trajectories whose exchanges are read at once."""
-
-
-@dataclass(eq=False)
-class Held:
-    """A queued group. `delivery` is None for one that was read from the log at start and not delivered yet."""
-
-    event: GroupScored
-    place: Place
-    delivery: Delivery | None
-    sequences: list[TokenSequence] | None = None
-    """Of all scored training members; None: not fetched yet."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Sampled tokens that are not trained because of how they were sampled, by the settings that did it; known once fetched."""
-    duration_s: float = 0.0
-    """From the first call of its longest trajectory to the last answer; known once fetched."""
-
-
-@dataclass(eq=False)
-class Queue:
-    """One model's waiting groups."""
-
-    learner: Learner
-    waiting: deque[Held]
-    batch: list[Held]
-    """Groups of the step that is being computed or committed."""
-
-    @property
-    def step(self) -> int:
-        return self.learner.line.step
-
-    @property
-    def settings(self) -> TrainerConfig:
-        return self.learner.settings
-
-    @property
-    def finished(self) -> bool:
-        return 0 < self.settings.max_steps <= self.step
-
-    @property
-    def full(self) -> bool:
-        """Whether there may be enough groups for a step."""
-        return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
 
 
 class Trainer:
@@ -110,7 +64,7 @@ class Trainer:
         self._news = anyio.Event()
         self._publishing = anyio.Lock()
         self.log = Commits(broker, config)
-        self._fetching = anyio.CapacityLimiter(_FETCHES)
+        self._histories = Histories(broker)
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
@@ -144,7 +98,10 @@ class Trainer:
         discarded = {
             (r.event.branch, r.event.model, r.event.group)
             for r in recent
-            if isinstance(r.event, GroupDiscarded) and r.event.by == "trainer"
+            # Some trajectories were too large; the group itself trains.
+            if isinstance(r.event, GroupDiscarded)
+            and r.event.by == "trainer"
+            and r.event.reason != "too_large"
         }
         for recorded in recent:
             event = recorded.event
@@ -244,7 +201,9 @@ class Trainer:
     async def _discard(self, queue: Queue, held: Held, refusal: Refusal) -> None:
         event = held.event
         if refusal.reason == "stale" and held.sequences is None:
-            await self._fetch(held)  # for how long its trajectories took: do long tasks starve?
+            await self._histories.fetch(
+                held, queue.learner
+            )  # for how long its trajectories took: do long tasks starve?
         await self.broker.publish(
             GroupDiscarded(
                 project=event.project, group=event.group, model=event.model,
@@ -288,7 +247,7 @@ class Trainer:
             missing = settings.groups_per_step - len(queue.batch)
             candidates = [queue.waiting.popleft() for _ in range(min(missing, len(queue.waiting)))]
             queue.batch += candidates
-            refusals = await self._fetch_all(candidates)
+            refusals = await self._histories.fetch_all(candidates, queue.learner)
             for held in candidates:
                 if foreign := queue.learner.foreign_token(held.sequences or ()):
                     await self._bury(queue, [held], f"token {foreign} is not in the model's vocabulary")
@@ -313,61 +272,10 @@ class Trainer:
         why = "; ".join(f"{n} tokens were sampled under {what}" for what, n in held.left_out.items())
         return Refusal("no_variance", "no member has a token to train" + (f": {why}" if why else ""))
 
-    async def _fetch_all(self, wanted: list[Held]) -> dict[Place, Refusal]:
-        """Fetch the exchanges of `wanted`; which of them the log no longer holds, by place."""
-        gone: dict[Place, Refusal] = {}
-
-        async def fetch(held: Held) -> None:
-            refusal = await self._fetch(held)
-            if refusal is not None:
-                gone[held.place] = refusal
-
-        async with anyio.create_task_group() as tg:
-            for held in wanted:
-                if held.sequences is None:
-                    tg.start_soon(fetch, held)
-        return gone
-
-    async def _fetch(self, held: Held) -> Refusal | None:
-        learner = self.queues[held.event.model].learner
-        defaults = learner.sampling_defaults
-        sequences: list[TokenSequence] = []
-        held.left_out.clear()
-        project = subject_token(held.event.project)
-        for member in trainable_members(held.event):
-            async with self._fetching:
-                try:
-                    subject = f"rollout.exchange.{project}.{subject_token(member.trajectory)}"
-                    history = await self.broker.history("ROLLOUTS", subject, at_least=member.exchanges)
-                except HistoryGoneError as error:
-                    return Refusal("history_gone", str(error))
-            exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
-            distinct = len({(e.seq, e.choice) for e in exchanges})
-            if distinct < member.exchanges <= len(history):
-                # Something lies there twice, and the replica that answered may lag: all of it, by the leader's word.
-                history = await self.broker.history("ROLLOUTS", subject)
-                exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
-                distinct = len({(e.seq, e.choice) for e in exchanges})
-            if distinct < member.exchanges:
-                return Refusal(
-                    "history_gone",
-                    f"{member.trajectory} had {member.exchanges} exchanges, the log holds {distinct}",
-                )
-            held.duration_s = max(held.duration_s, _duration_s(exchanges))
-            sequences += build(
-                member.trajectory,
-                exchanges,
-                defaults=defaults,
-                mask_truncated=learner.settings.mask_truncated,
-                left_out=held.left_out,
-            )
-        held.sequences = sequences
-        return None
-
     async def _prefetch(self, queue: Queue) -> None:
         ahead = list(queue.waiting)[: queue.settings.groups_per_step]
         # What is gone is found again, and discarded, when its turn comes.
-        await self._fetch_all(ahead)
+        await self._histories.fetch_all(ahead, queue.learner)
 
     async def _step(self, queue: Queue) -> None:
         learner = queue.learner
@@ -385,6 +293,7 @@ class Trainer:
                 await self.log.mend(learner)  # first, so that the log has them in order
                 await self.log.publish(taken.manifest, taken.adapter)
                 await self.log.in_thread(learner.advance, taken)
+            await self._tell_of_dropped(queue, taken)
             self._consumed.checkpoint(taken.manifest.event())
             for held in queue.batch:
                 if held.delivery is not None:
@@ -394,6 +303,20 @@ class Trainer:
             "step", version=taken.manifest.version, batch=taken.manifest.batch_id,
             **{k: round(v, 6) for k, v in taken.manifest.metrics.items()},
         )  # fmt: skip
+
+    async def _tell_of_dropped(self, queue: Queue, taken: Taken) -> None:
+        """Say on the log which trajectories of the step's groups have a sequence that did not fit into memory."""
+        for held in queue.batch:
+            trajectories = taken.dropped.get(held.event.group, ())
+            if trajectories:
+                await self.broker.publish(
+                    GroupDiscarded(
+                        project=held.event.project, group=held.event.group, model=held.event.model, trajectories=trajectories,
+                        reason="too_large", by="trainer", split=held.event.split, branch=held.event.branch,
+                        version=taken.manifest.version, duration_s=held.duration_s,
+                        detail="memory does not hold a pass of one of their sequences alone; the rest of the group was trained",
+                    )
+                )  # fmt: skip
 
     async def _compute(self, queue: Queue, batch: list[BatchGroup]) -> Taken:
         """The step, in its thread, while the next batch's exchanges are fetched."""
@@ -422,12 +345,6 @@ class Trainer:
                 await held.delivery.ack()
             queue.batch.remove(held)
         log.error("buried", groups=[h.event.group for h in wanted], reason=reason, detail=detail)
-
-
-def _duration_s(exchanges: list[ExchangeRecorded]) -> float:
-    if not exchanges:
-        return 0.0
-    return (max(e.at for e in exchanges) - min(e.started_at or e.at for e in exchanges)) / 1e6
 
 
 def _trace_of(batch: list[Held]) -> dict[str, str]:

@@ -14,9 +14,10 @@ import torch
 
 from pipeline.config import ConfigError, ModelConfig, TrainerConfig
 from tests.trainer.kit import VOCAB, exactly, exchange, settings
-from trainer.engine import Engine, Line, SamplerMismatchError, UntrainableError
+from trainer.engine import Engine
 from trainer.groups import Example
 from trainer.learner import _shape
+from trainer.line import Line, SamplerMismatchError, UntrainableError
 from trainer.packing import Layout, padded
 from trainer.sequences import TokenSequence, build
 
@@ -197,56 +198,6 @@ def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, 
     other = Engine(tiny_base, TrainerConfig(lora_rank=2), tmp_path)
     with pytest.raises(ValueError, match="lora_rank"):
         engine.put(other.weights())
-
-
-def test_out_of_memory_halves_the_budget_and_goes_on(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = TrainerConfig(lora_rank=4, tokens_per_batch=1024, packing="padded", dtype="float64")
-    engine = exactly(Engine(tiny_base, config, tmp_path))
-    line = engine.new_line()
-    examples = batch(engine, line)
-    whole = engine.step(line, examples, [0] * 6)
-    original = engine.logprobs
-
-    def small(layout: Layout, *args: Any, **kwargs: Any) -> Any:
-        if layout.ids_RL.numel() > 60:
-            raise torch.OutOfMemoryError("too much")
-        return original(layout, *args, **kwargs)
-
-    monkeypatch.setattr(engine, "logprobs", small)
-    engine.config = msgspec.structs.replace(engine.config, check_sequences=0)
-    halved = engine.step(line, examples, [0] * 6)
-    assert halved.metrics["token_budget"] <= 64
-    assert halved.metrics["micro_batches"] > 1
-    assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
-    for name, tensor in whole.line.weights.items():
-        torch.testing.assert_close(halved.line.weights[name], tensor, rtol=1e-7, atol=1e-9)
-    monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"):
-        engine.step(line, examples, [0] * 6)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, schedule: str) -> None:
-    """The fault that was: the optimizer's state brought its old settings along."""
-    old = msgspec.structs.replace(engine.config, learning_rate=1e-2, lr_schedule=schedule, max_steps=10)
-    new = msgspec.structs.replace(old, learning_rate=1e-4, weight_decay=0.1, adam_betas=(0.8, 0.9))
-    kept = engine.config
-    engine.use(old)
-    line = engine.step(engine.new_line(), batch(engine, engine.new_line()), [0] * 6).line
-    engine.use(new)
-    after = engine.step(line, batch(engine, line, seed=20), [0] * 6)
-    share = 0.9 if schedule == "linear" else 1.0
-    assert after.metrics["learning_rate"] == pytest.approx(1e-4 * share)
-    (group,) = after.line.optimizer["param_groups"]  # type: ignore[index]
-    assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.9))
-    moved = max(float((after.line.weights[k] - line.weights[k]).abs().max()) for k in line.weights)
-    assert 0 < moved < 1e-3
-    engine.use(old)
-    moved = engine.step(line, batch(engine, line, seed=20), [0] * 6).line.weights
-    assert max(float((moved[k] - line.weights[k]).abs().max()) for k in moved) > 1e-3
-    engine.use(kept)
 
 
 def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(

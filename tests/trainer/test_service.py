@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+import torch
 
+from pipeline import streams
 from pipeline.broker import Broker
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
 from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded
@@ -19,7 +22,9 @@ from tests.conftest import NatsServer
 from tests.trainer import kit
 from trainer import checkpoint, service
 from trainer.commits import TrainerError
-from trainer.engine import Engine, Line
+from trainer.engine import Engine
+from trainer.line import Line
+from trainer.packing import Layout
 
 pytestmark = pytest.mark.anyio
 
@@ -114,6 +119,64 @@ async def test_what_trains_nothing_is_discarded_with_its_reason(
         assert reasons == {"equal": "no_variance", "single": "too_small", "gone": "history_gone"}
         assert await checkpoints(broker) == []
         assert await unacked(broker) == 1  # `good` waits for a second group
+
+
+async def test_a_trajectory_that_memory_does_not_hold_is_told_of_and_its_group_trains(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that was: restarts, then the whole batch among the dead letters."""
+    original = Engine.logprobs
+
+    def limited(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+        if layout.ids_RL.shape[1] > 60:
+            raise torch.OutOfMemoryError("too much")
+        return original(self, layout, *args, **kwargs)
+
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, packing="padded")
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            monkeypatch.setattr(Engine, "logprobs", limited)
+            for i in range(2):
+                for event in kit.turns(f"g-{i}", i):
+                    await broker.publish(event)
+            long = kit.exchange("g-2", 0, [5] * 80, [6, 7])
+            await broker.publish(long)
+            await broker.publish(kit.exchange("g-2", 1, [5] * 80 + [6, 7, 8], [6, 7]))
+            await broker.publish(kit.group("g", [0.0, 1.0, 0.5]))
+            (event,) = await steps_reach(broker, 1)
+            await all_acked(broker)
+            (told,) = await until(partial(discards, broker))
+        assert (event.metrics["sequences_dropped"], event.metrics["sequences"]) == (1, 2)
+        assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
+        assert not [r async for r in _letters(broker)]
+
+
+async def test_a_group_of_which_a_part_was_too_large_is_taken_over(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """A predecessor died holding it. A discard for another reason would mean that it is done with."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    spec = streams.trainer_consumer("main")
+    async with Broker.connect(nats_config) as broker:
+        await broker.provision_consumer(spec)
+        for name, reason in (("done", "no_variance"), ("part", "too_large")):
+            await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
+            await broker.publish(
+                GroupDiscarded(
+                    project="p", group=name, model=kit.MODEL, trajectories=(f"{name}-0",), reason=reason, by="trainer"
+                )
+            )  # fmt: skip
+        async with broker.consume(spec) as consumption:
+            assert len(await consumption.batch(2)) == 2
+        async with running(config):
+            (event,) = await steps_reach(broker, 1)
+            assert event.groups == ("part",)
+
+
+async def _letters(broker: Broker) -> AsyncIterator[DeadLettered]:
+    for recorded in await broker.history("DEAD", "dead.>"):
+        if isinstance(recorded.event, DeadLettered):
+            yield recorded.event
 
 
 async def test_stale_groups_are_discarded(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from pipeline.events import ExchangeRecorded
 from tests.conftest import VllmServer
 from tests.trainer import kit
 from trainer import checkpoint
-from trainer.engine import Engine, SamplerMismatchError
+from trainer.engine import Engine
 from trainer.groups import prepare
 from trainer.learner import BatchGroup, Learner
+from trainer.line import SamplerMismatchError
 from trainer.sequences import build
 
 pytestmark = pytest.mark.vllm
