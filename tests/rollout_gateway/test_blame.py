@@ -30,6 +30,7 @@ class Mortal:
 
     def __init__(self) -> None:
         self.port, self.deaths, self._stopping = free_port(), 0, False
+        self._counted = threading.Condition()
         self._thread = threading.Thread(target=self._keep, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -44,7 +45,16 @@ class Mortal:
             if self._stopping:
                 self._process.kill()
             self._process.wait()
-            self.deaths += not self._stopping
+            with self._counted:
+                self.deaths += not self._stopping
+                self._counted.notify_all()
+
+    def died(self, deaths: int) -> bool:
+        """Wait until it died so many times: the gateway can tell of a death before it is counted here. Return whether it died
+        that often and not more often."""
+        with self._counted:
+            self._counted.wait_for(lambda: self.deaths >= deaths, 60)
+            return self.deaths == deaths
 
     def __enter__(self) -> Mortal:
         self._thread.start()
@@ -76,13 +86,13 @@ async def test_a_request_that_kills_twice_is_refused_and_recorded(
             deadly.chat.completions.create(**asking(how, seed=1))
         assert (refused.value.status_code, refused.value.code) == (502, "deadly_request")
         assert "in flight at 2 deaths" in refused.value.message
-        assert server.deaths == 2
+        assert server.died(2)
         assert good.chat.completions.create(**asking("hello again")).choices
         # The same again is not sent; another body is.
         with pytest.raises(openai.APIStatusError, match="in flight at 2 deaths"):
             deadly.chat.completions.create(**asking(how, seed=1))
         assert deadly.chat.completions.create(**asking("fine")).choices
-        assert server.deaths == 2
+        assert server.died(2)
         async with Broker.connect(nats_config) as broker:
             events = await exchanges(broker, "deadly")
             others = await exchanges(broker, "good")

@@ -82,7 +82,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
     """Agents change nothing but the URL: runs and groups are inferred, and end when they go silent."""
-    gateway = start_gateway(infer=True, infer_idle_s=1.0)
+    gateway = start_gateway(infer=True, infer_idle_s=5.0)
     turns, tasks = 3, ("a1=x", "b2=o")
 
     async def play(client: openai.AsyncOpenAI, task: str, stream: bool) -> None:
@@ -106,7 +106,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
         for number in range(6):
             tg.start_soon(play, client, tasks[number % 2], number % 3 == 0)
     async with Broker.connect(nats_config) as broker:
-        with anyio.fail_after(30):
+        with anyio.fail_after(120):
             while len(done := await broker.history("ROLLOUTS", "rollout.completed.>")) < 6:
                 await anyio.sleep(0.1)  # until the runs have been silent for long enough
         events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
