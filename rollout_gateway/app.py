@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 import msgspec
@@ -18,7 +18,7 @@ from pipeline.config import GatewayConfig
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError
 from rollout_gateway import openapi, routes, wire
-from rollout_gateway.aside import LOOKUP, Aside
+from rollout_gateway.aside import Aside
 from rollout_gateway.chat import ChatHandler
 from rollout_gateway.coding import decoded
 from rollout_gateway.control import Control, read_body
@@ -31,7 +31,7 @@ from rollout_gateway.keys import Access
 from rollout_gateway.messages_api import MessagesTranslation, messages_error
 from rollout_gateway.metrics import Metrics
 from rollout_gateway.promotion import Action, Decision, Promotion
-from rollout_gateway.responses_api import ResponsesTranslation, previous_not_found
+from rollout_gateway.responses_api import TOOL_NAMES, ResponsesTranslation, previous_not_found
 from rollout_gateway.routing import Router
 from rollout_gateway.server import HeaderList, Headers, Request
 from rollout_gateway.translate import TranslatedStream, Translation
@@ -196,8 +196,7 @@ class App:
                 request.answer(status, counted if status == 200 else messages_error(counted, status))
                 return
             case "response":
-                anything = replace(access, models=frozenset())  # the lookup names no model
-                trajectory = await self._identity.trajectory(anything, admitted.named, headers, LOOKUP)
+                trajectory = await self._identity.held(access, admitted.named, headers)
                 answer = await self._aside.response(values[0], trajectory)
             case "openapi":
                 request.answer(200, openapi.encoded())
@@ -303,7 +302,7 @@ class App:
         """A call of another API: as a chat completion there, and back. The status."""
         try:
             translation = _TRANSLATED[path](self._read(request))
-            call = CHAT.read(_encode(translation.chat()), path)
+            call = _chat_call(translation, translation.chat())
             if isinstance(translation, ResponsesTranslation) and translation.previous:
                 caller, call = await self._continued(translation, call, admitted, request)
             else:
@@ -337,7 +336,7 @@ class App:
             before = await self._chat.answered(caller.trajectory, translation.previous)
         if before is None:
             raise previous_not_found(translation.request.previous_response_id or "")
-        return caller, CHAT.read(_encode(translation.chat(before)), translation.path)
+        return caller, _chat_call(translation, translation.chat(before))
 
 
 class _Listener:
@@ -404,6 +403,14 @@ def _refuse(request: Request, error: ApiError) -> None:
     if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
         body = messages_error(body, error.status)
     request.answer(error.status, body, error.headers)
+
+
+def _chat_call(translation: Translation, chat: dict[str, Any]) -> wire.Call:
+    """The chat completion that a call of another API became."""
+    call = CHAT.read(_encode(chat), translation.path)
+    if isinstance(translation, ResponsesTranslation) and translation.names:
+        call.body = _encode({**chat, "metadata": {TOOL_NAMES: translation.names}})
+    return call
 
 
 def _notes(translation: Translation) -> HeaderList:

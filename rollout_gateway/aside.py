@@ -20,14 +20,11 @@ from rollout_gateway.routing import Router
 from rollout_gateway.trajectories import Trajectory
 from rollout_gateway.translate import read
 from rollout_gateway.upstream import UpstreamError
-from rollout_gateway.wire import Asked, Call, read_fields
+from rollout_gateway.wire import Asked, read_fields
 
 _encode = msgspec.json.Encoder().encode
 _PATIENCE_S = 60.0
 _ANSWER_S = 30.0
-
-LOOKUP = Call(b"", {}, Asked(model=""), "")
-"""Stands for a call where only its trajectory is wanted."""
 
 
 class TextBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,6 +111,19 @@ class Identity:
             return await self._inference.find(call, self._router.name(call.asked.model), access.owner)
         return None
 
+    async def held(self, access: Access, url: str | None, headers: Headers) -> Trajectory | None:
+        """The trajectory that a caller names and may read, open or completed; `None` where it names none. The rules are those of
+        a call. Raises `ApiError`."""
+        name = _named(url, headers, None).trajectory
+        if access.trajectory:
+            if name and name != access.trajectory:
+                raise wrong_key("This API key belongs to another trajectory.", "wrong_key")
+            await self.charge(access.trajectory)
+        elif name:
+            await self.reach(access, name)
+        name = access.trajectory or name
+        return await self._registry.held(name) if name else None
+
     async def charge(self, trajectory: str) -> None:
         """A request with a trajectory's own key counts as one of the key that opened it, and ends with that key. Raises a
         401, 403 or 429 `ApiError`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -62,7 +62,7 @@ class _Request(msgspec.Struct):
 class MessagesTranslation:
     """One call of `/v1/messages`."""
 
-    path = "/v1/messages"
+    path: ClassVar[str] = "/v1/messages"
 
     def __init__(self, body: bytes) -> None:
         self.request = read(body, _Request)

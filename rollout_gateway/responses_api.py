@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,12 +21,14 @@ from rollout_gateway.translate import passed, read, sse
 _INSTRUCTED, _BARE = "resp_i", "resp_n"
 """How ids begin; the first where the first message was the call's `instructions`."""
 _KINDS = (_INSTRUCTED, _BARE)
+TOOL_NAMES = "journeyman_tools"
+"""Field of the recorded request's `metadata`: what `ResponsesTranslation.names` was, so that a response can be made again."""
 
 
 class ResponsesTranslation:
     """One call of `/v1/responses`."""
 
-    path = "/v1/responses"
+    path: ClassVar[str] = "/v1/responses"
 
     def __init__(self, body: bytes) -> None:
         self.request = read(body, ResponsesRequest)
@@ -52,13 +54,14 @@ class ResponsesTranslation:
 
     @classmethod
     def recorded(cls, name: str, exchange: ExchangeRecorded) -> dict[str, Any]:
-        """The response of that id, from its exchange. Calls of tools of a namespace have the names that the model knows."""
+        """The response of that id, from its exchange."""
         chat = msgspec.json.decode(exchange.request)
         system = chat["messages"][:1] if name.startswith(_INSTRUCTED) else []
         choice = chat.get("tool_choice")
         if isinstance(choice, dict):
             choice = {"type": "function", **choice["function"]}
-        tools = [{"type": "function", **tool["function"]} for tool in chat.get("tools") or ()]
+        names = msgspec.convert((chat.get("metadata") or {}).get(TOOL_NAMES, {}), dict[str, ToolName])
+        tools = Tools.sent(chat.get("tools") or [], names)
         asked = {
             "model": chat["model"], "input": "", "instructions": system[0]["content"] if system else None,
             "tools": tools, "tool_choice": choice, "parallel_tool_calls": chat.get("parallel_tool_calls"),
@@ -139,6 +142,11 @@ class ResponsesTranslation:
             items.append(item)
         self._model = completion.get("model", self._model)
         return self._response(items, choice.get("finish_reason") or "stop", completion.get("usage"))
+
+    @property
+    def names(self) -> dict[str, ToolName]:
+        """What the client calls the tools that the model knows by another name, or as functions though they are none."""
+        return {flat: tool for flat, tool in self._tools.names.items() if tool != ToolName(flat)}
 
     @property
     def left_out(self) -> list[str]:

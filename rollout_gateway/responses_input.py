@@ -103,6 +103,31 @@ class Tools:
             found._add(tool)
         return found
 
+    @staticmethod
+    def sent(chat: list[dict[str, Any]], names: dict[str, ToolName]) -> list[dict[str, Any]]:
+        """Return the tools of a recorded chat request under the client's names, those of a namespace in it. `names` has those
+        that the model knew by another name."""
+        found: list[dict[str, Any]] = []
+        spaces: dict[str, dict[str, Any]] = {}
+        for tool in chat:
+            made = {"type": "function", **tool["function"]}
+            name = names.get(made["name"])
+            if name is None:
+                found.append(made)
+                continue
+            made["name"] = name.name
+            if name.custom:
+                made["type"] = "custom"
+                del made["parameters"]
+            if not name.namespace:
+                found.append(made)
+            elif name.namespace in spaces:
+                spaces[name.namespace]["tools"].append(made)
+            else:
+                spaces[name.namespace] = {"type": "namespace", "name": name.namespace, "tools": [made]}
+                found.append(spaces[name.namespace])
+        return found
+
     def _add(self, tool: Tool, namespace: str = "") -> None:
         if tool.type == "namespace" and not namespace:
             for inner in tool.tools or ():

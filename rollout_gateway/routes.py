@@ -83,7 +83,7 @@ ROUTES = (
     ),
     Route(
         "GET", "/v1/responses/{response}", "response", "A response of a trajectory again, from the log", answer="Anything",
-        errors=(400, 404, 409, 503), key="call",
+        errors=(400, 404, 503), key="call",
     ),
 )  # fmt: skip
 

@@ -222,6 +222,13 @@ class Registry:
         last = await self._broker.last(_STREAM, subject)
         return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
 
+    async def held(self, trajectory: str) -> Trajectory:
+        """A trajectory to read from, open or completed, without its calls if it is not in memory. Raises a 404 `ApiError`."""
+        found = self._known.get(trajectory) or await self._begun(trajectory)
+        if found is None:
+            raise unknown_trajectory(trajectory)
+        return found
+
     async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
         """How an open or completed trajectory was opened and completed, and how many exchange events it has. Reads two
         events and a count, however long the run is. Raises a 404 `ApiError`."""
@@ -259,9 +266,12 @@ class Registry:
         return found.exchanges > before
 
     async def exchange_of(self, found: Trajectory, reply: str) -> ExchangeRecorded | None:
-        """The complete exchange whose reply has the id `reply`; the newest are looked at first."""
+        """The complete exchange whose reply has the id `reply`, or `None`. The newest are looked at first."""
         for seqs in reversed(found.recent.values()):
-            event = (await self._broker.get(_STREAM, seqs[0])).event
+            try:
+                event = (await self._broker.get(_STREAM, seqs[0])).event
+            except HistoryGoneError:
+                continue
             if (
                 isinstance(event, ExchangeRecorded)
                 and event.trajectory == found.id

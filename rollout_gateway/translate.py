@@ -3,7 +3,7 @@ completions their calls are captured like any other."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -15,6 +15,9 @@ _T = TypeVar("_T")
 
 class Translation(Protocol):
     """One call, translated: made from the client's body, asked for the chat completion, then given its answer."""
+
+    path: ClassVar[str]
+    """Where the client posted it."""
 
     def chat(self) -> dict[str, Any]:
         """The chat completion request."""

@@ -108,6 +108,19 @@ async def test_a_response_can_be_fetched_while_it_says_so(gateway: GatewayProces
         with pytest.raises(openai.NotFoundError) as refused:
             other.responses.retrieve(name)
         assert refused.value.code == "response_not_found"
+    # Under the same rules once the run is over, and where another gateway process is asked.
+    for _ in range(2):
+        gateway.complete("kept", reward=1.0)
+        assert {k: client.responses.retrieve(first.id).model_dump()[k] for k in same} == {
+            k: first.model_dump()[k] for k in same
+        }
+        for other in (nobody, stranger):
+            with pytest.raises(openai.NotFoundError):
+                other.responses.retrieve(first.id)
+        with pytest.raises(openai.ConflictError):
+            client.responses.create(model="tictactoe", input="x")
+        gateway.kill()
+        gateway.start()
 
 
 @pytest.mark.vllm
@@ -191,6 +204,10 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
         assert (call["type"], call["namespace"], call["name"]) == ("function_call", "mcp__games", "move")
         assert json.loads(call["arguments"])["cell"] in ("a1", "b2")
         assert final["tools"][1]["tools"][0]["name"] == "move"
+        again = httpx.get(f"{opened['base_url']}/responses/{final['id']}", timeout=60).json()
+        assert again["output"] == final["output"]
+        assert again["tools"][1]["name"] == "mcp__games"
+        assert (again["tools"][2]["type"], again["tools"][2]["name"]) == ("custom", "apply_patch")
         history += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}]
     async with Broker.connect(nats_config) as broker:
         events = await exchanges(broker, "codex")
