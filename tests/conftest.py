@@ -42,6 +42,10 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
+    @property
+    def log(self) -> str:
+        return (self.folder / "nats.log").read_text()
+
     def start(self) -> None:
         ports = self.folder / "ports"
         shutil.rmtree(ports, ignore_errors=True)
@@ -64,7 +68,7 @@ class NatsServer:
             if self.process.poll() is not None:
                 break
             time.sleep(0.02)
-        raise RuntimeError((self.folder / "nats.log").read_text())
+        raise RuntimeError(self.log)
 
     def kill(self) -> None:
         """As `kill -9`."""

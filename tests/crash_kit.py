@@ -4,13 +4,15 @@ Gateway, judge, trainer, store and nats-server run together as processes of thei
 point of `pipeline/crash.py` to die, and at which passage; the server is killed at seeded times. Agents know nothing but HTTP
 and repeat what was not answered. The inference server is a small one in this process that speaks vLLM's API: it stays up, so
 that what it answers can be compared with what was recorded.
+
+As under `journeyman up`, every service has its own NATS user with the rights of `pipeline/users.py`, the trainer signs its checkpoints
+and the gateway serves no others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -25,11 +27,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import httpx
+import msgspec
 from anyio.abc import TaskStatus
 
 from judge.scoring_server import ScoringServer
 from pipeline import config as configuration
-from pipeline import crash, streams
+from pipeline import crash, signing, streams, users
 from pipeline.broker import Broker
 from pipeline.config import (
     Config,
@@ -37,12 +40,14 @@ from pipeline.config import (
     JudgeConfig,
     ModelConfig,
     NatsConfig,
+    SigningConfig,
     StoreConfig,
     TrainerConfig,
     VllmConfig,
 )
 from pipeline.events import (
     CheckpointPublished,
+    DeadLettered,
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
@@ -148,7 +153,7 @@ class Nursery:
         command = [sys.executable, "-m", "tests.crash_nursery"]
         self._config = str(config)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._lives: dict[int, Life] = {0: Life(0, "")}
+        self._lives: dict[int, Life] = {0: Life(self, 0, "")}
 
     async def listen(self) -> None:
         """Pass on what it says, until it ends."""
@@ -156,8 +161,6 @@ class Nursery:
         while line := await anyio.to_thread.run_sync(self._process.stdout.readline, abandon_on_cancel=True):
             facts = json.loads(line)
             life = self._lives[facts["id"]]
-            if "pid" in facts:
-                life.pid = facts["pid"]
             if "ready" in facts:
                 life.ready.set()
             if "status" in facts:
@@ -169,18 +172,18 @@ class Nursery:
         await self._lives[0].ready.wait()
 
     def begin(self, service: str, where: str = "") -> Life:
-        life = Life(len(self._lives), where)
+        life = Life(self, len(self._lives), where)
         self._lives[life.number] = life
-        order = {"id": life.number, "service": service, "config": self._config, "crash": where}
+        self.order({"id": life.number, "service": service, "config": self._config, "crash": where})
+        return life
+
+    def order(self, order: dict[str, str | int]) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        return life
 
     def close(self) -> None:
-        for life in self._lives.values():
-            if life.pid and life.status is None:
-                os.kill(life.pid, signal.SIGKILL)
+        """Kill what lives."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -192,15 +195,16 @@ class Nursery:
 class Life:
     """One life of a service."""
 
+    nursery: Nursery
     number: int
     where: str
-    pid: int = 0
     status: int | None = None
     ready: anyio.Event = field(default_factory=anyio.Event)
     ended: anyio.Event = field(default_factory=anyio.Event)
 
     async def end(self, number: int) -> int:
-        os.kill(self.pid, number)
+        """Send a signal, unless the life is over; return the life's status once it is."""
+        self.nursery.order({"id": self.number, "signal": number})
         await self.ended.wait()
         assert self.status is not None
         return self.status
@@ -393,10 +397,24 @@ async def agents(config: Config) -> AsyncIterator[Fleet]:
             fleet.stopping = True
 
 
+def violations(log: str) -> list[str]:
+    """Return the lines of a NATS server's log that say that a connection or a right was refused."""
+    words = ("violation", "authentication error")
+    return [line for line in log.splitlines() if any(word in line.lower() for word in words)]
+
+
+def guarded(folder: Path) -> str:
+    """Return the users of a NATS server, as its configuration has them. Their seeds lie in `keys` below `folder`."""
+    return users.authorization(folder / "keys")
+
+
 def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
-    """Of all services; the inference server's address is not in them yet."""
-    return Config(
+    """Of all services; the inference server's address is not in them yet. The NATS server has the users of `guarded`."""
+    keys = folder / "keys"
+    nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
+    return signing.provided(Config(
         project="p", run_dir=str(folder), nats=nats, models=(ModelConfig(name="tiny", base=base),),
+        signing=SigningConfig(seed=str(keys / "checkpoints.nk")),
         vllm=VllmConfig(max_loras=10),
         gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, health_interval_s=0.5),
         judge=JudgeConfig(group_size=GROUP),
@@ -405,7 +423,7 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
             tokens_per_batch=1024, logprob_bound=1e9,  # the inference server makes up its logprobs
         ),
         store=StoreConfig(flush_rows=40, flush_s=0.05, compact_s=0.1, compact_files=3, compact_grace_s=0.0),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 async def play(
@@ -419,10 +437,11 @@ async def play(
     """Services live and die while agents work and `kill_servers` runs, which returns how many it killed; then everything is
     checked. `least`: so many runs must have ended and so many steps been taken."""
     folder = config.path()
-    async with Broker.connect(config.nats) as broker, Upstream().run() as upstream:
+    operator = msgspec.structs.replace(config.nats, provision=True)
+    async with Broker.connect(operator) as broker, Upstream().run() as upstream:
         assert isinstance(upstream, Upstream)
         vllm = VllmConfig(urls=(upstream.url.removesuffix("/v1"),), max_loras=10)
-        config = configuration.msgspec.structs.replace(config, vllm=vllm)
+        config = msgspec.structs.replace(config, vllm=vllm)
         configuration.save(config, folder / "config.toml")
         nursery = Nursery(folder / "config.toml")
         try:
@@ -484,6 +503,10 @@ async def check(
     assert set(ends.values()) == {1}, "a group trained twice, or trained and discarded"
     assert len({e.group for e in scored} - set(ends)) < 2
     assert len(steps) > least[1]
+    trust = signing.Trust(config.signing)
+    assert trust.checks
+    assert [objection for e in steps if (objection := trust.objection(e))] == []
+    assert {e.reason for e in events if isinstance(e, DeadLettered)} <= {"undecodable"}
 
     # The newest version is served, and its delivery is on the log.
     assert f"tiny@{len(steps)}" in upstream.adapters

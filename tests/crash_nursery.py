@@ -2,8 +2,9 @@
 begins in milliseconds instead of ten seconds.
 
 Reads a JSON line per life on stdin, `{"id": 3, "service": "judge", "config": …, "crash": "judge.before_publish:2"}`. Answers
-`{"id": 3, "pid": …}`, then `{"id": 3, "ready": true}` from the life itself, and `{"id": 3, "status": …}` once it is over (a signal's
-number, negative).
+`{"id": 3, "ready": true}` from the life itself, and `{"id": 3, "status": …}` once it is over (a signal's number, negative). The line
+`{"id": 3, "signal": 9}` sends a signal to a life that is not over. Only this process can do so safely: it decides when a life
+is reaped, so the process id can't be another's. The end of stdin kills all lives.
 """
 
 from __future__ import annotations
@@ -68,11 +69,17 @@ def fork(life: dict[str, Any]) -> int:
     os._exit(0)
 
 
+def begin(life: dict[str, Any]) -> int:
+    """Return a descriptor of the new life's process."""
+    return os.pidfd_open(fork(life))
+
+
 def main() -> None:
     for name in SERVICES:
         importlib.import_module(f"{plan.SERVICES[name]}.service")
     tell(id=0, ready=True)
-    alive: dict[int, tuple[int, int]] = {}
+    alive: dict[int, int] = {}
+    """Descriptor of a life's process to the life's id."""
     buffer, more = b"", True
     while more or alive:
         readable, _, _ = select.select([*([0] if more else []), *alive], [], [])
@@ -82,15 +89,19 @@ def main() -> None:
                 more = bool(data)
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
-                    life = json.loads(line)
-                    pid = fork(life)
-                    alive[os.pidfd_open(pid)] = (life["id"], pid)
-                    tell(id=life["id"], pid=pid)
-            else:
-                number, pid = alive.pop(fd)
+                    order = json.loads(line)
+                    if "signal" not in order:
+                        alive[begin(order)] = order["id"]
+                        continue
+                    for process, number in alive.items():
+                        if number == order["id"]:
+                            signal.pidfd_send_signal(process, order["signal"])
+                for process in [] if more else alive:
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            elif ended := os.waitid(os.P_PIDFD, fd, os.WEXITED):
                 os.close(fd)
-                _, status = os.waitpid(pid, 0)
-                tell(id=number, status=os.waitstatus_to_exitcode(status))
+                killed = ended.si_code != os.CLD_EXITED
+                tell(id=alive.pop(fd), status=-ended.si_status if killed else ended.si_status)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,13 @@ class Node:
     """One server; `kill` and `start` again keep its ports and its store."""
 
     def __init__(
-        self, folder: Path, name: str, ports: tuple[int, int, int], routes: Sequence[int], max_payload: int
+        self,
+        folder: Path,
+        name: str,
+        ports: tuple[int, int, int],
+        routes: Sequence[int],
+        max_payload: int,
+        extra: str,
     ) -> None:
         self.folder, self.name = folder / name, name
         self.port, self.route, self.monitor = ports
@@ -33,7 +39,7 @@ class Node:
             f"server_name: {name}\nhost: 127.0.0.1\nport: {self.port}\nmax_payload: {max_payload}\n"
             f'http: "127.0.0.1:{self.monitor}"\n'
             f'jetstream {{ store_dir: "{self.folder / "js"}" }}\n'
-            f"cluster {{ name: test, host: 127.0.0.1, port: {self.route}, routes: [{urls}] }}\n"
+            f"cluster {{ name: test, host: 127.0.0.1, port: {self.route}, routes: [{urls}] }}\n{extra}"
         )
 
     @property
@@ -62,11 +68,12 @@ class Node:
 class NatsCluster:
     """Three nodes."""
 
-    def __init__(self, folder: Path, max_payload: int = 1_048_576) -> None:
+    def __init__(self, folder: Path, max_payload: int = 1_048_576, extra: str = "") -> None:
+        """`extra` is more of each server's configuration, such as its users."""
         ports = _free_ports(3 * NODES)
         routes = ports[NODES : 2 * NODES]
         self.nodes = [
-            Node(folder, f"n{i}", (ports[i], routes[i], ports[2 * NODES + i]), routes, max_payload)
+            Node(folder, f"n{i}", (ports[i], routes[i], ports[2 * NODES + i]), routes, max_payload, extra)
             for i in range(NODES)
         ]
 

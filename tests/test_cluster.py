@@ -20,7 +20,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from rollout_gateway.tail import tail
 from rollout_gateway.trajectories import Keys, Registry
-from tests.crash_kit import SEED, play, settings
+from tests.crash_kit import SEED, guarded, play, settings, violations
 from tests.crash_nursery import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.pipeline.test_broker import completed, exchange
@@ -42,10 +42,23 @@ def cluster(tmp_path: Path) -> Iterator[NatsCluster]:
 
 
 @pytest.fixture
-def nats_config(cluster: NatsCluster) -> NatsConfig:
+def guarded_cluster(tmp_path: Path) -> Iterator[NatsCluster]:
+    """One whose servers have users."""
+    made = NatsCluster(tmp_path / "nats", max_payload=32_768, extra=guarded(tmp_path))
+    made.start()
+    yield made
+    made.stop()
+
+
+def cluster_config(cluster: NatsCluster) -> NatsConfig:
     return NatsConfig(
         url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=120
     )
+
+
+@pytest.fixture
+def nats_config(cluster: NatsCluster) -> NatsConfig:
+    return cluster_config(cluster)
 
 
 @pytest.fixture
@@ -220,20 +233,20 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.timeout(3600 if KILLS else 580)
 async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
-    cluster: NatsCluster,
-    nats_config: NatsConfig,
+    guarded_cluster: NatsCluster,
     tiny_base: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The crash matrix on three nodes; no service exits by itself."""
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
-    kills = KILLS or FEW_KILLS
+    kills, cluster = KILLS or FEW_KILLS, guarded_cluster
+    config = settings(cluster_config(cluster), tiny_base, tmp_path)
 
     async def kill_nodes() -> int:
         rng = random.Random(f"{SEED}/nodes")
         await cluster.healthy()
-        async with Broker.connect(nats_config, provision=False) as broker:
+        async with Broker.connect(config.nats) as broker:
             for number in range(kills):
                 await anyio.sleep(rng.uniform(0.2, 1.0))  # the schedule: when it dies
                 node = rng.choice(cluster.nodes)
@@ -245,8 +258,7 @@ async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
                     await cluster.healthy()
         return kills
 
-    matrix = await play(
-        settings(nats_config, tiny_base, tmp_path), LIVES, kill_nodes, least=(150, 10) if KILLS else (40, 10)
-    )
+    matrix = await play(config, LIVES, kill_nodes, least=(150, 10) if KILLS else (40, 10))
     assert not matrix.deaths.gave_up
     assert len(matrix.deaths) == sum(LIVES.values()) + kills
+    assert [line for node in cluster.nodes for line in violations(node.log)] == []

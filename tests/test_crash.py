@@ -11,9 +11,10 @@ import anyio.to_thread
 import pytest
 
 from pipeline import streams
+from pipeline.broker import Broker, BrokerUnavailableError
 from pipeline.config import NatsConfig
 from tests.conftest import NatsServer
-from tests.crash_kit import SEED, play, points_of, settings
+from tests.crash_kit import SEED, guarded, play, points_of, settings, violations
 from tests.crash_nursery import SERVICES, quick_consumers
 from tests.trainer import kit
 
@@ -33,7 +34,7 @@ async def test_over_200_crash_schedules_of_all_services(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
-    server = start_nats(max_payload=32_768)
+    server = start_nats(max_payload=32_768, extra=guarded(tmp_path))
     config = settings(
         NatsConfig(url=server.url, publish_deadline_s=60, ack_timeout_s=2.0), tiny_base, tmp_path
     )
@@ -52,3 +53,19 @@ async def test_over_200_crash_schedules_of_all_services(
     missed = {(s, p) for s in SERVICES for p in points_of(s)} - set(matrix.deaths.at)
     assert not missed, f"no life died at {missed}"
     assert matrix.deaths.at.total() >= 200, f"not reached: {matrix.deaths.elsewhere}"
+    assert violations(server.log) == []
+
+
+async def test_the_server_logs_what_it_refuses(start_nats: Callable[..., NatsServer], tmp_path: Path) -> None:
+    """What the crash matrix looks for in the server's log."""
+    server = start_nats(extra=guarded(tmp_path))
+    config = NatsConfig(url=server.url, users=str(tmp_path / "keys"), provision=False)
+    async with Broker.connect(config, name="store") as broker:
+        await broker.client.publish("policy.checkpoint.p.m.1", b"forged")
+        await broker.client.flush()
+    with pytest.raises(BrokerUnavailableError):
+        async with Broker.connect(NatsConfig(url=server.url), provision=False):
+            pass
+    publish, *connects = violations(server.log)
+    assert "policy.checkpoint.p.m.1" in publish
+    assert connects  # one for each try
