@@ -79,7 +79,7 @@ class Request:
         self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = b"application/json"
     ) -> None:
         """The whole answer."""
-        self.started = True
+        self._begin()
         if self._lost():
             return
         if (
@@ -100,7 +100,7 @@ class Request:
 
     def start(self, status: int, headers: HeaderList) -> None:
         """The head of a streamed answer."""
-        self.started = True
+        self._begin()
         if self._lost():
             return
         if self.plain:
@@ -130,6 +130,13 @@ class Request:
             if not self.plain:
                 self._connection.transport.write(b"0\r\n\r\n")
             self._connection.answered(self)
+
+    def _begin(self) -> None:
+        self.started = True
+        if (
+            self._connection.server.closing
+        ):  # what the head says must hold: the connection ends with this answer
+            self.keep_alive = False
 
     def _lost(self) -> bool:
         """Nothing can be said any more; the connection may have broken a moment before `gone` is told."""
