@@ -414,7 +414,14 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     start_timeout_s: float = 600.0
     """A trainer that has not loaded its models by then is killed and started again."""
     tokens_per_batch: int = 16_384
-    """Token budget of one forward and backward pass; a step takes as many passes as it needs."""
+    """Token budget of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes fewer where
+    the memory formula says that so many do not fit (`journeyman check-model`)."""
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: about a third more computation, a small part of
+    the memory. `auto`: on with CUDA where the model can, off on CPU."""
+    gpu_memory_share: float = 0.0
+    """Share of the GPU's memory that passes are planned for. 0: what is free; `journeyman up` sets 0.45 where its inference server is
+    on the same GPU."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group share the computation of what they have in common; `auto`: where it pays."""
     attention: Literal["sdpa", "flex"] = "sdpa"

@@ -7,6 +7,7 @@ the next attempt. A sequence that fails alone, twice, is left out of the step: n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -44,7 +45,8 @@ class Budget:
     """Tokens of a pass over one engine's model."""
 
     def __init__(self, most: int) -> None:
-        self._most = self.tokens = most
+        self._most = self.tokens = self._set = most
+        self._fits = sys.maxsize
         self._good = 0
         self._wait = GOOD_STEPS
         self._grew = False
@@ -52,11 +54,18 @@ class Budget:
 
     def allow(self, most: int) -> None:
         """Take over the setting: the budget is never larger. What memory was found to hold stays."""
+        self._set = most
+        most = min(most, self._fits)
         if most == self._most:
             return
         unlimited = self.tokens == self._most
         self._most = most
         self.tokens = most if unlimited else min(self.tokens, most)
+
+    def bound(self, fits: int) -> None:
+        """So many tokens fit into memory by the formula: the budget is never larger."""
+        self._fits = fits
+        self.allow(self._set)
 
     def halve(self, tried: int) -> None:
         """Memory ran out in a pass of `tried` tokens."""

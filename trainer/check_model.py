@@ -48,7 +48,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             out["memory"] = memory.step(config.tokens_per_batch)
             out["memory_parts"] = {
                 "weights": memory.weights, "optimizer": memory.optimizer, "per_token": memory.per_token,
-                "logits": memory.logits, "tokens_per_batch": config.tokens_per_batch, "free": memory.free,
+                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing, "tokens_per_batch": config.tokens_per_batch, "free": memory.free,
                 "tokens_that_fit": memory.tokens(),
             }  # fmt: skip
             out["device"], out["dtype"] = str(engine.device), str(engine.dtype).removeprefix("torch.")

@@ -26,6 +26,7 @@ from trainer.groups import Example
 from trainer.line import Line, SamplerMismatchError, StepResult, UntrainableError, Weights, get_rng, set_rng
 from trainer.loading import device_for, load
 from trainer.measure import Measured
+from trainer.memory import Memory, measure
 from trainer.optimizer import optimizer_of
 from trainer.packing import Cost, Layout, MicroBatch, micro_batches, sharing_pays
 from trainer.parallel import Job, Peers
@@ -45,7 +46,7 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
         "engine", "dtype", "load_in_4bit", "max_seq_length", "attention", "lora_rank", "lora_alpha", "lora_targets", "seed",
-        "threads",
+        "threads", "gradient_checkpointing",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names}
 
@@ -73,7 +74,7 @@ class Engine:
         self.device = device_for(config)
         self._use_threads()
         loaded = load(base, config, self.device)
-        self.model, self.lora = loaded.model, loaded.lora
+        self.model, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
         self._scratch = scratch
         self._trainers: dict[str, grpo.CapturedGRPOTrainer] = {}
         self.number = 0
@@ -129,6 +130,20 @@ class Engine:
         # PyTorch keeps this per thread, and the service's worker threads come and go.
         if torch.get_num_threads() != self.config.threads:
             torch.set_num_threads(self.config.threads)
+
+    def plan_passes(self) -> Memory:
+        """Measure what memory a pass takes. On CUDA the budget is bounded by what fits; on the CPU it is only said, since other
+        processes come and go there."""
+        memory = measure(self)
+        fits = memory.tokens()
+        if self.device.type == "cuda" and fits is not None:
+            self.budget.bound(max(1, fits))
+        log.info(
+            "memory of a step", model=self.base, device=str(self.device), weights=memory.weights, per_token=memory.per_token,
+            free=memory.free, tokens_that_fit=fits, token_budget=self.budget.tokens, step=memory.step(self.budget.tokens),
+            gradient_checkpointing=self.checkpointing,
+        )  # fmt: skip
+        return memory
 
     # -- adapters ------------------------------------------------------------------------------------------------
 

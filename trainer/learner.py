@@ -299,6 +299,7 @@ def make_engines(config: Config, scratch: Path, peers: Peers | None = None) -> d
         if shape not in engines:
             engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
             engine.warm_up()
+            engine.plan_passes()
             engine.number, engine.peers = len(engines) - 1, peers
     return engines
 

@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ConfigError, TrainerConfig
+from pipeline.log import get_logger
 from trainer.attention import implementation
 from trainer.forward import without_noise
+
+log = get_logger("trainer.loading")
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of the architectures that Unsloth patches."""
@@ -30,6 +33,8 @@ class Loaded:
     lora: LoraConfig
     prefix_sharing: bool
     """Whether the model obeys an attention mask of ours."""
+    checkpointing: bool = False
+    """Whether layers compute their activations again for the backward pass."""
 
 
 def device_for(config: TrainerConfig) -> torch.device:
@@ -67,7 +72,30 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora).to(device)
     without_noise(peft)
-    return Loaded(peft, lora, prefix_sharing=True)
+    return Loaded(peft, lora, prefix_sharing=True, checkpointing=_checkpoint(model, config, device))
+
+
+def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
+    """Whether activations are to be computed again for the backward pass, by the setting and the device."""
+    if config.gradient_checkpointing == "auto":
+        return bool(device.type == "cuda")
+    return bool(config.gradient_checkpointing == "on")
+
+
+def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
+    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting is `on` and the
+    model can't."""
+    if not checkpointing_wanted(config, device):
+        return False
+    try:
+        # Nothing in the model is random (see `without_noise`), so no random state has to be kept.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    except (ValueError, NotImplementedError) as error:
+        if config.gradient_checkpointing == "on":
+            raise ConfigError(f"trainer.gradient_checkpointing: {type(model).__name__}: {error}") from error
+        log.warning("this model has no gradient checkpointing: passes take more memory", error=str(error))
+        return False
+    return True
 
 
 def targets_of(model: Any, config: TrainerConfig) -> list[str]:
@@ -127,8 +155,8 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         lora_dropout=0,
         bias="none",
         target_modules=list(config.lora_targets or TARGETS),
-        use_gradient_checkpointing="unsloth",
+        use_gradient_checkpointing="unsloth" if checkpointing_wanted(config, device) else False,
         random_state=config.seed,
     )
     without_noise(model)
-    return Loaded(model, model.peft_config["default"], prefix_sharing=False)
+    return Loaded(model, model.peft_config["default"], False, checkpointing_wanted(config, device))

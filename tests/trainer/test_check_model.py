@@ -10,11 +10,8 @@ import pytest
 import torch
 
 from pipeline.cli import ELSEWHERE
-from pipeline.config import TrainerConfig
 from tests.trainer.families import make
-from tests.trainer.kit import make_model
-from trainer import check_model, memory
-from trainer.engine import Engine
+from trainer import check_model
 from trainer.forward import Forward
 
 
@@ -77,21 +74,3 @@ def test_what_can_not_be_loaded_is_refused_and_not_a_traceback(
     assert code == 1
     assert "no_such_family" in json.loads(out)["refused"]
     assert asked(capsys, str(tmp_path), "--set", "trainer.nonsense=1")[0] == 2
-
-
-def test_the_memory_of_a_token_is_what_pytorch_keeps_for_it(tmp_path: Path) -> None:
-    """A longer pass costs in proportion."""
-    one = Engine(make_model(tmp_path / "one"), TrainerConfig(lora_rank=4), tmp_path)
-    kept = [memory._kept(one, n) for n in (32, 64, 128)]
-    assert 2 * (kept[1] - kept[0]) == kept[2] - kept[1]
-    found = memory.measure(one)
-    assert found.per_token == (kept[1] - kept[0]) // 32
-    assert found.weights == sum(p.numel() * 4 for p in one.model.parameters()) + sum(
-        b.numel() * b.element_size() for b in one.model.buffers()
-    )
-    assert found.optimizer == 12 * sum(p.numel() for p in one.parameters)
-    more = found.step(2000) - found.step(1000)
-    assert more == pytest.approx(1100 * found.per_token, rel=1e-3)
-    fits = found.tokens()
-    assert fits is not None
-    assert fits > 1000
