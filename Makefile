@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
 
-.PHONY: demo test lint venv lock docs bench-store bench-gateway bench-judge bench-trainer bench-staleness clean
+.PHONY: demo test lint venv lock docs bench-store bench-gateway bench-judge bench-trainer bench-staleness gpu-proof clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -28,6 +28,11 @@ docs: venv
 bench-store bench-gateway bench-judge bench-trainer bench-staleness: bench-%: venv
 	$(PY) -m benchmarks.$*
 
+# On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed or with what its Python has. GPU_PROOF="--only 0.6b".
+gpu-proof: GPU_PY ?= $(if $(wildcard $(VENV)/.ready-gpu),$(PY),python3)
+gpu-proof:
+	$(GPU_PY) -m benchmarks.gpu $(GPU_PROOF)
+
 # Needs uv (from PyPI). torch's CPU build is on PyTorch's own index only, and its hashes are kept in requirements/torch-cpu.txt by hand;
 # the version of the other packages depends on it, so uv has to find it: set UV_FIND_LINKS to a folder with its wheel, or
 # UV_INDEX=https://download.pytorch.org/whl/cpu. nkeys has no wheel and is locked in requirements/source.txt. Versions stay as they are unless a requirement says otherwise: add --upgrade to move them.
@@ -41,7 +46,7 @@ COMPAT_UNUSED := datasets dill hf-xet multiprocess pandas pyarrow
 lock:
 	$(LOCK) pyproject.toml --extra cpu --extra dev --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/cpu.txt
-	$(LOCK) pyproject.toml --extra gpu -o requirements/gpu.txt
+	$(LOCK) pyproject.toml --extra gpu --extra proof -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
 
 clean:

@@ -12,7 +12,8 @@ Three shapes of work, each in a process of its own per implementation so that th
 
 TRL's side gets the same merged sequences (one row per trajectory, tool tokens masked), computes logits for completions
 only, and is spared the extra forward pass with which TRL otherwise gets its old logprobs. Its fused LM head is a GPU
-kernel, so logits are plain on CPU. Losses of both sides are compared. A step is forward, loss, backward and optimizer.
+kernel, so logits are plain on CPU. Losses of both sides are compared. A step is forward, loss, backward and optimizer; ours
+also makes the checks of every step that users get (`checks_share` is their part of its CPU time).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = ("short", "shared_prefix", "multiturn")
-IMPLEMENTATIONS = ("trl", "journeyman")
+IMPLEMENTATIONS = ("trl", "journeyman", "journeyman_unchecked")
+"""`journeyman` takes steps as the service does, with the checks against the sampler's logprobs and the base model; the last one
+leaves them out, to tell what they cost."""
 SMALL_PASSES = "journeyman_small_passes"
 """Ours in passes of as many tokens as TRL's 8 padded rows of the short shape have, to tell what memory is due to."""
 VOCAB = 4096
@@ -52,8 +55,8 @@ def model_folder(folder: Path) -> str:
     return str(folder)
 
 
-def make_batch(shape: str) -> tuple[list[Any], list[int]]:
-    """Examples and the group of each."""
+def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[int]]:
+    """Examples and the group of each; `groups` in place of the shape's own number of them."""
     import numpy as np
 
     from trainer.groups import Example
@@ -64,8 +67,8 @@ def make_batch(shape: str) -> tuple[list[Any], list[int]]:
     def some(low: int, high: int) -> list[int]:
         return rng.integers(2, VOCAB, int(rng.integers(low, high + 1))).tolist()
 
-    examples, groups = [], []
-    for group in range(8 if shape == "short" else 1):
+    examples, group_of = [], []
+    for group in range(groups or (8 if shape == "short" else 1)):
         prompt = {"short": (40, 80), "shared_prefix": (2000, 2000), "multiturn": (200, 200)}[shape]
         shared = some(*prompt)
         for _ in range(8):
@@ -87,8 +90,8 @@ def make_batch(shape: str) -> tuple[list[Any], list[int]]:
                 "t", np.array(ids, np.int32), mask, logprobs, steps, np.ones(n, np.float32)
             )
             examples.append(Example(sequence, float(rng.normal())))
-            groups.append(group)
-    return examples, groups
+            group_of.append(group)
+    return examples, group_of
 
 
 def run_one(shape: str, implementation: str, base: str, threads: int, rounds: int) -> dict[str, float]:
@@ -99,13 +102,16 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     from trainer.engine import Engine
 
     examples, groups = make_batch(shape)
-    config = TrainerConfig(threads=threads, check_sequences=0, logprob_bound=math.inf, learning_rate=1e-3)
+    # The recorded logprobs are made up: the checks run at their price, and what they find ends nothing.
+    config = TrainerConfig(threads=threads, logprob_bound=math.inf, learning_rate=1e-3)
+    if implementation == "journeyman_unchecked":
+        config = msgspec.structs.replace(config, check_sequences=0)
     if implementation == SMALL_PASSES:
         config = msgspec.structs.replace(config, tokens_per_batch=896)
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config, Path(scratch))
         line = engine.new_line()
-        padded = _trl_step(engine, config, examples, Path(scratch)) if implementation == "trl" else None
+        padded = trl_step(engine, config, examples, Path(scratch)) if implementation == "trl" else None
         seconds, cpu_seconds, losses = [], [], []
         for _ in range(rounds + 1):
             began, cpu_began = time.perf_counter(), time.process_time()
@@ -129,13 +135,16 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     }
 
 
-def _trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path) -> Any:
-    """TRL's step over rows padded to the longest of 8: prompts on the left, completions on the right."""
+def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = 8) -> Any:
+    """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU the logprobs
+    are computed by TRL's own code with its fused LM head."""
     import numpy as np
     import torch
     from datasets import Dataset
 
     from trainer import grpo
+
+    on_gpu = engine.device.type == "cuda"
 
     class Padded(grpo.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -143,17 +152,28 @@ def _trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path) -> A
             return super()._compute_loss(model, inputs)
 
         def _get_per_token_logps_and_entropies(
-            self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *_: Any, **__: Any
+            self,
+            model: Any,
+            input_ids: Any,
+            attention_mask: Any,
+            logits_to_keep: int,
+            *_: Any,
+            **options: Any,
         ) -> Any:
-            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-            logits = model(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=positions,
-                logits_to_keep=logits_to_keep + 1, use_cache=False,
-            ).logits[:, :-1]  # fmt: skip
-            logprobs = torch.log_softmax(logits.float(), -1)
-            with torch.no_grad():
-                entropies = -(logprobs.exp() * logprobs).sum(-1)
-            chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+            if on_gpu:
+                chosen, entropies, _unused = super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, **options
+                )
+            else:
+                positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+                logits = model(
+                    input_ids=input_ids, attention_mask=attention_mask, position_ids=positions,
+                    logits_to_keep=logits_to_keep + 1, use_cache=False,
+                ).logits[:, :-1]  # fmt: skip
+                logprobs = torch.log_softmax(logits.float(), -1)
+                with torch.no_grad():
+                    entropies = -(logprobs.exp() * logprobs).sum(-1)
+                chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
             # With one optimizer step per batch the old logprobs are these: TRL's extra forward pass is spared.
             batch = self._batch
             mask = batch["completion_mask"] * batch["tool_mask"]
@@ -162,7 +182,7 @@ def _trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path) -> A
             )
             return chosen, entropies, None
 
-    args = grpo.grpo_config(config, scratch, cpu=True)
+    args = grpo.grpo_config(config, scratch, cpu=not on_gpu)
     trainer = Padded(
         model=engine.model, reward_funcs=[grpo._no_reward], args=args,
         train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
@@ -195,14 +215,14 @@ def _trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path) -> A
             out["sampled"][i, : len(known)] = torch.from_numpy(known)
         out["advantages"] = torch.tensor([e.advantage for e in part])
         out["num_items_in_batch"] = torch.tensor(float(total))
-        return out
+        return {name: tensor.to(engine.device) for name, tensor in out.items()}
 
     def step() -> float:
         optimizer = torch.optim.AdamW(engine.parameters, lr=config.learning_rate, weight_decay=0.0)
         optimizer.zero_grad()
         loss_sum = 0.0
-        for first in range(0, len(examples), 8):
-            loss = trainer.compute_loss(engine.model, rows(examples[first : first + 8]))
+        for first in range(0, len(examples), rows_a_pass):
+            loss = trainer.compute_loss(engine.model, rows(examples[first : first + rows_a_pass]))
             loss.backward()
             loss_sum += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(engine.parameters, config.max_grad_norm)
@@ -230,7 +250,7 @@ def main() -> None:
         "command": f"python benchmarks/trainer.py --threads {args.threads} --rounds {args.rounds}",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load_before": os.getloadavg()[0]},
         "threads": args.threads,
-        "speedup_in_cpu_time": {},
+        "speedup_in_cpu_time": {}, "checks_share": {},
         "trained_tokens_per_s": {}, "peak_rss_mb": {}, "seconds_per_step": {}, "loss": {}, "trained_tokens": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -248,11 +268,13 @@ def main() -> None:
                 )  # fmt: skip
                 results[implementation] = json.loads(out.stdout.strip().splitlines()[-1])
             ours, theirs = results["journeyman"], results["trl"]
+            unchecked = results["journeyman_unchecked"]
             if abs(ours["loss"] - theirs["loss"]) > 1e-4 * max(1.0, abs(theirs["loss"])):
                 raise SystemExit(f"{shape}: the losses differ: {ours['loss']} and {theirs['loss']}")
             report[f"speedup_{shape}"] = round(
                 ours["trained_tokens_per_s"] / theirs["trained_tokens_per_s"], 3
             )
+            report["checks_share"][shape] = round(1 - unchecked["cpu_seconds"] / ours["cpu_seconds"], 3)
             for field in ("trained_tokens_per_s", "peak_rss_mb", "loss"):
                 report[field][shape] = {i: round(results[i][field], 6) for i in wanted}
             report["speedup_in_cpu_time"][shape] = round(theirs["cpu_seconds"] / ours["cpu_seconds"], 3)

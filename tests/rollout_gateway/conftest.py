@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,14 @@ class GatewayProcess:
 
 
 @contextmanager
-def standing(folder: Path, vllm_port: int = 0) -> Iterator[GatewayProcess]:
-    """A gateway before a vLLM and a log of its own, outside of pytest; `vllm_port`: of a vLLM started by hand."""
+def standing(folder: Path, vllm_port: int = 0, args: Sequence[str] = ()) -> Iterator[GatewayProcess]:
+    """A gateway before a vLLM and a log of its own, outside of pytest; `vllm_port`: of a vLLM started by hand; `args`: more of
+    the server's."""
     with contextlib.ExitStack() as stack:
         nats = NatsServer(folder)
         nats.start()
         stack.callback(nats.stop)
-        server = VllmServer(folder, vllm_port, args=("--max-loras", "4"))
+        server = VllmServer(folder, vllm_port, args=("--max-loras", "4", *args))
         if not vllm_port:
             server.start()
             stack.callback(server.stop)

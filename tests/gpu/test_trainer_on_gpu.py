@@ -1,0 +1,211 @@
+"""The trainer on CUDA: its kernels, types, layouts and memory, on tiny random models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import TrainerConfig
+from tests.trainer import families
+from trainer import engine as engine_module
+from trainer.engine import Engine
+from trainer.groups import Example
+from trainer.memory import free_bytes, measure
+from trainer.packing import micro_batches
+from trainer.sequences import TokenSequence
+from trainer.verify import bound_of
+
+pytestmark = pytest.mark.gpu
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> MakeEngine:
+    """An engine over a tiny model of a family; keyword arguments are the trainer's settings. It is verified as users' are, and
+    later holds no step to the recorded logprobs, which are made up."""
+
+    def make(family: str = "qwen3", **settings: object) -> Engine:
+        folder = tmp_path / family
+        base = str(folder) if folder.exists() else families.make(family, folder)
+        config = TrainerConfig(**{"learning_rate": 1e-2, **settings})  # type: ignore[arg-type]
+        engine = Engine(base, config, tmp_path)
+        engine.use(msgspec.structs.replace(config, logprob_bound=math.inf))
+        return engine
+
+    return make
+
+
+def batch(
+    groups: int = 2, members: int = 4, shared: int = 24, own: int = 16
+) -> tuple[list[Example], list[int]]:
+    """Groups with a common beginning; the recorded logprobs are of a uniform sampler, off the model's own."""
+    rng = np.random.default_rng(0)
+    examples, group_of = [], []
+    for group in range(groups):
+        prompt = rng.integers(2, families.VOCAB, shared)
+        for _ in range(members):
+            ids = np.concatenate([prompt, rng.integers(2, families.VOCAB, own)]).astype(np.int32)
+            trained = np.arange(len(ids)) >= shared
+            logprobs = np.where(trained, -math.log(families.VOCAB), np.nan).astype(np.float32)
+            sequence = TokenSequence(
+                "t", ids, trained, logprobs, np.where(trained, 0, -1).astype(np.int32), np.ones(len(ids), np.float32)
+            )  # fmt: skip
+            examples.append(Example(sequence, float(rng.normal())))
+            group_of.append(group)
+    return examples, group_of
+
+
+def gradient(engine: Engine) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of the batch, the adapter's B matrices not being zero."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {k: torch.randn(w.shape, generator=generator) * 0.05 for k, w in engine.weights().items()}
+    engine.put(weights)
+    engine.model.zero_grad(set_to_none=True)
+    metrics = engine.backward(*batch(), 0)
+    flat = torch.cat([p.grad.flatten().double().cpu() for p in engine.parameters if p.grad is not None])
+    return metrics["loss"], flat
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+def test_loss_and_gradient_are_those_of_the_cpu(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    on_gpu = gradient(make_engine(dtype="float32", packing=packing))
+    monkeypatch.setattr(engine_module, "device_for", lambda _: torch.device("cpu"))
+    on_cpu = gradient(make_engine(dtype="float32", packing=packing))
+    # Float32 sums of the same terms in another order: relative to the gradient's own size.
+    assert on_gpu[0] == pytest.approx(on_cpu[0], rel=1e-4, abs=1e-5)
+    assert float((on_gpu[1] - on_cpu[1]).norm() / on_cpu[1].norm()) < 1e-3
+
+
+def test_shared_prefixes_give_what_padded_rows_give(make_engine: MakeEngine) -> None:
+    shared = gradient(make_engine(dtype="float32", packing="prefix"))
+    padded = gradient(make_engine(dtype="float32", packing="padded"))
+    assert shared[0] == pytest.approx(padded[0], rel=1e-4, abs=1e-5)
+    assert float((shared[1] - padded[1]).norm() / padded[1].norm()) < 1e-3
+
+
+def test_flex_attention_gives_what_a_dense_mask_gives(make_engine: MakeEngine) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("FlexAttention has no gradients on CPU")
+    flex = gradient(make_engine(dtype="float32", packing="prefix", attention="flex"))
+    dense = gradient(make_engine(dtype="float32", packing="prefix", attention="sdpa"))
+    # FlexAttention may multiply in TensorFloat-32, with 10 bits of mantissa.
+    assert flex[0] == pytest.approx(dense[0], rel=1e-2, abs=1e-3)
+    assert float((flex[1] - dense[1]).norm() / dense[1].norm()) < 2e-2
+
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "granite", "cohere", "phi3", "gpt_oss", "qwen3_moe")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_families_compute_what_their_own_forward_pass_computes(
+    make_engine: MakeEngine, family: str, dtype: str
+) -> None:
+    engine = make_engine(family, dtype=dtype)
+    bound = bound_of(TrainerConfig(), engine.dtype)
+    for found in (engine.verified.padded, engine.verified.packed):
+        assert found is not None
+        assert (found.largest if dtype == "float32" else found.mean) <= bound, str(found)
+
+
+def test_a_gpu_trains_in_bfloat16_by_default(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    assert engine.dtype == expected
+    assert {p.device.type for p in engine.parameters} == {engine.device.type}
+
+
+def test_steps_lower_the_loss(make_engine: MakeEngine) -> None:
+    engine = make_engine(sampler_correction="none", epsilon=10.0)
+    examples, groups = batch()
+    line, losses = engine.new_line(), []
+    for _ in range(8):
+        result = engine.step(line, examples, groups)
+        line = result.line
+        losses.append(result.metrics["loss"])
+    assert losses[-1] < losses[0]
+    assert all(torch.isfinite(w).all() for w in line.weights.values())
+
+
+def test_a_line_goes_on_from_its_state_as_if_it_had_never_stopped(make_engine: MakeEngine) -> None:
+    examples, groups = batch()
+    first = make_engine(dtype="float32")
+    line = first.step(first.new_line(), examples, groups).line
+    went_on = first.step(line, examples, groups).line
+    second = make_engine(dtype="float32")
+    resumed = second.step(dataclasses.replace(line), examples, groups).line
+    for name, weight in went_on.weights.items():
+        # Adam divides by the root of a moment: what differs by rounding moves by a small part of a learning rate.
+        torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-3, atol=1e-3)
+
+
+def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(packing="padded", tokens_per_batch=512)
+    forward, refused = engine.logprobs, []
+
+    def small(layout, shape, **options):  # type: ignore[no-untyped-def]
+        if layout.ids_RL.numel() > 200:
+            refused.append(layout.ids_RL.numel())
+            if torch.cuda.is_available():
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")  # a petabyte: PyTorch's own error
+            raise torch.OutOfMemoryError("not enough memory")
+        return forward(layout, shape, **options)
+
+    monkeypatch.setattr(engine, "logprobs", small)
+    result = engine.step(engine.new_line(), *batch())
+    assert refused
+    assert result.metrics["token_budget"] < 512
+    assert result.line.step == 1
+
+
+def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch counts no peak on CPU")
+    engine = make_engine(dtype="bfloat16", packing="padded", tokens_per_batch=8192)
+    memory = measure(engine)
+    examples, groups = batch(groups=8, members=16, shared=64, own=64)
+    line = engine.new_line()
+    engine.step(line, examples, groups)
+    torch.cuda.reset_peak_memory_stats()
+    engine.step(line, examples, groups)
+    passes = micro_batches(
+        [e.sequence for e in examples],
+        groups,
+        engine.budget,
+        engine.packing_of(examples, groups),
+        engine._cost,
+    )
+    largest = max(b.layout.ids_RL.numel() for b in passes)
+    # Allocations are rounded up to 512 bytes and libraries hold workspaces: 64 MiB beside a model this small.
+    assert torch.cuda.max_memory_allocated() < memory.step(largest) + (64 << 20)
+
+
+def test_free_memory_is_told() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    free = free_bytes(device)
+    assert free is not None
+    assert free > 1 << 20
+
+
+def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine) -> None:
+    """What the trainer computes twice, with gradients and in the check, is the same."""
+    engine = make_engine(dtype="bfloat16", packing="padded")
+    examples, groups = batch()
+    from benchmarks.gpu_trainer import own_logprobs
+
+    recorded = own_logprobs(engine, examples)
+    engine.use(msgspec.structs.replace(engine.config, logprob_bound=None))
+    metrics = engine.step(engine.new_line(), recorded, groups).metrics
+    assert metrics["sampler_logprob_diff"] <= bound_of(TrainerConfig(), engine.dtype)
