@@ -18,9 +18,11 @@ import asyncio
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,16 @@ def _quantile(values: Spans, share: float, spans: Spans) -> float:
     return float(np.quantile(chosen, share)) * 1000
 
 
+@contextmanager
+def explained(gateway: GatewayProcess) -> Iterator[None]:
+    """Show the end of the gateway's log where the measurement breaks off: its folder goes with it."""
+    try:
+        yield
+    except BaseException:
+        sys.stderr.write(gateway.log[-4000:])
+        raise
+
+
 async def measure(
     gateway: GatewayProcess, broker: Broker, *, swaps: int, streams: int, calm_s: float
 ) -> tuple[dict[str, Any], Streams]:
@@ -270,7 +282,7 @@ class Weights:
 
 
 async def run(folder: Path, vllm_port: int, swaps: int, streams: int, calm_s: float) -> dict[str, Any]:
-    with standing(folder, vllm_port) as gateway:
+    with standing(folder, vllm_port) as gateway, explained(gateway):
         async with Broker.connect(gateway.config.nats) as broker:
             out, seen = await measure(gateway, broker, swaps=swaps, streams=streams, calm_s=calm_s)
             return out | await check_labels(broker, seen, streams)

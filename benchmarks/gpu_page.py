@@ -54,7 +54,7 @@ def _size(size: str, result: dict[str, Any]) -> list[str]:
         lines += [
             f"{model['parameters'] / 1e9:.2f} billion parameters in {model['dtype']}, rank {model['lora_rank']}. The formula says "
             f"{_gib(model['weights_bytes'])} GiB of weights, {model['bytes_per_token'] / 2**20:.3f} MiB a token and "
-            f"{_gib(model['logits_bytes'])} GiB of logits.",
+            f"{_gib(model['logits_bytes'])} GiB of logits. Gradient checkpointing is {'on' if model['gradient_checkpointing'] else 'off'}.",
             "",
         ]
     if verified := result.get("verified"):

@@ -139,7 +139,8 @@ def swaps(into: Path, models: Path, scratch: Path, *, device: str, tiny: bool, r
     streams, count = STREAMS[tiny], 4 if tiny else 10 * rounds
 
     async def run(folder: Path) -> dict[str, Any]:
-        with standing(folder, args=_server_args(device, tiny)) as gateway:
+        args = _server_args(device, tiny)
+        with standing(folder, args=args) as gateway, gateway_swaps.explained(gateway):
             async with Broker.connect(gateway.config.nats) as broker:
                 found, seen = await gateway_swaps.measure(
                     gateway, broker, swaps=count, streams=streams, calm_s=4.0 if tiny else 20.0

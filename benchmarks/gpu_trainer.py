@@ -114,14 +114,14 @@ def ours(
     metrics = results[-1]
     sequences = [e.sequence for e in examples]
     packing = engine.packing_of(examples, groups)
-    passes = micro_batches(sequences, groups, engine.budget, packing, engine._cost)
+    passes = micro_batches(sequences, groups, engine.budget.tokens, packing, engine._cost)
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Forward, and backward through activations only: the base model's weights take no gradient.
     flops = 4 * engine._size * metrics["tokens_forward"] / seconds
     formula = memory.step(largest)
     return {
         "seconds": seconds, "layout": packing, "passes": len(passes), "tokens_of_largest_pass": largest,
-        "token_budget": engine.budget, "trained_tokens": metrics["tokens"], "forward_tokens": metrics["tokens_forward"],
+        "token_budget": engine.budget.tokens, "trained_tokens": metrics["tokens"], "forward_tokens": metrics["tokens_forward"],
         "sequence_tokens": sum(len(s.ids) for s in sequences),
         "trained_tokens_per_s": metrics["tokens"] / seconds, "forward_tokens_per_s": metrics["tokens_forward"] / seconds,
         "model_tflops": flops / 1e12, "peak_bytes": peak, "formula_bytes": formula, "peak_over_formula": peak / formula,
@@ -134,7 +134,7 @@ def theirs(engine: Any, line: Any, examples: list[Any], rounds: int, scratch: Pa
     import torch
 
     from benchmarks.trainer import trl_step
-    from trainer.engine import is_out_of_memory
+    from trainer.budget import is_out_of_memory
 
     rows = 8
     while True:
@@ -181,7 +181,6 @@ def measure(
     from benchmarks.trainer import make_batch
     from pipeline.config import TrainerConfig
     from trainer.engine import Engine
-    from trainer.memory import measure as memory_of
 
     out = Partial(into)
     began = time.perf_counter()
@@ -205,14 +204,14 @@ def measure(
             "packed_mean": verified.packed.mean if verified.packed else None,
         },
     )  # fmt: skip
-    memory = memory_of(engine)
+    memory = engine.plan_passes()  # as the service does before its first step
     out.put(
         "model",
         {
             "parameters": sum(p.numel() for p in engine.model.get_base_model().parameters()),
             "dtype": str(engine.dtype).removeprefix("torch."), "lora_rank": config.lora_rank,
             "weights_bytes": memory.weights, "bytes_per_token": memory.per_token, "logits_bytes": memory.logits,
-            "tokens_that_fit": memory.tokens(),
+            "tokens_that_fit": memory.tokens(), "gradient_checkpointing": engine.checkpointing,
         },
     )  # fmt: skip
     if "matmul_tflops" not in out.found:

@@ -60,21 +60,25 @@ class Table:
         self.cached = 0
         self.live = list(range(len(seeds)))
 
-    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden state at the last of the new tokens [R, n]."""
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits after the last of the new tokens [R, n]."""
         positions = torch.arange(self.cached, self.cached + rows.shape[1]).expand(len(rows), -1)
-        out = self.arena.engine._trunk(
-            input_ids=rows, position_ids=positions, past_key_values=self.cache, use_cache=True
+        out = self.arena.engine.model(
+            input_ids=rows,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         self.cached += rows.shape[1]
-        return out.last_hidden_state[:, -1]  # type: ignore[no-any-return]
+        return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def _first(self, rows: torch.Tensor) -> torch.Tensor:
         """The same where nothing is cached yet: the few openings that there are go through the model once each."""
         unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
-        hidden = self._hidden(unique)
+        logits = self._logits(unique)
         self.cache.batch_select_indices(inverse)
-        return hidden[inverse]
+        return logits[inverse]
 
     def turn(self) -> list[tuple[int, list[int], list[int], list[float]]]:
         """One move in every game that goes on: its number, the prompt, the reply and the reply's logprobs."""
@@ -83,8 +87,8 @@ class Table:
         replies: list[list[int]] = [[] for _ in self.live]
         logprobs: list[list[float]] = [[] for _ in self.live]
         for _ in range(MAX_TOKENS):
-            hidden = self._hidden(rows) if self.cached else self._first(rows)
-            scores = torch.log_softmax(self.arena.engine._head(hidden).float(), -1)
+            logits = self._logits(rows) if self.cached else self._first(rows)
+            scores = torch.log_softmax(logits.float(), -1)
             chosen = torch.multinomial(scores.exp(), 1, generator=self.random)
             for r, reply in enumerate(replies):
                 if not reply or reply[-1] != self.arena.end:

@@ -192,6 +192,24 @@ def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
     assert torch.cuda.max_memory_allocated() < memory.step(largest) + (64 << 20)
 
 
+def test_gradient_checkpointing_is_on_by_default_and_changes_no_gradient(make_engine: MakeEngine) -> None:
+    engine = make_engine(dtype="float32", packing="padded")
+    assert engine.checkpointing == torch.cuda.is_available()
+    on = gradient(make_engine(dtype="float32", packing="padded", gradient_checkpointing="on"))
+    off = gradient(make_engine(dtype="float32", packing="padded", gradient_checkpointing="off"))
+    assert on[0] == pytest.approx(off[0], rel=1e-4, abs=1e-5)
+    assert float((on[1] - off[1]).norm() / off[1].norm()) < 1e-3
+
+
+def test_passes_are_planned_by_the_free_memory(make_engine: MakeEngine) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("on CPU no budget is bounded by the free memory")
+    engine = make_engine(gpu_memory_share=1e-4, tokens_per_batch=1 << 20)
+    fits = engine.plan_passes().tokens()
+    assert fits is not None
+    assert engine.budget.tokens == max(1, fits)
+
+
 def test_free_memory_is_told() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = free_bytes(device)

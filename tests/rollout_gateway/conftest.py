@@ -215,14 +215,17 @@ def unload_all(server: VllmServer) -> None:
 def adapter_tensors(seed: int, scale: float = 0.1) -> bytes:
     """The weights of `make_adapter`, as safetensors."""
     model = json.loads((VllmServer.base / "config.json").read_text())
-    hidden, heads = model["hidden_size"], model["num_attention_heads"] * model["head_dim"]
+    hidden = model["hidden_size"]
+    heads = {"q_proj": model["num_attention_heads"], "v_proj": model["num_key_value_heads"]}
     random = np.random.default_rng(seed)
     tensors = {}
     for layer in range(model["num_hidden_layers"]):
-        for name in ("q_proj", "v_proj"):
+        for name, count in heads.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{prefix}.lora_A.weight"] = random.normal(size=(8, hidden)).astype(np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = (scale * random.normal(size=(heads, 8))).astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = (
+                scale * random.normal(size=(count * model["head_dim"], 8))
+            ).astype(np.float32)
     return save(tensors)
 
 
