@@ -346,7 +346,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Groups to checkpoints."""
 
     engine: Literal["transformers", "unsloth"] = "transformers"
-    """`unsloth` needs a CUDA GPU."""
+    """`unsloth` needs a CUDA GPU. It is imported before the libraries that it patches."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of the base model's weights; `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing results."""
     load_in_4bit: bool = False

@@ -91,6 +91,48 @@ def lora_slots(config: Config) -> int:
     return config.vllm.max_loras + (vllm_device(config) == "cpu")
 
 
+_SHARED_GPU = 0.9
+"""Of a GPU's memory that inference server and trainer take together."""
+_MEMORY_FLAG = "--gpu-memory-utilization"
+
+
+def shares_gpu(config: Config) -> bool:
+    """Whether the inference server and the trainer, both started here, may use a GPU together."""
+    if vllm_device(config) != "cuda":
+        return False
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    theirs = config.vllm.env.get("CUDA_VISIBLE_DEVICES", mine)
+    # Without the variable a process sees every GPU. The trainer takes the first ones that it sees.
+    processes = config.trainer.processes
+    trainers = (mine.split(",") if mine else [str(i) for i in range(processes)])[:processes]
+    return not theirs or not set(trainers).isdisjoint(theirs.split(","))
+
+
+def share_gpu(config: Config) -> Config:
+    """`config` with the memory of the GPU divided between inference server and trainer, where the settings do not say how."""
+    args = config.vllm.args
+    given = next((a.partition("=")[2] for a in args if a.startswith(f"{_MEMORY_FLAG}=")), "")
+    if _MEMORY_FLAG in args[:-1]:
+        given = args[args.index(_MEMORY_FLAG) + 1]
+    try:
+        theirs = float(given) if given else _SHARED_GPU / 2
+    except ValueError as error:
+        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is no number") from error
+    ours = config.trainer.gpu_memory_share or round(max(_SHARED_GPU - theirs, 0.05), 6)
+    if not given:
+        theirs = round(_SHARED_GPU - ours, 6)
+        if theirs <= 0:
+            raise ConfigError(
+                f"trainer.gpu_memory_share: {ours} leaves the inference server nothing of the GPU"
+            )
+        args = (*args, _MEMORY_FLAG, f"{theirs:g}")
+    return msgspec.structs.replace(
+        config,
+        vllm=msgspec.structs.replace(config.vllm, args=args),
+        trainer=msgspec.structs.replace(config.trainer, gpu_memory_share=ours),
+    )
+
+
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
     bases = {m.base for m in config.models}
@@ -196,6 +238,9 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         nats = msgspec.structs.replace(nats, url=f"{scheme}://127.0.0.1:{port}", port=port)
         foundation = ("nats",)
     if not vllm.urls and "gateway" in services:
+        if "trainer" in services and shares_gpu(config):
+            config = share_gpu(config)
+            vllm = config.vllm
         port = vllm.port or free_port()
         key = vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
         vllm = msgspec.structs.replace(vllm, api_key_file=key)

@@ -5,9 +5,10 @@ import os
 import sys
 from functools import partial
 
-from pipeline.config import ConfigError, load
+from pipeline.config import Config, ConfigError, load
 from pipeline.log import configure
 from pipeline.service import main
+from trainer.first import import_first
 
 
 def _run() -> None:
@@ -18,22 +19,34 @@ def _run() -> None:
         _run_as_one_of_several(given.config)
         return
     try:
-        processes = load(given.config).trainer.processes if given.config else 1
+        config = load(given.config) if given.config else None
     except ConfigError:
-        processes = 1  # `main` says what is wrong
-    if processes > 1:
+        config = None  # `main` says what is wrong
+    if config is not None and config.trainer.processes > 1:
         from trainer.parallel import launch
 
-        launch(processes, sys.argv[1:])
+        launch(config.trainer.processes, sys.argv[1:])
+    _import_first(config)
     from trainer.service import serve
 
     main("trainer", serve)
 
 
+def _import_first(config: Config | None) -> None:
+    if config is None:
+        return
+    try:
+        import_first(config)
+    except ConfigError as error:
+        sys.stderr.write(f"trainer: {error}\n")
+        raise SystemExit(2) from error
+
+
 def _run_as_one_of_several(file: str) -> None:
     from trainer.parallel import Peers, adopt_ready_fd, follow
 
-    peers = Peers.join()
+    peers = Peers.join()  # first: it says which GPU is this process's
+    _import_first(load(file) if file else None)
     if peers.rank:
         config = load(file)
         configure("trainer", config.log_level)

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import log
-from pipeline.config import Config, ConfigError, TrainerConfig, load
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
 from trainer import cli
+from trainer.first import import_first
 
 
 def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     """The findings, as `--json` prints them: differences in nats, memory in bytes. `refused` is `None` where the model trains
     right, else the reason."""
+    import_first(Config(models=(ModelConfig(base=base),), trainer=config))
     from trainer.engine import Engine
     from trainer.memory import measure
     from trainer.verify import RefusedError

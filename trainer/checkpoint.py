@@ -22,12 +22,11 @@ import shutil
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import safetensors.torch
 import torch
-from peft import LoraConfig
 
 from pipeline import crash
 from pipeline.config import Config
@@ -35,6 +34,9 @@ from pipeline.events import CheckpointPublished, pack_seqs
 from pipeline.log import get_logger
 from pipeline.names import subject_token
 from trainer.line import Line, Weights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 log = get_logger("trainer.checkpoint")
 

@@ -158,6 +158,8 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
     """TRL's loss on batches that were sampled elsewhere."""
 
     def __init__(self, model: torch.nn.Module, args: GRPOConfig, beta: float = 0.0) -> None:
+        # TRL casts the adapter over a base in four bits to bfloat16, where an update of a 256th of a weight is lost.
+        adapter = {p: p.data for p in model.parameters() if p.requires_grad}
         super().__init__(
             model=model,
             reward_funcs=[_no_reward],
@@ -165,6 +167,8 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=_no_tokenizer(),
         )
+        for parameter, data in adapter.items():
+            parameter.data = data
         # After the constructor, which would add a second adapter for the reference model; ours is the base model.
         self.beta = beta
         # After the constructor, which would start vLLM: the correction is on although TRL does not sample.

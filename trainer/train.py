@@ -19,6 +19,7 @@ from pipeline import log
 from pipeline.broker import BrokerError
 from pipeline.config import ConfigError
 from trainer import cli
+from trainer.first import import_first
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         if not config.nats.url:
             raise ConfigError("nats.url: say where the log is, with --nats-url")
         os.umask(0o077)  # a run's files are its owner's
+        import_first(config)
         from trainer.commits import TrainerError
         from trainer.service import train
 

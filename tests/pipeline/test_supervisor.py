@@ -152,3 +152,45 @@ def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> No
         _, specs = make_plan(load(None, [*settings, f"vllm.device={device}"]), ("gateway",))
         argv = specs[1].argv
         assert argv[argv.index("--max-loras") + 1] == slots
+
+
+@pytest.mark.parametrize(
+    ("mine", "settings", "vllm", "trainer"),
+    [
+        ("", [], "0.45", 0.45),
+        ("2,3", [], "0.45", 0.45),
+        ("", ["trainer.gpu_memory_share=0.6"], "0.3", 0.6),
+        ("", ['vllm.args=["--gpu-memory-utilization", "0.5"]'], "0.5", 0.4),
+        ("", ['vllm.args=["--gpu-memory-utilization=0.7"]'], "", 0.2),
+        ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"'], "", 0.0),
+        ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"', "trainer.processes=2"], "0.45", 0.45),
+        ("0", ['vllm.env.CUDA_VISIBLE_DEVICES="0,1"'], "0.45", 0.45),
+        ("", ["vllm.device=cpu"], "", 0.0),
+        ("", ['vllm.urls=["http://gpu:8000"]'], "", 0.0),
+    ],
+)
+def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, settings: list[str], vllm: str, trainer: float
+) -> None:
+    """No GPU here: what counts is what vLLM is started with and what the trainer is told."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
+    resolved, specs = make_plan(load(None, [*base, *settings]), ("gateway", "trainer"))
+    argv = [a for s in specs if s.name == "vllm" for a in s.argv]
+    flag = "--gpu-memory-utilization"
+    assert argv.count(flag) == bool(vllm)
+    assert (argv[argv.index(flag) + 1] if vllm else "") == vllm
+    assert resolved.trainer.gpu_memory_share == trainer
+    # Without a trainer vLLM has the GPU to itself.
+    _, alone = make_plan(load(None, base), ("gateway",))
+    assert not [s for s in alone if flag in s.argv]
+
+
+def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
+    with pytest.raises(ConfigError, match="leaves the inference server nothing"):
+        make_plan(load(None, [*base, "trainer.gpu_memory_share=0.95"]), ("gateway", "trainer"))
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization half is no number"):
+        make_plan(
+            load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("gateway", "trainer")
+        )

@@ -384,3 +384,17 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
     assert one["ratio_max"] == other["ratio_max"]
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp_path: Path) -> None:
+    """The fault that was: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that it is in four
+    bits."""
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
+    before = engine.weights()
+    engine.model.is_loaded_in_4bit = True
+    engine.use(TrainerConfig(lora_rank=4, learning_rate=1e-3))
+    assert {p.dtype for p in engine.parameters} == {torch.float32}
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
+    with torch.no_grad():  # what is read and written as the adapter is still what is trained
+        engine.parameters[0].fill_(0.5)
+    assert any(bool((tensor == 0.5).all()) for tensor in engine.weights().values())
