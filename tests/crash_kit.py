@@ -67,6 +67,8 @@ SEED = 20261121
 GROUP, TURNS, LANES = 2, 2, 4
 GARBAGE = b"\xc1"
 PATIENCE_S = 12.0
+MISSES = 3
+"""How often lives of a service may miss the same stop point before it is given up."""
 
 _PUBLISHES = ("broker.before_publish", "broker.after_publish")
 _ACKS = ("broker.before_ack", "broker.after_ack")
@@ -311,6 +313,8 @@ class Matrix:
             if life.status is None:
                 await life.end(signal.SIGKILL)
                 self.deaths.elsewhere[name, point] += 1
+                if self.deaths.elsewhere[name, point] < MISSES:
+                    chosen.insert(0, point)  # a busy machine may not get there in time: again, later
             elif life.status == 1:
                 # It gave up as the server was away; a supervisor starts it again, and so does this test.
                 self.gave_up(name)
