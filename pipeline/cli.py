@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import anyio
 import anyio.abc
@@ -24,14 +24,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline import environment, log, streams
+from pipeline import environment, log, run_lock, streams
 from pipeline.broker import Broker, BrokerError
 from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, load, nats_of_run
 from pipeline.events import CheckpointPublished
 from pipeline.liveness import fills
 from pipeline.plan import SERVICES, make_plan, nats_command, vllm_command
 from pipeline.signing import Trust
-from pipeline.supervisor import Supervisor, SupervisorError, Watched, private
+from pipeline.supervisor import Supervisor, SupervisorError, Watched
 
 ELSEWHERE = {
     "sql": ("store.sql", "ask the history with SQL"),
@@ -135,17 +135,22 @@ def _up(args: argparse.Namespace) -> None:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         return
     os.umask(0o077)  # a run's files are its owner's
-    private(Path(config.run_dir))
+    run_lock.private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as sink:
-        log.configure("supervisor", config.log_level, sink)
-        try:
-            anyio.run(_supervise, config, Supervisor(config, specs, on_change=_report))
-        except* SupervisorError as group:
-            raise SupervisorError("\n".join(_messages(group))) from None
-        finally:
-            log.configure("supervisor", config.log_level)
+    with run_lock.hold(Path(config.run_dir)) as lock:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as sink:
+            _hold_up(config, Supervisor(config, specs, on_change=_report, inherit=(lock,)), sink)
+
+
+def _hold_up(config: Config, supervisor: Supervisor, sink: TextIO) -> None:
+    log.configure("supervisor", config.log_level, sink)
+    try:
+        anyio.run(_supervise, config, supervisor)
+    except* SupervisorError as group:
+        raise SupervisorError("\n".join(_messages(group))) from None
+    finally:
+        log.configure("supervisor", config.log_level)
 
 
 def _messages(error: BaseException) -> list[str]:
@@ -160,7 +165,8 @@ def _exec(args: argparse.Namespace) -> None:
     config = load(args.config)
     spec = make(config, args.port, args.host)
     os.umask(0o077)
-    private(Path(config.run_dir))
+    run_lock.private(Path(config.run_dir))
+    run_lock.for_server(Path(config.run_dir), args.server)
     if spec.prepare is not None:
         spec.prepare()
     secret = {name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()}

@@ -18,21 +18,30 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import nkey, signing, users
+from pipeline import nkey, run_lock, signing, users
 from pipeline.config import Config, ConfigError, KeyConfig, load, save
 
 
 def prepare(config: Config) -> Config:
     """Make the secrets of `config`'s run directory, write its `config.toml`, and return what that holds.
 
-    Raises `ConfigError` where the settings do not say under which addresses the servers are reached."""
+    Raises `ConfigError` where the settings do not say under which addresses the servers are reached, and where `journeyman up` runs in
+    the run directory."""
     if not config.nats.url or not config.vllm.urls:
         raise ConfigError(
             "nats.url and vllm.urls: set both, the processes that are prepared here find each other by them"
         )
-    keys = Path(config.run_dir).absolute() / "keys"
-    keys.mkdir(parents=True, exist_ok=True, mode=0o700)
-    keys.parent.chmod(0o700)
+    run_dir = Path(config.run_dir)
+    run_lock.private(run_dir)
+    lock = run_lock.share(run_dir)
+    try:
+        return _prepare(config, run_dir.absolute() / "keys")
+    finally:
+        os.close(lock)
+
+
+def _prepare(config: Config, keys: Path) -> Config:
+    keys.mkdir(exist_ok=True, mode=0o700)
     nats, vllm, gateway = config.nats, config.vllm, config.gateway
     if not (nats.users or nats.nkey_seed or nats.credentials):
         nats = msgspec.structs.replace(nats, users=str(keys), provision=False)

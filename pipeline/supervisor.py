@@ -26,6 +26,7 @@ from pipeline.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.config import Config, save
 from pipeline.log import get_logger
 from pipeline.plan import ProcessSpec
+from pipeline.run_lock import private
 
 log = get_logger("pipeline.supervisor")
 
@@ -66,9 +67,15 @@ class Supervisor:
     """`run` holds the installation up until it is cancelled."""
 
     def __init__(
-        self, config: Config, specs: list[ProcessSpec], on_change: Callable[[Watched], None] | None = None
+        self,
+        config: Config,
+        specs: list[ProcessSpec],
+        on_change: Callable[[Watched], None] | None = None,
+        inherit: tuple[int, ...] = (),
     ) -> None:
+        """`inherit`: file descriptors that every process gets, such as the lock of the run directory (`pipeline.run_lock`)."""
         self.config = config
+        self._inherit = inherit
         self.watched = {s.name: Watched(s, anyio.Event(), anyio.Event()) for s in specs}
         self._on_change = on_change
         self._run_dir = Path(config.run_dir)
@@ -154,8 +161,8 @@ class Supervisor:
         with (self._logs / f"{spec.name}.log").open("ab") as sink:
             process = await anyio.open_process(
                 [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv],
-                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env, start_new_session=True, pass_fds=(write_end,),
-                umask=0o077,
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env, start_new_session=True,
+                pass_fds=(write_end, *self._inherit), umask=0o077,
             )  # fmt: skip
         os.close(write_end)
         watched.process, watched.pid = process, process.pid
@@ -320,12 +327,6 @@ class Supervisor:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
         temporary.replace(path)
-
-
-def private(run_dir: Path) -> None:
-    """Make the run directory, for its owner only."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    run_dir.chmod(0o700)  # one from before may be open to all
 
 
 async def _answers(probe: str) -> None:

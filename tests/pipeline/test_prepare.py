@@ -25,6 +25,7 @@ def test_keys_and_settings_are_made_once_and_are_their_owner_s(tmp_path: Path) -
     names = {p.name for p in files}
     assert names == {
         "config.toml",
+        "up.lock",
         "operator.key",
         "vllm.key",
         "checkpoints.nk",
