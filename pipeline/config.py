@@ -406,8 +406,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     weight_decay: float = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's moments."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """`linear` and `cosine` fall to 0 at `max_steps`. Changed settings of the optimizer hold from the next start on."""
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
+    """`linear` and `cosine` fall to 0 at `max_steps`. `inverse_sqrt` needs no end: after `warmup_steps` (10,000 where that is 0) it
+    falls with the root of the steps taken. Changed settings of the optimizer hold from the next start on."""
     warmup_steps: int = 0
     threads: int = 1
     """CPU threads of the trainer's computation; the rest is the inference server's."""

@@ -37,3 +37,15 @@ def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, 
     moved = engine.step(line, batch(engine, line, seed=20), [0] * 6).line.weights
     assert max(float((moved[k] - line.weights[k]).abs().max()) for k in moved) > 1e-3
     engine.use(kept)
+
+
+def test_the_inverse_root_falls_without_an_end(engine: Engine) -> None:
+    kept = engine.config
+    engine.use(msgspec.structs.replace(kept, learning_rate=1e-3, lr_schedule="inverse_sqrt", warmup_steps=1))
+    line, rates = engine.new_line(), []
+    for _ in range(5):
+        result = engine.step(line, batch(engine, line), [0] * 6)
+        line = result.line
+        rates.append(result.metrics["learning_rate"])
+    engine.use(kept)
+    assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
