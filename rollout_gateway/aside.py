@@ -17,7 +17,7 @@ from rollout_gateway.messages_api import MessagesTranslation
 from rollout_gateway.replicas import Fleet, Replica, least_loaded
 from rollout_gateway.responses_api import ResponsesTranslation, completion_of
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Trajectory
+from rollout_gateway.runs import Trajectory
 from rollout_gateway.translate import read
 from rollout_gateway.upstream import UpstreamError
 from rollout_gateway.wire import Asked, read_fields

@@ -24,8 +24,9 @@ from rollout_gateway.exchange import Attempt, Caller, ClientGoneError, Exchange,
 from rollout_gateway.reach import Reach
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
+from rollout_gateway.runs import Trajectory
 from rollout_gateway.streaming import StreamCapture
-from rollout_gateway.trajectories import Registry, Trajectory
+from rollout_gateway.trajectories import Registry
 from rollout_gateway.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.wire import Answer, Call
 

@@ -21,7 +21,8 @@ from rollout_gateway.pacing import Pacing
 from rollout_gateway.policies import Policies
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Completion, Registry, Trajectory
+from rollout_gateway.runs import Trajectory
+from rollout_gateway.trajectories import Completion, Registry
 
 _CHARACTER = r"([^\p{C}\p{Z}]| )"
 Name = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{1,{MAX_NAME}}}$"})]

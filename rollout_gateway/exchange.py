@@ -12,7 +12,7 @@ from pipeline.names import parse_version
 from rollout_gateway.blame import Trial
 from rollout_gateway.dialects import Dialect
 from rollout_gateway.replicas import Lease
-from rollout_gateway.trajectories import Trajectory
+from rollout_gateway.runs import Trajectory
 from rollout_gateway.upstream import Reply
 from rollout_gateway.wire import Answer, Call, Sampled
 

@@ -12,7 +12,8 @@ from rollout_gateway.errors import ApiError, invalid_key, unknown_trajectory, wr
 from rollout_gateway.inference import Inference
 from rollout_gateway.keys import Access, KeyRing
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Registry, Trajectory
+from rollout_gateway.runs import Trajectory
+from rollout_gateway.trajectories import Registry
 from rollout_gateway.trajectory_keys import Keys
 from rollout_gateway.wire import Call
 

@@ -25,7 +25,8 @@ from pipeline.events import TrajectoryOpened
 from pipeline.log import get_logger
 from pipeline.names import InvalidNameError, new_id
 from rollout_gateway.errors import ApiError
-from rollout_gateway.trajectories import Completion, Registry, Trajectory
+from rollout_gateway.runs import Trajectory
+from rollout_gateway.trajectories import Completion, Registry
 from rollout_gateway.wire import Answer, Call
 
 log = get_logger("rollout_gateway.inference")

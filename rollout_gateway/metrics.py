@@ -52,7 +52,7 @@ class Metrics:
         )
         lines += _counter(
             "calls_not_recorded_total",
-            "Calls that were answered and that the log did not take (gateway.capture = async).",
+            "Calls that were answered and are not on the log (gateway.capture = async, or a power cut of the log).",
             self._registry.not_recorded,
         )
         lines += _counter(

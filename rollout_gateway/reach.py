@@ -16,7 +16,7 @@ from rollout_gateway.errors import ApiError, stopping, timed_out
 from rollout_gateway.exchange import Attempt, Caller, ClientGoneError, Exchange
 from rollout_gateway.replicas import Fleet, Lease, Replica, least_loaded
 from rollout_gateway.routing import Router
-from rollout_gateway.trajectories import Trajectory
+from rollout_gateway.runs import Trajectory
 from rollout_gateway.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.wire import Call, Echo
 

@@ -8,7 +8,7 @@ from pipeline.names import version_name
 from rollout_gateway.errors import ApiError, unknown_model
 from rollout_gateway.policies import ModelState, Policies
 from rollout_gateway.replicas import Fleet
-from rollout_gateway.trajectories import Trajectory
+from rollout_gateway.runs import Trajectory
 
 
 class Router:

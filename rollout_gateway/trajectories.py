@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import aclosing
 
 import msgspec
 
 from pipeline import spans
-from pipeline.broker import Broker, HistoryGoneError, Recorded
+from pipeline.broker import Broker, BrokerError, HistoryGoneError
 from pipeline.errors import UndecodableError
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log import get_logger
 from pipeline.names import name_of_token, subject_token
 from rollout_gateway.errors import ApiError, already_completed, unknown_trajectory
+from rollout_gateway.runs import Runs, Trajectory, same_opening
 from rollout_gateway.tail import tail_raw
 from rollout_gateway.trajectory_keys import Keys
 
@@ -30,82 +29,9 @@ log = get_logger("rollout_gateway.trajectories")
 
 _STREAM = "ROLLOUTS"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-_REMEMBERED_CALLS = 8
 _SETTLE_S = 30.0
 NOT_RECORDED = "exchanges_not_recorded"
 """Metric of a completed trajectory: calls that were answered and are not on the log."""
-
-
-@dataclass(eq=False, slots=True)
-class Trajectory:
-    """What must be known of a run while it goes on."""
-
-    opened: TrajectoryOpened
-    traceparent: str
-    next_seq: int = 0
-    exchanges: int = 0
-    """Exchange events in the log."""
-    last_stream_seq: int = 0
-    """Stream sequence of the last of them; 0: none."""
-    first_step: int = -1
-    last_step: int = -1
-    recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
-    """Request hash to the stream sequences of its exchange events, of the last few calls."""
-    in_flight: int = 0
-    """Calls that are not answered yet, and those whose exchange is being recorded."""
-    not_recorded: int = 0
-    """Calls that were answered and that the log did not take, with `gateway.capture = "async"`."""
-    used_at: float = 0.0
-    replica: str = ""
-    """The inference server that holds its prefix."""
-    completing: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def id(self) -> str:
-        return self.opened.trajectory
-
-    def begin(self) -> None:
-        if self.completing:
-            raise already_completed(self.id, "it takes no further calls")
-        self.in_flight += 1
-        self.used_at = time.monotonic()
-        self.idle.clear()
-
-    def end(self) -> None:
-        self.in_flight -= 1
-        if not self.in_flight:
-            self.idle.set()
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """`begin` and `end` around a call."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
-
-    def hold(self) -> None:
-        """Count a record that goes on after its call was answered; `end` ends it. A completion waits for both."""
-        self.in_flight += 1
-        self.idle.clear()
-
-    def note(self, event: ExchangeRecorded, stream_seq: int) -> None:
-        """Take in an exchange that the log holds."""
-        self.exchanges += 1
-        self.next_seq = max(self.next_seq, event.seq + 1)
-        self.last_stream_seq = stream_seq
-        self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
-        self.last_step = max(self.last_step, event.step)
-        if event.request_hash and event.status == "complete":
-            if event.choice == 0:
-                self.recent[event.request_hash] = [stream_seq]
-                if len(self.recent) > _REMEMBERED_CALLS:
-                    self.recent.popitem(last=False)
-            elif event.request_hash in self.recent:
-                self.recent[event.request_hash].append(stream_seq)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,16 +52,17 @@ def same_completion(a: TrajectoryCompleted, b: TrajectoryCompleted) -> bool:
     )  # fmt: skip
 
 
-class Registry:
-    """The trajectories this replica knows, the rest being in the log."""
+class Registry(Runs):
+    """The trajectories that this replica knows; the others are read from the log."""
 
     def __init__(self, broker: Broker, project: str, keys: Keys, *, keep: int = 100_000) -> None:
-        self._broker, self.project, self.keys, self._keep = broker, project, keys, keep
+        super().__init__(broker, project)
+        self.keys, self._keep = keys, keep
         self._known: dict[str, Trajectory] = {}
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
         self._heeded = 1
         self.not_recorded = 0
-        """Calls that were answered and that the log did not take, of all runs, with `gateway.capture = "async"`."""
+        """Calls that were answered and are not on the log, of all runs; see `Trajectory.not_recorded`."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -191,37 +118,6 @@ class Registry:
         for trajectory in sorted(idle, key=lambda t: t.used_at)[: max(1, self._keep // 10)]:
             del self._known[trajectory.id]
 
-    async def _opening(self, trajectory: str) -> Recorded | None:
-        subject = f"rollout.opened.{subject_token(self.project)}.{subject_token(trajectory)}"
-        opened = await self._broker.last(_STREAM, subject)
-        return opened if opened is not None and isinstance(opened.event, TrajectoryOpened) else None
-
-    async def _begun(self, trajectory: str) -> Trajectory | None:
-        """From the log, without its calls; `None` where it was never opened."""
-        opened = await self._opening(trajectory)
-        if opened is None or not isinstance(opened.event, TrajectoryOpened):
-            return None
-        return Trajectory(opened.event, opened.headers.get("traceparent", ""))
-
-    async def _read_exchanges(self, found: Trajectory) -> None:
-        subject, more = self._exchange_subject(found), True
-        while more:
-            page = await self._broker.page(_STREAM, subject, found.last_stream_seq + 1)
-            for recorded in page.events:
-                if isinstance(recorded.event, ExchangeRecorded):
-                    found.note(recorded.event, recorded.seq)
-            # Past what could not be decoded too: the next exchange is published behind it.
-            found.last_stream_seq, more = max(found.last_stream_seq, page.last), page.more
-
-    def _exchange_subject(self, found: Trajectory) -> str:
-        return f"rollout.exchange.{subject_token(self.project)}.{subject_token(found.id)}"
-
-    async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
-        names = (self.project, opened.model, opened.trajectory)
-        subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
-        last = await self._broker.last(_STREAM, subject)
-        return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
-
     async def held(self, trajectory: str) -> Trajectory:
         """A trajectory to read from, open or completed, without its calls if it is not in memory. Raises a 404 `ApiError`."""
         found = self._known.get(trajectory) or await self._begun(trajectory)
@@ -241,68 +137,13 @@ class Registry:
         subject = f"rollout.exchange.{subject_token(self.project)}.{subject_token(trajectory)}"
         return opened, None, await self._broker.count(_STREAM, subject)
 
-    async def last_answer(self, found: Trajectory) -> ExchangeRecorded | None:
-        """The newest complete exchange of an open trajectory; its first choice, where it has several."""
-        for request_hash in reversed(found.recent):
-            if call := await self.recorded_call(found, request_hash):
-                return call[0]
-        return None
-
-    async def unfinished(self, prefix: str) -> list[str]:
-        """Names, of those that begin with `prefix`, that the log holds opened and not completed. Reads all subjects."""
-        project = subject_token(self.project)
-        names: dict[str, set[str]] = {}
-        for kind in ("opened", "completed"):
-            filtered = f"rollout.{kind}.{project}.>"
-            subjects = await self._broker.subjects(_STREAM, filtered)
-            tokens = (subject.rpartition(".")[2] for subject in subjects)
-            names[kind] = {name_of_token(t) for t in tokens if t.startswith(prefix)}
-        return sorted(names["opened"] - names["completed"])
-
     async def refresh(self, found: Trajectory) -> bool:
         """Take in what other replicas recorded; whether there was anything."""
-        before = found.exchanges
-        await self._read_exchanges(found)
-        return found.exchanges > before
-
-    async def exchange_of(self, found: Trajectory, reply: str) -> ExchangeRecorded | None:
-        """The complete exchange whose reply has the id `reply`, or `None`. The newest are looked at first."""
-        for seqs in reversed(found.recent.values()):
-            try:
-                event = (await self._broker.get(_STREAM, seqs[0])).event
-            except HistoryGoneError:
-                continue
-            if (
-                isinstance(event, ExchangeRecorded)
-                and event.trajectory == found.id
-                and _reply_id(event) == reply
-            ):
-                return event
-        subject, last, more = self._exchange_subject(found), 0, True
-        while more:
-            page = await self._broker.page(_STREAM, subject, last + 1)
-            last, more = page.last, page.more
-            for recorded in page.events:
-                event = recorded.event
-                if (
-                    isinstance(event, ExchangeRecorded)
-                    and event.status == "complete"
-                    and _reply_id(event) == reply
-                ):
-                    return event
-        return None
-
-    async def recorded_call(self, found: Trajectory, request_hash: str) -> list[ExchangeRecorded]:
-        """The exchange events (one a choice) of a recent call; empty where there is none."""
-        seqs = found.recent.get(request_hash, [])
-        try:
-            events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
-        except HistoryGoneError:
-            return []
-        calls = [e for e in events if isinstance(e, ExchangeRecorded)]
-        # After a power cut another run's call may lie under a number: then this call is not recorded any more.
-        ours = all(e.trajectory == found.id and e.request_hash == request_hash for e in calls)
-        return calls if ours else []
+        async with found.lock:
+            before = found.exchanges, found.next_seq, found.rebuilt
+            await self._read_exchanges(found)
+            await self._keep_up(found)
+            return (found.exchanges, found.next_seq, found.rebuilt) != before
 
     async def begin(self) -> None:
         """Note where the log stands: `heed_completions` tells of what is completed from now on."""
@@ -324,17 +165,13 @@ class Registry:
     async def open(self, event: TrajectoryOpened, traceparent: str) -> Trajectory:
         """Open a trajectory; the same again (a retry) is answered alike, another of that name is a 409 `ApiError`."""
         traceparent = traceparent or spans.traceparent(self.project, event.trajectory)
+        life = self._life()
         ack = await self._broker.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
-            return self._remember(Trajectory(event, traceparent))
+            return self._remember(Trajectory(event, traceparent, life=life))
         found = self._known.get(event.trajectory) or await self._begun(event.trajectory)
-        if found is None or not _same_opening(found.opened, event):
-            raise ApiError(
-                409,
-                f"Trajectory {event.trajectory!r} was opened before, and differently.",
-                kind="conflict_error",
-                code="trajectory_exists",
-            )
+        if found is None or not same_opening(found.opened, event):
+            raise _opened_differently(event.trajectory)
         if await self.completion(found.opened) is not None:
             raise already_completed(event.trajectory, "choose another id")
         if event.trajectory not in self._known:
@@ -349,25 +186,75 @@ class Registry:
         Safe with other calls of the trajectory, here and on other replicas: each call gets a number of its own."""
         async with found.lock:
             while True:
-                events = make(found.next_seq)
-                if await self._publish(found, events[0], traceparent):
-                    break
-            for event in events[1:]:
-                # The number is ours now: another replica that comes between two choices has taken a later one.
-                while not await self._publish(found, event, traceparent):
-                    pass
-            return events[0].seq
+                await self._keep_up(found)
+                events, rebuilt = make(found.next_seq), found.rebuilt
+                if not await self._publish(found, events[0], traceparent):
+                    continue
+                for event in events[1:]:
+                    # The number is ours: another replica that comes between two choices has taken a later one.
+                    while not (done := await self._publish(found, event, traceparent)):
+                        if found.rebuilt != rebuilt:
+                            break  # the log lost the first choice, so the number may be another call's
+                    if not done:
+                        break
+                else:
+                    return events[0].seq
 
     async def _publish(self, found: Trajectory, event: ExchangeRecorded, traceparent: str) -> bool:
-        """False where another replica wrote to the trajectory first; what it wrote is taken in then."""
+        """False where the log did not take it at what is known of the run; what there is on the log is taken in then, so that
+        another try begins elsewhere. Raises `BrokerError` where there is nothing to take in."""
         headers = {"traceparent": traceparent or found.traceparent, _EXPECTED: str(found.last_stream_seq)}
         ack = await self._broker.publish(event, headers)
-        if ack.duplicate and not await self._is_at(event, ack.seq):
-            log.info("another replica wrote to the trajectory", trajectory=found.id)
-            await self._read_exchanges(found)
+        recorded = not ack.duplicate or await self._is_at(event, ack.seq)
+        if await self._keep_up(found):
+            return recorded
+        if recorded:
+            found.note(event, ack.seq)
+            return True
+        log.info("another replica wrote to the trajectory", trajectory=found.id)
+        before = found.next_seq, found.last_stream_seq
+        await self._read_exchanges(found)
+        if (found.next_seq, found.last_stream_seq) == before:
+            await self._rebuild(found)  # what is known here is ahead of the log
+            if (found.next_seq, found.last_stream_seq) == before:
+                raise BrokerError(
+                    f"call {event.seq} of trajectory {found.id!r} can't be recorded: its message id {event.message_id()!r} "
+                    f"belongs to message {ack.seq} of {_STREAM}, which is not a call of this trajectory"
+                )
+        return False
+
+    async def _keep_up(self, found: Trajectory) -> bool:
+        """Read a run anew if the server came back without the end of its log, as after a power cut; whether it did."""
+        life = self._life()
+        if found.life == life:
             return False
-        found.note(event, ack.seq)
-        return True
+        lost = await self._lost(found)
+        if lost:
+            await self._rebuild(found)
+        found.life = life
+        return lost
+
+    async def _rebuild(self, found: Trajectory) -> None:
+        """Make a run what the log holds of it. Calls that were answered and are not there count as not recorded.
+
+        Raises a 409 `ApiError` where the log lost the run's opening too and another run has its name by now."""
+        ack = await self._broker.publish(found.opened, {"traceparent": found.traceparent})
+        if ack.duplicate:
+            there = await self._begun(found.id)
+            if there is None or not same_opening(there.opened, found.opened):
+                raise _opened_differently(found.id)
+        fresh = Trajectory(found.opened, found.traceparent)
+        await self._read_exchanges(fresh)
+        lost = found.exchanges - fresh.exchanges
+        if found.exchanges and (fresh.last_stream_seq, fresh.last_at) != (
+            found.last_stream_seq,
+            found.last_at,
+        ):
+            lost = max(lost, 1)  # other replicas may have recorded as many since
+        found.become(fresh)
+        found.not_recorded += max(lost, 0)
+        self.not_recorded += max(lost, 0)
+        log.error("the log lost the end of a run: it was read anew", trajectory=found.id, calls=max(lost, 0))
 
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
         """Whether it is this event that the log holds there. One that retention took was ours: its message id said so."""
@@ -399,7 +286,7 @@ class Registry:
                 ) from None
         found.completing = True
         try:
-            await self._read_exchanges(found)  # what other replicas recorded
+            await self.refresh(found)  # what other replicas recorded
             event = _completed(found, body)
             ack = await self._broker.publish(event, {"traceparent": found.traceparent})
         except BaseException:
@@ -420,16 +307,13 @@ class Registry:
         return before
 
 
-class _Reply(msgspec.Struct):
-    id: str = ""
-
-
-def _reply_id(event: ExchangeRecorded) -> str:
-    return msgspec.json.decode(event.response, type=_Reply).id
-
-
-def _same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:
-    return msgspec.structs.replace(a, at=0, paced_s=0) == msgspec.structs.replace(b, at=0, paced_s=0)
+def _opened_differently(trajectory: str) -> ApiError:
+    return ApiError(
+        409,
+        f"Trajectory {trajectory!r} was opened before, and differently.",
+        kind="conflict_error",
+        code="trajectory_exists",
+    )
 
 
 def _completed(found: Trajectory, body: Completion) -> TrajectoryCompleted:

@@ -19,7 +19,8 @@ from pipeline.broker import Broker
 from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from rollout_gateway.tail import tail
-from rollout_gateway.trajectories import Keys, Registry
+from rollout_gateway.trajectories import Registry
+from rollout_gateway.trajectory_keys import Keys
 from tests.crash_kit import SEED, guarded, play, settings, violations
 from tests.crash_nursery import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of

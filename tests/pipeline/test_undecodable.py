@@ -31,7 +31,8 @@ from pipeline.publisher import Ack
 from pipeline.telemetry import SpanMaker
 from rollout_gateway import pacing
 from rollout_gateway.policies import Policies
-from rollout_gateway.trajectories import Completion, Keys, Registry
+from rollout_gateway.trajectories import Completion, Registry
+from rollout_gateway.trajectory_keys import Keys
 from tests.pipeline.test_broker import completed, exchange
 from trainer.consumed import Consumed
 
