@@ -241,7 +241,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """File with further keys, under the run directory, read again within a second or two of a change; `journeyman keys`
     adds to it and revokes. Once it has been there, keys are needed, even when it is deleted."""
     max_reward: float = 1000.0
-    """The largest absolute value of a reward, or a named reward, that a completion may report; beyond it is a 400."""
+    """The largest absolute value of a reward, of a named reward and of the sum of named rewards that a completion may report;
+    beyond it is a 400."""
     infer: bool = False
     """Calls that name no trajectory are made into trajectories by the continuity of their messages."""
     infer_idle_s: float = 60.0

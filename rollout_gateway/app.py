@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from urllib.parse import parse_qs
 
@@ -172,12 +172,13 @@ class App:
         if (
             access.trajectory and route.key and route.name != "response"
         ):  # which charges when it finds the run
-            await self._identity.charge(access.trajectory)
+            opened = await self._identity.charge(access.trajectory)
+            access = replace(access, models=frozenset((opened.model,)))
         if route.key == "trajectory":
             await self._identity.reach(access, values[0], complete=route.name == "complete")
         match route.name:
             case "health":
-                answer = control.health(detailed=bool(access.operator or access.owner))
+                answer = control.health(access if access.operator or access.owner else None)
             case "metrics":
                 text = self._metrics.text().encode()
                 request.answer(200, text, content_type=b"text/plain; version=0.0.4")
@@ -204,13 +205,14 @@ class App:
             case "models":
                 answer = control.models(access)
             case "model":
-                answer = control.model(values[0])
+                answer = control.model(values[0], access)
             case "policies":
-                answer = control.policies()
+                answer = control.policies(access)
             case "watch":
-                await self._watch_policies(request)
+                await self._watch_policies(request, access)
                 return
             case "decide":
+                access.check_model(values[0])
                 decision = read_body(body, Decision)
                 action = cast(Action, route.parts[-1])
                 answer = await self._promotion.decide(values[0], action, decision, access.owner)
@@ -230,13 +232,13 @@ class App:
                 answer = await control.complete_group(values[0], body, access)
         request.answer(route.status, _encode(answer))
 
-    async def _watch_policies(self, request: Request) -> None:
+    async def _watch_policies(self, request: Request, access: Access) -> None:
         task = asyncio.current_task()
         assert task is not None
         request.on_gone = lambda: cast(None, task.cancel())
         request.start(200, _SSE)
         try:
-            async for event in self._watchers.watch(self._control.policies()):
+            async for event in self._watchers.watch(self._control.policies(access), access):
                 request.write(event)
                 await request.drain()
         except asyncio.CancelledError:

@@ -74,7 +74,7 @@ class Aside:
         self, model: str, method: str, path: str, body: dict[str, Any], access: Access
     ) -> tuple[int, bytes]:
         """Status and body of an answer by a replica that serves `model`."""
-        name = model or self._router.first()
+        name = model or self._router.first(access)
         if method == "POST":
             access.check_model(self._router.name(name))
         lease = await self._fleet.acquire(

@@ -270,6 +270,9 @@ class Connection(asyncio.Protocol):
             self._refuse(400, "A request needs a Host header.", "no_host")
         elif version == "1.0" and b"transfer-encoding" in headers:
             self._refuse(400, "HTTP/1.0 knows no Transfer-Encoding.", "bad_http")
+        elif headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            # Two programs could disagree about where such a body ends.
+            self._refuse(501, "The only Transfer-Encoding that this server takes is `chunked`.", "unsupported_transfer_encoding")  # fmt: skip
         elif version not in ("1.0", "1.1"):
             self._refuse(505, "This server speaks HTTP/1.1.", "bad_http")
         return not self.deaf

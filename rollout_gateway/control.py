@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -30,9 +32,13 @@ Name = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_CHARACTER}
 OptionalName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{0,{MAX_NAME}}}$"})]
 Count = Annotated[float, msgspec.Meta(ge=0, lt=2**31, multiple_of=1)]
 """A whole number; to JSON 3.0 is one too."""
+_COUNTS = ("group_size", "attempt")
+_MAX_NUMBERS = 256
+Numbers = Annotated[dict[str, float], msgspec.Meta(max_length=_MAX_NUMBERS)]
+"""Finite numbers by name: JSON has no others."""
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
+class Opening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/trajectories`."""
 
     model: str
@@ -49,23 +55,23 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the trajectory's own key may complete it, and so say what it was worth."""
 
 
-class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/trajectories/{trajectory}/complete`."""
 
     reward: float | None = None
-    rewards: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    rewards: Numbers = {}
+    metrics: Numbers = {}
     metadata: dict[str, Any] = {}
     outcome: Outcome = "scored"
 
 
-class GroupMember(CompletionBody, frozen=True, kw_only=True):
+class GroupMember(CompletionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One trajectory of a group, with its result."""
 
     id: Name
 
 
-class GroupBody(msgspec.Struct, frozen=True, kw_only=True):
+class GroupBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/groups/{group}/complete`."""
 
     trajectories: list[GroupMember]
@@ -84,9 +90,21 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        raise ApiError(400, f"The body is not valid: {error}.", code="invalid_body") from error
+        raise _invalid_body(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid_json(str(error)) from error
+
+
+def _invalid_body(detail: str) -> ApiError:
+    """A 400 that names the field where msgspec's `detail` does."""
+    where = re.search(r" - at `\$\.([^`]*)`$", detail)
+    unknown = re.search(r"unknown field `([^`]*)`", detail)
+    param = where[1] if where else None
+    if param in _COUNTS:
+        detail = f"{param} is a whole number from 0 to {2**31 - 1}"
+    elif unknown:
+        param = f"{param}.{unknown[1]}" if param else unknown[1]
+    return ApiError(400, f"The body is not valid: {detail}.", code="invalid_body", param=param)
 
 
 class Control:
@@ -113,9 +131,8 @@ class Control:
     ) -> dict[str, Any]:
         """Open a trajectory, which belongs to the caller's key. Naming an `id` makes it safe to repeat."""
         opening = read_body(body, Opening)
-        if opening.model not in self._policies.models:
-            raise unknown_model(opening.model, list(self._policies.models))
-        access.check_model(opening.model)
+        access.check_model(self._router.name(opening.model))
+        self._check_opened_model(opening.model, access)
         trajectory = opening.id or new_id("t")
         try:
             _check_path_name(trajectory)
@@ -155,9 +172,25 @@ class Control:
             "base_url": f"{base_url}/t/{quote(trajectory, safe='')}/v1",
         }
 
+    def _check_opened_model(self, model: str, access: Access) -> None:
+        """Raises a 404 `ApiError` for what is not a model's name."""
+        if model in self._policies.models:
+            return
+        error = unknown_model(model, [name for name in self._policies.models if access.sees(name)])
+        name = self._router.name(model)
+        if name in self._policies.models:
+            error.message = f"{model!r} names a version, not a model: open with the name {name!r}. To fix a version use `pinned`."
+        raise error
+
     def _check_pinned(self, opening: Opening) -> None:
         if not self._policies.offered(opening.pinned) or parse_version(opening.pinned)[0] != opening.model:
-            raise unknown_model(opening.pinned, self._policies.names())
+            versions = [name for name in self._policies.names(opening.model) if name != opening.model]
+            error = unknown_model(opening.pinned, versions)
+            error.message = (
+                f"{opening.pinned!r} is no version that can be pinned. There are: {', '.join(versions)}."
+            )
+            error.param = "pinned"
+            raise error
 
     async def complete(self, trajectory: str, body: bytes) -> dict[str, Any]:
         """End a trajectory. The same again is answered alike."""
@@ -179,6 +212,16 @@ class Control:
                     code="reward_out_of_range",
                     param=name,
                 )
+        # Where `reward` is missing, the judge adds the named ones up.
+        total = sum(read.rewards.values())
+        if not abs(total) <= self._max_reward:
+            raise ApiError(
+                400,
+                f"The sum of rewards is {total:g}: gateway.max_reward allows sums from -{self._max_reward:g} to "
+                f"{self._max_reward:g} too.",
+                code="reward_out_of_range",
+                param="rewards",
+            )
 
     async def _complete(self, trajectory: str, read: CompletionBody) -> dict[str, Any]:
         completion = Completion(
@@ -261,10 +304,12 @@ class Control:
             raise _no_log(error) from error
         return _described(opened, completed, exchanges)
 
-    def policies(self) -> dict[str, Any]:
-        """What each model's name stands for now, and what is loaded where."""
+    def policies(self, access: Access = ANYONE) -> dict[str, Any]:
+        """What the name of each of the key's models stands for now, and what is loaded where."""
         data = []
         for name in self._policies.models:
+            if not access.sees(name):
+                continue
             version = self._router.current(name)
             held = {v for r in self._fleet.ready() for v in r.loaded if parse_version(v)[0] == name}
             data.append(
@@ -283,30 +328,38 @@ class Control:
 
     def models(self, access: Access = ANYONE) -> dict[str, Any]:
         """OpenAI's list: names that follow the newest version, and exact versions. Of the models that the key is for."""
-        data = [
-            {"id": n, "object": "model", "created": 0, "owned_by": "journeyman"}
-            for n in self._policies.names()
-            if not access.models or self._router.name(n) in access.models
-        ]
+        names = self._names(access)
+        data = [{"id": n, "object": "model", "created": 0, "owned_by": "journeyman"} for n in names]
         return {"object": "list", "data": data}
 
-    def model(self, name: str) -> dict[str, Any]:
-        self._router.check(name, None)
+    def _names(self, access: Access) -> Sequence[str]:
+        return [name for name in self._policies.names() if access.sees(self._router.name(name))]
+
+    def model(self, name: str, access: Access = ANYONE) -> dict[str, Any]:
+        """One of them. Raises a 404 `ApiError`, for a model that the key is not for as for one that there is not."""
+        known = name in self._policies.models or self._policies.knows(name)
+        if not (known and access.sees(self._router.name(name))):
+            raise unknown_model(name, self._names(access))
         return {"id": name, "object": "model", "created": 0, "owned_by": "journeyman"}
 
-    def health(self, *, detailed: bool) -> dict[str, Any]:
-        """Always `ok`, as it answers; whether it can have calls answered is said beside it. `detailed`: with the inference
-        servers, which are not everyone's business."""
+    def health(self, access: Access | None) -> dict[str, Any]:
+        """Always `ok`, as it answers; whether it can have calls answered is said beside it. With `access` also the inference
+        servers, which are not everyone's business, and which of the key's versions they have loaded."""
         trouble = self._log_health.trouble
         told = {
             "status": "ok",
             "serving": bool(self._fleet.ready()) and not trouble,
             "log": trouble or "ok",
         }
-        if not detailed:
+        if access is None:
             return told
         replicas = [
-            {"replica": r.name, "ready": r.ready, "in_flight": r.load, "loaded": sorted(r.loaded)}
+            {
+                "replica": r.name,
+                "ready": r.ready,
+                "in_flight": r.load,
+                "loaded": sorted(v for v in r.loaded if access.sees(self._router.name(v))),
+            }
             for r in self._fleet.replicas
         ]
         return {**told, "replicas": replicas}

@@ -16,7 +16,7 @@ from rollout_gateway.request import Request
 
 _KNOWN_HOSTS = 1024
 """`Host` headers that were checked and are remembered."""
-_AUTHORITY = re.compile(r"[A-Za-z0-9.\-_]+(:\d+)?|\[[0-9A-Fa-f:.]+\](:\d+)?")
+_AUTHORITY = re.compile(r"([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
 _PAIR = re.compile(r'\s*([A-Za-z]+)\s*=\s*("[^"]*"|[^;,\s]*)\s*')
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -57,7 +57,7 @@ class Door:
     def check(self, request: Request) -> bool:
         """Whether the request is a CORS preflight, which needs no key and only its headers in answer.
 
-        Raises a 421 `ApiError` for a name that is not ours, a 403 one for a page that may not call."""
+        Raises a 400 `ApiError` for a `Host` that is no `name[:port]`, a 421 one for a name that is not ours, a 403 one for a page that may not call."""
         headers = request.headers
         host = headers.get(b"host")
         if host is not None and host not in self._known:
@@ -71,7 +71,14 @@ class Door:
         return False
 
     def _check_host(self, host: bytes) -> None:
-        name = _name_of(host.decode("latin-1"))
+        told = host.decode("latin-1")
+        if not _is_authority(told):
+            raise ApiError(
+                400,
+                f"The Host {told[:200]!r} is not a name or an address with or without a port from 1 to 65535.",
+                code="invalid_host",
+            )
+        name = _name_of(told)
         if not (self._any_name or name in self._names):
             address = _address(name)
             # An address can't be made to point elsewhere.
@@ -114,7 +121,7 @@ class Door:
             told = _forwarded(request)
             if told.get("proto", "").lower() in ("http", "https"):
                 scheme = told["proto"].lower()
-            if _AUTHORITY.fullmatch(told.get("host", "")):
+            if _is_authority(told.get("host", "")):
                 host = told["host"]
         return f"{scheme}://{host}"
 
@@ -150,6 +157,15 @@ def _name_of(authority: str) -> str:
     if authority.startswith("["):
         return authority[1:].partition("]")[0].lower()
     return authority.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_authority(text: str) -> bool:
+    """Whether `text` is `name` or `name:port`, where a name may be an address. User names, paths and the like could make
+    another URL of it."""
+    found = _AUTHORITY.fullmatch(text)
+    if found is None or (found[2] is not None and not 1 <= int(found[2]) <= 65535):
+        return False
+    return not text.startswith("[") or _address(found[1][1:-1]) is not None
 
 
 def _address(text: str) -> Address | None:

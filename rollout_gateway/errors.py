@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -36,7 +38,7 @@ def invalid_json(detail: str) -> ApiError:
     return ApiError(400, f"The body is not valid JSON for this call: {detail}", code="invalid_json")
 
 
-def unknown_model(model: str, known: list[str]) -> ApiError:
+def unknown_model(model: str, known: Sequence[str]) -> ApiError:
     return ApiError(
         404,
         f"The model {model!r} does not exist. There are: {', '.join(known)}.",
@@ -49,7 +51,8 @@ def unknown_model(model: str, known: list[str]) -> ApiError:
 def unknown_trajectory(trajectory: str) -> ApiError:
     return ApiError(
         404,
-        f"No trajectory {trajectory!r} was opened in this project: POST /v1/trajectories first.",
+        f"There is no trajectory {trajectory!r} for this caller: either it was not opened in this project, or another key "
+        "opened it. Open one with POST /v1/trajectories.",
         kind="not_found_error",
         code="trajectory_not_found",
     )

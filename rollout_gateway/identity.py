@@ -125,13 +125,14 @@ class Identity:
         name = access.trajectory or name
         return await self._registry.held(name) if name else None
 
-    async def charge(self, trajectory: str) -> None:
+    async def charge(self, trajectory: str) -> TrajectoryOpened:
         """A request with a trajectory's own key counts as one of the key that opened it, and ends with that key. Raises a
-        401, 403 or 429 `ApiError`."""
+        401, 403 or 429 `ApiError`. Returns the trajectory's opening."""
         opened = await self._registry.opened(trajectory)
         if opened is None:
             raise unknown_trajectory(trajectory)
         self._ring.charge(opened.owner, opened.model)
+        return opened
 
     async def _own(self, trajectory: str) -> Trajectory:
         """The trajectory of a key that is its own. The key that opened it is charged before much is read."""

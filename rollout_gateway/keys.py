@@ -82,9 +82,13 @@ class Access:
         """Whether it may touch the runs that the key of this name opened."""
         return self.operator or self.owner == owner
 
+    def sees(self, model: str) -> bool:
+        """Whether the key is for this model."""
+        return not self.models or model in self.models
+
     def check_model(self, model: str) -> None:
         """Raises a 403 `ApiError` where the key is not for this model."""
-        if self.models and model not in self.models:
+        if not self.sees(model):
             raise ApiError(
                 403,
                 f"This API key is for other models than {model!r}.",

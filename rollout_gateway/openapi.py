@@ -32,8 +32,8 @@ _STATUSES = {
     504: "The inference server did not answer in time",
 }
 _CALL_ERRORS = tuple(_STATUSES)
-_ANY = {403, 421}
-"""What any route may answer: to a foreign web page, and to a foreign name."""
+_ANY = {400, 403, 421}
+"""What any route may answer: to a `Host` that is none, to a foreign web page, and to a foreign name."""
 _EITHER = {401, 403, 429}
 """What any route that takes a key may answer."""
 

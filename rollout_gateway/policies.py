@@ -108,10 +108,10 @@ class Policies:
                 return version
         return version_name(model, 0)
 
-    def names(self) -> list[str]:
-        """Every name a client may put into `model`."""
+    def names(self, of: str = "") -> list[str]:
+        """Every name a client may put into `model`; with `of` those of this model only."""
         out: list[str] = []
-        for model in self.models.values():
+        for model in [self.models[of]] if of else self.models.values():
             versions = (v for v in model.checkpoints if v not in self.retired)
             out += [model.name, version_name(model.name, 0), *versions]
         return out

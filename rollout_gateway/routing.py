@@ -6,6 +6,7 @@ import hashlib
 
 from pipeline.names import version_name
 from rollout_gateway.errors import ApiError, unknown_model
+from rollout_gateway.keys import Access
 from rollout_gateway.policies import ModelState, Policies
 from rollout_gateway.replicas import Fleet
 from rollout_gateway.runs import Trajectory
@@ -21,15 +22,16 @@ class Router:
         """The model that a name or an exact version belongs to."""
         return model if model in self._policies.models else model.rpartition("@")[0]
 
-    def first(self) -> str:
-        """The model that a request without a name is about."""
-        return next(iter(self._policies.models))
+    def first(self, access: Access) -> str:
+        """The model that a request without a name is about: the first that its key is for."""
+        models = self._policies.models
+        return next((name for name in models if access.sees(name)), next(iter(models)))
 
     def check(self, model: str, trajectory: Trajectory | None) -> None:
         """Raises a 404 or 400 `ApiError` for a name that no call of this caller can use."""
         name = self.name(model)
         if model not in self._policies.models and not self._policies.knows(model):
-            raise unknown_model(model, self._policies.names())
+            raise unknown_model(model, self._policies.names(trajectory.opened.model if trajectory else ""))
         if trajectory is not None and name != trajectory.opened.model:
             raise ApiError(
                 400,

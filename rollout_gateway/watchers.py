@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from rollout_gateway.keys import Access
+
 _BEHIND = 256
 _PING_S = 15.0
 
@@ -16,25 +18,27 @@ class Watchers:
     """Whoever watches. One that falls `_BEHIND` events behind is cut off, and starts anew from the present state."""
 
     def __init__(self) -> None:
-        self._queues: set[asyncio.Queue[bytes | None]] = set()
+        self._queues: dict[asyncio.Queue[bytes | None], Access] = {}
 
     def tell(self, kind: str, data: dict[str, Any]) -> None:
         event = b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(data))
-        for queue in list(self._queues):
+        for queue, access in list(self._queues.items()):
+            if not access.sees(data.get("model", "")):
+                continue
             if queue.qsize() < _BEHIND:
                 queue.put_nowait(event)
             else:
-                self._queues.discard(queue)
+                del self._queues[queue]
                 queue.put_nowait(None)
 
     def close(self) -> None:
         for queue in self._queues:
             queue.put_nowait(None)
 
-    async def watch(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The present `state`, then every event; a comment now and then keeps the connection open."""
+    async def watch(self, state: dict[str, Any], access: Access) -> AsyncIterator[bytes]:
+        """The present `state`, then every event about a model of the key; a comment now and then keeps the connection open."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._queues.add(queue)
+        self._queues[queue] = access
         try:
             yield b"event: state\ndata: %b\n\n" % msgspec.json.encode(state)
             while True:
@@ -48,4 +52,4 @@ class Watchers:
                     return
                 yield event
         finally:
-            self._queues.discard(queue)
+            self._queues.pop(queue, None)

@@ -195,12 +195,35 @@ def test_a_key_for_calls_only_makes_calls_only(start_front: StartGateway) -> Non
 
 
 def test_a_key_is_for_its_models(start_front: StartGateway) -> None:
-    gateway = start_front(keys=(key_config("a", models=("tictactoe",)), key_config("b")))
+    operator_key = key_config("o", role="operator", models=("tictactoe",))
+    gateway = start_front(keys=(key_config("a", models=("tictactoe",)), key_config("b"), operator_key))
     key, other = Caller(gateway, "a"), Caller(gateway, "b")
     assert [key.call(model=m) for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")] == [LET_IN, LET_IN, 403, 403]  # fmt: skip
     assert key.status("POST", "/v1/trajectories", {"model": "chess"}) == 403
     assert other.status("POST", "/v1/trajectories", {"model": "chess"}) == 201
     key.open()
+    nowhere = key.ask("POST", "/v1/trajectories", {"model": "nowhere"})
+    assert (nowhere.status_code, "chess" in nowhere.text) == (403, False)
+    assert [key.status("GET", f"/v1/models/{m}") for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")] == [200, 200, 404, 404]  # fmt: skip
+    assert key.ask("GET", "/v1/models/chess").text == key.ask("GET", "/v1/models/xxxxx").text.replace("xxxxx", "chess")  # fmt: skip
+    run = Caller(gateway, key.open()["api_key"])
+    for caller in (key, run):
+        for path in (
+            "/v1/models",
+            "/v1/models/nowhere",
+            "/health",
+            *(["/v1/policies"] if caller is key else []),
+        ):
+            said = caller.ask("GET", path).text
+            assert ("chess" in said, caller.status("GET", "/v1/models/chess")) == (False, 404), (path, said)
+    with httpx.stream(
+        "GET", f"{gateway.url}/v1/policies/events", headers={"authorization": "Bearer a"}
+    ) as stream:
+        assert "chess" not in next(stream.iter_text())
+    assert [p["model"] for p in other.ask("GET", "/v1/policies").json()["data"]] == ["tictactoe", "chess"]
+    operator = Caller(gateway, "o")
+    assert operator.status("POST", "/v1/policies/chess/follow", {}) == 403
+    assert operator.status("POST", "/v1/policies/tictactoe/follow", {}) == 200
     names = [{m["id"] for m in c.ask("GET", "/v1/models").json()["data"]} for c in (key, other)]
     assert names == [{"tictactoe", "tictactoe@0"}, {"tictactoe", "tictactoe@0", "chess", "chess@0"}]
 
@@ -234,10 +257,47 @@ async def test_a_decision_is_by_the_key_that_made_it(
 
 def test_rewards_have_a_bound(start_front: StartGateway) -> None:
     gateway = start_front(max_reward=10.0)
-    for body in ({"reward": 1e9}, {"reward": -10.5}, {"rewards": {"style": 11}}):
+    for body in (
+        {"reward": 1e9}, {"reward": -10.5}, {"rewards": {"style": 11}},
+        {"rewards": {str(n): 10 for n in range(200)}}, {"rewards": {"a": -6, "b": -5}},
+    ):  # fmt: skip
         gateway.open(id="r", group="g")
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "reward_out_of_range")
         group = {"trajectories": [{"id": "r", **body}]}
         assert httpx.post(f"{gateway.url}/v1/groups/g/complete", json=group).status_code == 400
+    for body in ({"rewards": {str(n): 0 for n in range(257)}}, {"metrics": {str(n): 0 for n in range(257)}}):
+        refused = gateway.complete("r", **body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
+    for text in ('{"metrics": {"a": 1e999}}', '{"metrics": {"a": NaN}}', '{"rewards": {"a": -1e999}}'):
+        assert httpx.post(f"{gateway.url}/v1/trajectories/r/complete", content=text).status_code == 400
     assert gateway.complete("r", reward=-10, rewards={"style": 10}).status_code == 200
+
+
+def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None:
+    """No field is ignored: a misspelt `reward` would end the run without one."""
+    gateway = start_front()
+    gateway.open(id="r", group="g")
+    counts = "group_size is a whole number from 0 to 2147483647"
+    for path, body, field, said in (
+        ("trajectories/r/complete", {"rewrad": 1}, "rewrad", "unknown field `rewrad`"),
+        ("trajectories", {"model": "tictactoe", "grop": "g"}, "grop", "unknown field `grop`"),
+        ("groups/g/complete", {"trajectories": [], "reward": 1}, "reward", "unknown field `reward`"),
+        ("groups/g/complete", {"trajectories": [{"id": "r", "rewrad": 1}]}, "trajectories[0].rewrad", "`rewrad`"),
+        ("policies/tictactoe/pin", {"versoin": "tictactoe@0"}, "versoin", "unknown field `versoin`"),
+        *(("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts) for n in (1.5, -1, 2**31, "x")),
+    ):  # fmt: skip
+        refused = httpx.post(f"{gateway.url}/v1/{path}", json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_body", field), error
+        assert said in error["message"]
+    opening = {"model": "tictactoe@0"}
+    error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
+    assert "open with the name 'tictactoe'. To fix a version use `pinned`" in error["message"]
+    opening = {"model": "tictactoe", "pinned": "tictactoe"}
+    error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
+    assert (error["param"], error["message"].endswith("There are: tictactoe@0.")) == ("pinned", True), error
+    assert httpx.get(f"{gateway.url}/v1/trajectories/r").json()["status"] == "open"
+    schemas = httpx.get(f"{gateway.url}/openapi.json").json()["components"]["schemas"]
+    for name in ("Opening", "CompletionBody", "GroupMember", "GroupBody", "Decision"):
+        assert schemas[name]["additionalProperties"] is False

@@ -96,6 +96,18 @@ async def test_a_header_that_says_whose_a_request_is_comes_once() -> None:
             assert [a[:3] for a in answers(await spoken(port, request))] == [b"400"], request
 
 
+@pytest.mark.parametrize(
+    "coding", [b"gzip, chunked", b"identity, chunked", b"chunked, chunked", b"gzip", b"x"]
+)
+async def test_a_transfer_coding_other_than_chunked_is_refused(coding: bytes) -> None:
+    """And what follows it is not read as a request."""
+    async with serve(echo) as port:
+        said = await spoken(port, CHUNKED.replace(b"chunked", coding) + b"0\r\n\r\n" + INNER)
+        assert [a[:3] for a in answers(said)] in ([b"501"], [b"400"]), said
+        said = await spoken(port, CHUNKED.replace(b"chunked", b"Chunked") + b"0\r\n\r\n" + INNER)
+        assert [a[:3] for a in answers(said)] == [b"200", b"200"]
+
+
 async def test_a_body_in_many_small_chunks_is_whole() -> None:
     body = bytes(range(256)) * 3
     sent = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
