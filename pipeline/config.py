@@ -203,6 +203,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """The longest body of a model call; a longer one is a 413 and is not read."""
     max_control_body_bytes: int = 1024 * 1024
     """The same for calls of the control API."""
+    max_buffered_bytes: int = 512 * 1024 * 1024
+    """Bytes of request bodies that have not come whole yet, over all connections; at least `max_body_bytes`. Beyond it the
+    requests that began last are a 503 and told to come again."""
     max_connections: int = 10_000
     """Connections of clients at once. Beyond it the one that has been idle longest is closed, then the oldest whose request
     is not whole; where all are being answered, a new one is a 503. Never more than the process may have open files for."""

@@ -70,12 +70,14 @@ class Connection(asyncio.Protocol):
         """`began_at`: since when it is idle, or the head or the body that is being read has been coming."""
         self.unsent, self.unsent_at = 0, 0.0
         """Bytes that wait for a slow client, and since when it has taken none of them."""
+        self.held = 0
+        """Bytes of a body that is not whole, as far as they are in `Server.buffered`."""
         self._reset()
 
     def _reset(self) -> None:
+        self._release()
         self.request: Request | None = None
         """The request that is being read."""
-        self.parts: list[bytes | bytearray] = []
         self.size = 0
         self.head_size = 0
         self.silent = 0
@@ -97,6 +99,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.forget(self)
+        self._release()
         self.deaf = True
         self.waiting.clear()
         self.ahead.clear()
@@ -165,6 +168,32 @@ class Connection(asyncio.Protocol):
             self._refuse(431, f"The headers are longer than {_HEAD_LIMIT} bytes.", "headers_too_large")
         elif self.silent > _HEAD_LIMIT:
             self._refuse(431, f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes.", "trailers_too_large")  # fmt: skip
+        elif self.parts:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Count the body so far with those of all connections. A body that comes in one piece never gets here."""
+        server = self.server
+        server.buffered += self.size - self.held
+        self.held = self.size
+        if server.buffered > server.limits.max_buffered:
+            server.make_room()
+
+    def _release(self) -> None:
+        """The body is whole, or is not kept."""
+        self.parts: list[bytes | bytearray] = []
+        if self.held:
+            self.server.buffered -= self.held
+            self.held = 0
+
+    def refuse_body(self) -> None:
+        """Give up a body that is not whole, because all such bodies together are too large."""
+        self._refuse(
+            503,
+            "The requests that are being sent to this gateway are larger together than gateway.max_buffered_bytes. Try again.",
+            "too_many_bodies",
+            ((b"retry-after", b"1"),),
+        )
 
     def _resume(self, data: bytes) -> bool:
         """No other protocol is spoken here, but the parser takes what follows an `Upgrade` for one: have the body read
@@ -180,16 +209,20 @@ class Connection(asyncio.Protocol):
         self.parser.feed_data(head + b"\r\n")
         return bool(data)
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
+    def _refuse(
+        self, status: int, message: str, code: str, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
         """Answer what never became a request, after those before it."""
         if self.deaf:
             return
         self.deaf = True
+        self._release()
         if self.active is not None:
             return  # it is answered, then the connection ends
         request = Request(self, 0)
         self.active = request
-        request.answer(status, error_body(message, "invalid_request_error", code))
+        kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
+        request.answer(status, error_body(message, kind, code), headers)
 
     # -- httptools callbacks
 
@@ -309,7 +342,7 @@ class Connection(asyncio.Protocol):
     def _too_large(self, request: Request) -> None:
         request.too_large, request.keep_alive = True, False
         self.deaf = True
-        self.parts.clear()
+        self._release()
         self._take(request)
 
     # -- answering

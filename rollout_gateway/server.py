@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from pipeline.config import GatewayConfig
+from pipeline.config import ConfigError, GatewayConfig
 from pipeline.log import get_logger
 from rollout_gateway.connection import Connection
 from rollout_gateway.request import HeaderList as HeaderList
@@ -55,6 +55,7 @@ class Limits:
     """What a client may take of the server; the settings of the same names say more."""
 
     max_body: int = _DEFAULTS.max_body_bytes
+    max_buffered: int = _DEFAULTS.max_buffered_bytes
     max_connections: int = _DEFAULTS.max_connections
     head_s: float = _DEFAULTS.head_timeout_s
     body_s: float = _DEFAULTS.body_timeout_s
@@ -64,7 +65,12 @@ class Limits:
     @classmethod
     def of(cls, config: GatewayConfig) -> Limits:
         """The settings, with no more connections than the process can have open: each may need one to an inference
-        server too."""
+        server too. Raises `ConfigError` where one body could be larger than all may be together."""
+        if config.max_buffered_bytes < config.max_body_bytes:
+            raise ConfigError(
+                f"gateway.max_buffered_bytes ({config.max_buffered_bytes}) is less than gateway.max_body_bytes "
+                f"({config.max_body_bytes}): no request of that size could come in"
+            )
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -76,6 +82,7 @@ class Limits:
             most = config.max_connections
         return cls(
             max_body=config.max_body_bytes,
+            max_buffered=config.max_buffered_bytes,
             max_connections=most,
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,
@@ -95,6 +102,8 @@ class Server:
         """Connections without a request, the one that has been so longest first."""
         self.reading: dict[Connection, None] = {}
         """Connections whose request is not whole yet, the oldest first."""
+        self.buffered = 0
+        """Bytes of the bodies that are not whole yet."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.closing = False
 
@@ -133,6 +142,14 @@ class Server:
     def idles(self, connection: Connection) -> None:
         """A request is answered."""
         (self.idle if connection.request is None else self.reading)[connection] = None
+
+    def make_room(self) -> None:
+        """Refuse the requests that began last until the bodies that are not whole fit `limits.max_buffered` again."""
+        for connection in list(reversed(self.reading)):
+            if self.buffered <= self.limits.max_buffered:
+                return
+            if connection.held:
+                connection.refuse_body()
 
     # -- time
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
 import anyio.abc
 import pytest
 
+from pipeline.config import ConfigError, GatewayConfig
 from rollout_gateway.errors import ApiError
-from rollout_gateway.server import Request
+from rollout_gateway.server import Limits, Request
 from tests.rollout_gateway.test_server import echo, serve, spoken
 
 pytestmark = pytest.mark.anyio
@@ -283,6 +286,47 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
         with socket.create_connection(("127.0.0.1", port)) as client, anyio.fail_after(20):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await gone.wait()
+
+
+# -- bodies of all connections together ------------------------------------------------------------------------------
+
+
+async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
+    """The request that began last goes. What is whole, refused or left behind counts no more."""
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    size, part = 200_000, b"x" * 100_000
+
+    async def back(request: Request) -> None:
+        request.answer(200, b"%d" % len(request.body))
+
+    async def begun(port: int, stack: AsyncExitStack) -> anyio.abc.SocketStream:
+        stream = await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+        await stream.send(head % size)
+        assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        return stream
+
+    with anyio.fail_after(60):
+        async with serve(back, max_body=size, max_buffered=250_000) as port, AsyncExitStack() as stack:
+            for _ in range(3):
+                first, second, last = [await begun(port, stack) for _ in range(3)]
+                for stream in (last, first, second):
+                    await stream.send(part)
+                refused = await last.receive()
+                assert refused.startswith(b"HTTP/1.1 503 "), refused
+                assert b"retry-after: 1\r\n" in refused
+                assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_bodies"
+                await second.aclose()  # leaves in the middle of its body
+                await first.send(part)
+                assert (await first.receive()).endswith(b"200000")
+                await first.aclose()
+            whole = await begun(port, stack)
+            await whole.send(part + part)
+            assert (await whole.receive()).endswith(b"200000")
+
+
+def test_a_body_has_to_fit_the_bound_of_all_together() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.max_buffered_bytes"):
+        Limits.of(GatewayConfig(max_body_bytes=1000, max_buffered_bytes=999))
 
 
 # -- refused by the head ---------------------------------------------------------------------------------------------
