@@ -109,7 +109,8 @@ def _users_part() -> Iterator[str]:
     yield (
         "The server that `journeyman up` starts has these users (`pipeline/users.py`). Each proves itself with an nkey whose "
         "seed lies in `<run_dir>/keys/<user>.nk`, mode 0600. Everything that is not listed is refused. Whoever may write to a "
-        "bucket can also empty it. Rights say who may write to a subject; what an adapter is loaded for is the trainer's signature "
+        "bucket can also empty it. The operator's `STREAM.UPDATE` changes a stream's limits; a shorter age or smaller size deletes "
+        "the events beyond it. Rights say who may write to a subject; what an adapter is loaded for is the trainer's signature "
         "(docs/decisions/0010-signed-checkpoints.md).\n"
     )
     yield _table(

@@ -51,7 +51,7 @@ def unknown_model(model: str, known: Sequence[str]) -> ApiError:
 def unknown_trajectory(trajectory: str) -> ApiError:
     return ApiError(
         404,
-        f"There is no trajectory {trajectory!r} for this caller: either it was not opened in this project, or another key "
+        f"No trajectory {trajectory!r} can be reached by this caller: either it was not opened in this project, or another key "
         "opened it. Open one with POST /v1/trajectories.",
         kind="not_found_error",
         code="trajectory_not_found",

@@ -28,6 +28,7 @@ import tomli_w
 
 from pipeline.cli import newest_run
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
+from pipeline.names import InvalidNameError, check_name
 from rollout_gateway.keys import ends_at, name_of, read_keys
 
 PREFIX = "jm-"
@@ -60,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
         command.add_argument("--project", action="append", default=[], help="may be repeated; default: all")
         command.add_argument("--calls-only", action="store_true", help="it can't open, read or complete runs")
-        command.add_argument("--expires", default="", help="such as 12h, 30d, or a date and time in ISO 8601")
+        command.add_argument(
+            "--expires", default="", help="30m, 12h, 30d, 2w from now, or a date and time in ISO 8601"
+        )
         command.set_defaults(run=run)
         if name == "add":
             _where(command)
@@ -89,8 +92,14 @@ def _file(args: argparse.Namespace) -> Path:
 
 def _made(args: argparse.Namespace) -> tuple[str, KeyConfig]:
     """A fresh key and the settings that know it."""
+    try:
+        check_name(args.name)
+    except InvalidNameError as error:
+        raise ConfigError(f"--name: {error}") from error
+    if args.calls_per_minute < 0:
+        raise ConfigError(f"--calls-per-minute is {args.calls_per_minute}: it is 0 (no limit) or more")
     key = PREFIX + secrets.token_urlsafe(32)
-    made = KeyConfig(
+    return key, KeyConfig(
         sha256=hashlib.sha256(key.encode()).hexdigest(),
         name=args.name,
         role=args.role,
@@ -98,18 +107,28 @@ def _made(args: argparse.Namespace) -> tuple[str, KeyConfig]:
         models=tuple(args.model),
         projects=tuple(args.project),
         calls_only=args.calls_only,
-        expires=_end(args.expires),
+        expires=_end(args.expires) if args.expires else "",
     )
-    ends_at(made)  # says what is wrong with it
-    return key, made
 
 
 def _end(text: str) -> str:
-    span = re.fullmatch(r"(\d+)([mhdw])", text)
-    if span is None:
-        return text
-    end = datetime.now(UTC) + timedelta(**{_UNITS[span[2]]: int(span[1])})
-    return end.isoformat(timespec="seconds")
+    """When a key ends, as the file has it. Raises `ConfigError` for what is no moment, or one that is over."""
+    span = re.fullmatch(r"([0-9]+)([mhdw])", text)
+    now = datetime.now(UTC)
+    try:
+        if span is not None:
+            end = now + timedelta(**{_UNITS[span[2]]: int(span[1])})
+            text = end.isoformat(timespec="seconds")
+        else:
+            end = datetime.fromisoformat(text)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"--expires {text!r} is not understood: give minutes, hours, days or weeks from now (30m, 12h, 30d, 2w), or a date "
+            "and time in ISO 8601 (2030-01-31 or 2030-01-31T12:00:00+01:00; UTC where no offset is given)"
+        ) from error
+    if (end if end.tzinfo else end.replace(tzinfo=UTC)) <= now:
+        raise ConfigError(f"--expires {text!r} is in the past: the key would never be good")
+    return text
 
 
 def _table(key: KeyConfig) -> dict[str, object]:

@@ -157,6 +157,35 @@ def test_made_settings_know_their_key(capsys: pytest.CaptureFixture[str], tmp_pa
         keys_cli.main(["make", "--name", "n", "--expires", "soon"])
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--expires", "5s"), "30m, 12h, 30d, 2w"),
+        (("--expires", "soon"), "ISO 8601"),
+        (("--expires", "9" * 30 + "d"), "ISO 8601"),
+        (("--expires", "2020-01-01"), "in the past"),
+        (("--expires", "2020-01-01T00:00:00+01:00"), "in the past"),
+        (("--expires", "0d"), "in the past"),
+        (("--name", ""), "empty"),
+        (("--name", "a\nb"), "can't be printed"),
+        (("--name", "a\x1b[31m"), "can't be printed"),
+        (("--calls-per-minute", "-1"), "0 (no limit) or more"),
+    ],
+)
+@pytest.mark.parametrize("command", ["add", "make"])
+def test_a_key_that_can_not_be_meant_is_not_made(
+    command: str, options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.toml"
+    where = ("--file", str(file)) if command == "add" else ()
+    with pytest.raises(SystemExit) as ended:
+        keys_cli.main([command, "--name", "n", *where, *options])
+    heard = capsys.readouterr()
+    assert (ended.value.code, heard.out, file.exists()) == (2, "", False)
+    assert said in heard.err
+    keys_cli.main([command, "--name", "n", *where, "--expires", "2999-01-31"])
+
+
 def test_keys_come_and_go_while_the_gateway_runs(
     start_front: StartGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
