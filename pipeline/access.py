@@ -12,7 +12,8 @@ from typing import Any
 import nats.errors
 
 from pipeline import nkey, users
-from pipeline.config import ConfigError, NatsConfig, names_user
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.config_checks import names_user
 from pipeline.connection import TidyClient
 
 _CREDENTIALS = b"-----BEGIN NATS USER JWT-----"

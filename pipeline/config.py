@@ -10,19 +10,29 @@ import hashlib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tomli_w
+from msgspec import Meta
 
-from pipeline.secrets import written_out
+from pipeline.config_checks import PROCESSES as PROCESSES
+from pipeline.config_checks import check
+from pipeline.errors import ConfigError as ConfigError
+from pipeline.overrides import convert, set_override
 
-PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")
-"""Everything that `journeyman up` may start."""
-
-
-class ConfigError(ValueError):
-    """A setting that can't be used; the message names it."""
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Several = Annotated[int, Meta(ge=2)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Correlation = Annotated[float, Meta(ge=-1, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Payload = Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
+Copies = Annotated[int, Meta(ge=1, le=5)]
+Prompt = Annotated[int, Meta(ge=1000)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,18 +45,18 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     url: str | tuple[str, ...] = ""
     """Address of a NATS server with JetStream, or those of a cluster's servers: a list, or one text with commas. Empty:
     `journeyman up` starts one from its wheel."""
-    port: int = 0
+    port: Port = 0
     """Port of the server that `journeyman up` starts; 0: any free one."""
-    sync: Literal["always"] | float = "always"
+    sync: Literal["always"] | Positive = "always"
     """`always`: the server that `journeyman up` starts writes each message through to the disk before it acknowledges it,
     so what was acknowledged survives a power cut. A number: seconds between two such writes; a power cut then loses what
     was acknowledged since the last one, and the services go on with what is left (docs/operations.md)."""
-    max_bytes: int = 0
+    max_bytes: Natural = 0
     """Bytes that streams and buckets may take on disk together; docs/streams.md says how they share them. 0: half of the
     disk's free space at the start for the server that `journeyman up` starts, no limit for a server elsewhere."""
-    max_payload: int = 1_048_576
+    max_payload: Payload = 1_048_576
     """Bytes; larger events travel through the object store."""
-    replicas: int = 1
+    replicas: Copies = 1
     """Copies of each stream and bucket in a NATS cluster, 3 as a rule. Those that exist are changed at the next start."""
     users: str = ""
     """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md has the users). Each
@@ -73,11 +83,11 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     provision: bool = True
     """Whether services make streams, consumers and buckets when they connect. Set it to false where they lack the right, and
     run `journeyman provision` as a user who has it. `journeyman up` does both for the server that it starts."""
-    connect_timeout_s: float = 15.0
+    connect_timeout_s: Positive = 15.0
     """How long a service looks for a server at its start, and then waits for its streams."""
-    ack_timeout_s: float = 5.0
+    ack_timeout_s: Positive = 5.0
     """How long one publish waits for its acknowledgement before it is repeated."""
-    publish_deadline_s: float = 60.0
+    publish_deadline_s: Positive = 60.0
     """How long a publish or a read is repeated before it is an error."""
 
     @property
@@ -95,25 +105,25 @@ class NatsConfig(Section, frozen=True, kw_only=True):
 class RetentionConfig(Section, frozen=True, kw_only=True):
     """What stays of trained versions. The trainer of a branch removes what is its own; nothing that serves is removed."""
 
-    adapters: int = 20
+    adapters: Natural = 20
     """Newest adapters of each model and branch that stay in the object store; 0: all. The best by validation, what a name
     stands for, its predecessor (a rollback's target), what a split names, what an open trajectory is pinned to and what an
     inference server holds stay too."""
-    grace_s: float = 600.0
+    grace_s: NotNegative = 600.0
     """From `policy.retired` to the removal of the adapter, if nothing came to need it meanwhile."""
-    every_s: float = 60.0
+    every_s: Positive = 60.0
     """Between two looks at what may go."""
-    policy_days: float = 90.0
+    policy_days: NotNegative = 90.0
     """Age at which events of POLICY go, except checkpoints whose adapter is there and each model's last decision; 0: never."""
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
     """How `journeyman up` watches what it started."""
 
-    deadline_s: float = 30.0
+    deadline_s: Positive = 30.0
     """A process that is ready and then gives no sign of life for so long is killed and started again. A sign of life is a
     heartbeat of a service's event loop, vLLM's health page, and a write that each stream of the log acknowledges."""
-    probe_every_s: float = 10.0
+    probe_every_s: Positive = 10.0
     """Between two probes of the log, and of vLLM."""
 
 
@@ -125,7 +135,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     api_key_file: str = ""
     """File with the API key that the gateway sends to the servers. `journeyman up` makes one for the server that it
     starts."""
-    port: int = 0
+    port: Port = 0
     """Port of the server that `journeyman up` starts; 0: any free one."""
     args: tuple[str, ...] = ()
     """Further arguments of that server, in JSON's form on the command line: `--set 'vllm.args=["--dtype", "bfloat16"]'`."""
@@ -137,13 +147,13 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     they are part of the reply's text."""
     env: dict[str, str] = {}
     """Further environment of that server."""
-    max_loras: int = 4
+    max_loras: Count = 4
     """Adapters held at once: at least the staleness bound plus two."""
-    max_lora_rank: int = 8
-    max_model_len: int = 0
+    max_lora_rank: Count = 8
+    max_model_len: Natural = 0
     """0: the model's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    start_timeout_s: float = 600.0
+    start_timeout_s: Positive = 600.0
     """An inference server that does not answer by then is killed and started again."""
 
 
@@ -168,7 +178,7 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     the hash."""
     role: Literal["agent", "operator"] = "agent"
     """`agent`: model calls and its own trajectories; `operator`: every trajectory, decisions about versions, and metrics."""
-    calls_per_minute: int = 0
+    calls_per_minute: Natural = 0
     """Calls with the key and with the keys of the trajectories it opened; 0: no limit. Each gateway replica counts for
     itself."""
     models: tuple[str, ...] = ()
@@ -185,38 +195,38 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """The HTTP front."""
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: Port = 0
     """0: any free one."""
     capture: Literal["acked", "async", "off"] = "acked"
     """`acked`: an exchange is answered once the log holds it. `async` answers first: a completion waits until the run's exchanges
     are recorded, a crash may lose them, and a run with an exchange that the log did not take ends as `no_result`. `off` records
     no exchanges; runs, pinned versions and splits work as with the others."""
-    request_timeout_s: float = 300.0
-    upstream_wait_s: float = 180.0
+    request_timeout_s: Positive = 300.0
+    upstream_wait_s: NotNegative = 180.0
     """How long a request waits for an inference server to come (back) up."""
-    deadly_request_s: float = 600.0
+    deadly_request_s: NotNegative = 600.0
     """How long a request that was in flight at two deaths of its inference server is refused (502) when it comes again."""
-    drain_s: float = 10.0
+    drain_s: NotNegative = 10.0
     """How long running calls may go on when the gateway stops. Calls that come meanwhile get a 503 `stopping`; what is not
     done by then is cut off with an error, and recorded as `failed`."""
-    max_body_bytes: int = 64 * 1024 * 1024
+    max_body_bytes: Count = 64 * 1024 * 1024
     """The longest body of a model call; a longer one is a 413 and is not read."""
-    max_control_body_bytes: int = 1024 * 1024
+    max_control_body_bytes: Count = 1024 * 1024
     """The same for calls of the control API."""
-    max_buffered_bytes: int = 512 * 1024 * 1024
+    max_buffered_bytes: Count = 512 * 1024 * 1024
     """Bytes of request bodies that have not come whole yet, over all connections; at least `max_body_bytes`. Beyond it the
     requests that began last are a 503 and told to come again."""
-    max_connections: int = 10_000
+    max_connections: Count = 10_000
     """Connections of clients at once. Beyond it the one that has been idle longest is closed, then the oldest whose request
     is not whole; where all are being answered, a new one is a 503. Never more than the process may have open files for."""
-    head_timeout_s: float = 30.0
+    head_timeout_s: Positive = 30.0
     """How long a request's headers may take, and a new connection to begin its first request."""
-    body_timeout_s: float = 60.0
+    body_timeout_s: Positive = 60.0
     """How long a request's body may take; every 64 KiB of it that have come add a second."""
-    idle_timeout_s: float = 600.0
+    idle_timeout_s: Positive = 600.0
     """How long a connection may stay open between two requests. Clients keep connections too, and one that is closed as a
     request goes out on it fails that request: make this longer than clients keep theirs."""
-    write_timeout_s: float = 300.0
+    write_timeout_s: Positive = 300.0
     """A client that takes no byte of what waits for it for so long is cut off."""
     hosts: tuple[str, ...] = ()
     """Further names that clients may put into `Host`, without a port, as behind a reverse proxy; `*`: any. On the loopback
@@ -229,9 +239,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     host of the request, or what a trusted proxy says of them."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
     """Addresses whose `Forwarded` and `X-Forwarded-Proto` and `-Host` headers are believed."""
-    health_interval_s: float = 1.0
+    health_interval_s: Positive = 1.0
     """Between two health checks of an inference server that works."""
-    health_retry_s: float = 0.25
+    health_retry_s: Positive = 0.25
     """Between two tries to reach one that does not."""
     probe: Literal["require", "warn"] = "require"
     """An adapter whose logprobs equal the base model's is not served, or served with a warning."""
@@ -243,18 +253,18 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     keys_file: str = "keys.toml"
     """File with further keys, under the run directory, read again within a second or two of a change; `journeyman keys`
     adds to it and revokes. Once it has been there, keys are needed, even when it is deleted."""
-    max_reward: float = 1000.0
+    max_reward: Positive = 1000.0
     """The largest absolute value of a reward, of a named reward and of the sum of named rewards that a completion may report;
     beyond it is a 400."""
     infer: bool = False
     """Calls that name no trajectory are made into trajectories by the continuity of their messages."""
-    infer_idle_s: float = 60.0
+    infer_idle_s: Positive = 60.0
     """An inferred trajectory without a call for so long is complete."""
     infer_outcome: Literal["scored", "masked", "no_result"] = "scored"
     """What a run that went silent counts as; `scored` leaves its reward to the judge."""
-    max_calls: int = 0
+    max_calls: Natural = 0
     """Model calls that may be under way at once in this replica before further ones are told to wait (429); 0: no limit."""
-    max_groups_ahead: int = 0
+    max_groups_ahead: Natural = 0
     """Groups that may be open or untrained before new ones are told to wait (429); 0: no limit. Bounds staleness at the
     start of a run, where the trainer would otherwise discard at its end."""
 
@@ -272,11 +282,11 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """`package.module:function` of kind `python`; it gets the trajectory as a dict and returns a number."""
     rubric: str = ""
     """As `judge.rubric`, for kind `ruler`."""
-    timeout_s: float = 10.0
+    timeout_s: Positive = 10.0
     """Of one call of the function; its processes are killed then."""
-    memory_mb: int = 1024
+    memory_mb: Count = 1024
     """Memory that all processes of one call may hold together, and address space of each."""
-    processes: int = 64
+    processes: Count = 64
     """Processes and threads that one call may have at once."""
     isolate: Literal["auto", "require", "off"] = "auto"
     """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable); where bubblewrap
@@ -289,10 +299,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 class JudgeConfig(Section, frozen=True, kw_only=True):
     """Groups and scores."""
 
-    group_size: int = 8
-    min_size: int = 2
+    group_size: Count = 8
+    min_size: Several = 2
     """A group that times out with fewer scorable members is discarded."""
-    timeout_s: float = 600.0
+    timeout_s: Positive = 600.0
     """From a group's first completed trajectory to its closing without the missing ones."""
     model: str = ""
     """litellm name of the judge model; empty: only rewards that agents gave count."""
@@ -303,20 +313,20 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """litellm names of models to ask, in this order, where the first can't be reached."""
     rubric: str = ""
     """File with the rubric, or the name of one that comes with Journeyman; empty: the general one."""
-    concurrency: int = 16
+    concurrency: Count = 16
     """Calls to the judge model at once."""
-    workers: int = 0
+    workers: Natural = 0
     """Processes that call the judge model. Each makes up to about 150 calls a second, for which litellm takes a core; 0:
     the judge's own process calls."""
-    judgings: int = 2
+    judgings: Count = 2
     """At most so many judgings of a group, each in another order; from the second on it ends once they agree."""
-    agreement: float = 0.1
+    agreement: NotNegative = 0.1
     """Mean absolute difference of scores up to which two judgings agree."""
     structured: Literal["auto", "schema", "text"] = "auto"
     """Whether the answer's JSON schema is sent along; `auto`: until the provider refuses it."""
-    temperature: float | None = None
+    temperature: NotNegative | None = None
     """Sent only where set."""
-    max_tokens: int = 8192
+    max_tokens: Natural = 8192
     """Tokens that one reply may have, a reasoning model's thinking included; it ends a reply that would never end. 0: not
     sent."""
     params: dict[str, Any] = {}
@@ -325,14 +335,14 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     variable's value; secrets are given in this way only."""
     model_params: dict[str, dict[str, Any]] = {}
     """By litellm name of the judge model or of a fallback: its own parameters, before those in `params`."""
-    request_timeout_s: float = 120.0
-    retries: int = 2
+    request_timeout_s: Positive = 120.0
+    retries: Natural = 2
     """Times that one call is repeated by the router when the provider fails."""
-    attempts: int = 4
+    attempts: Count = 4
     """Calls for one judging until every score could be read."""
-    retry_for_s: float = 3600.0
+    retry_for_s: NotNegative = 3600.0
     """How long a group that could not be judged is tried again before it is discarded as unscored."""
-    context_tokens: int = 100_000
+    context_tokens: Prompt = 100_000
     """Tokens of one call's prompt at most: today's judge models take 128,000 or more, reply included. Longer groups are judged
     in overlapping subsets, longer trajectories cut. It is halved by itself where the model refuses a prompt as too long."""
     rewards: tuple[RewardConfig, ...] = ()
@@ -341,8 +351,8 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """How `rewards` become one: weighted mean, weighted sum, product, or the smallest."""
     anchors: str = ""
     """JSONL file of groups with known rewards, judged again and again so that the judge's drift shows."""
-    anchor_every_s: float = 3600.0
-    anchor_min_tau: float = 0.5
+    anchor_every_s: Positive = 3600.0
+    anchor_min_tau: Correlation = 0.5
     """An anchor run with a Kendall tau below this raises the alarm: an error in the log and in `judge.json`."""
 
 
@@ -355,40 +365,40 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Type of the base model's weights; `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing results."""
     load_in_4bit: bool = False
     """With engine `unsloth`: hold the base model in four bits."""
-    max_seq_length: int = 8192
+    max_seq_length: Count = 8192
     """With engine `unsloth`: the longest sequence it prepares for."""
-    groups_per_step: int = 8
-    learning_rate: float = 1e-5
+    groups_per_step: Count = 8
+    learning_rate: NotNegative = 1e-5
     """Of AdamW on the adapter; for models of about 0.5 to 10 billion parameters. TRL's guide to LoRA has 1e-5 where full training
     has 1e-6. Much smaller models want more (the demo's 0.8 million parameters: 2e-3)."""
-    max_steps: int = 0
+    max_steps: Natural = 0
     """0: for as long as groups come."""
-    lora_rank: int = 8
-    lora_alpha: float = 16.0
+    lora_rank: Count = 8
+    lora_alpha: Positive = 16.0
     lora_targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all but heads, routers and experts."""
     loss_type: str = "dapo"
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Weight of the KL to the base model."""
-    max_staleness: int = 2
+    max_staleness: Natural = 2
     """Tokens sampled more than this many steps ago are not trained; a group with none younger is discarded."""
     sampler_correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "token_truncate"
     """What is done about replies sampled by an older version: importance ratios against the recorded logprobs, cut off
     at `correction_max` or (mask) dropped beyond it; `none` clips against the recorded logprobs as PPO does."""
-    correction_max: float = 3.0
-    correction_min: float | None = None
+    correction_max: Positive = 3.0
+    correction_min: NotNegative | None = None
     """Smallest ratio: raised to it, or (mask) dropped below it."""
-    epsilon: float = 0.2
+    epsilon: NotNegative = 0.2
     """Clip range of the probability ratio. It acts with `sampler_correction` = `none` only, as do `epsilon_high` and `delta`: under
     the other corrections the ratio that is clipped is that of the trainer to itself, always 1, and `clip_ratio` is always 0."""
-    epsilon_high: float | None = None
+    epsilon_high: NotNegative | None = None
     """Upper clip range where it differs from `epsilon`. With `loss_type` = `cispo` it is the bound of the ratio itself, 5 where it
     is left out."""
-    delta: float | None = None
+    delta: Positive | None = None
     """Two-sided clipping: bound of the ratio where the advantage is negative; above `1 + epsilon_high`."""
-    off_policy_mask: float | None = None
+    off_policy_mask: NotNegative | None = None
     """Sequences with a negative advantage whose mean log ratio of sampler to trainer exceeds this are left out."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
@@ -404,27 +414,27 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`loss`: as the loss type says; `trajectory`: every trajectory counts the same however long it is."""
     mask_truncated: bool = False
     """Do not train replies that hit the token limit."""
-    max_completion_length: int = 512
+    max_completion_length: Count = 512
     """The constant that loss type `dr_grpo` divides by."""
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: NotNegative = 1.0
+    weight_decay: NotNegative = 0.0
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's moments."""
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """`linear` and `cosine` fall to 0 at `max_steps`. `inverse_sqrt` needs no end: after `warmup_steps` (10,000 where that is 0) it
     falls with the root of the steps taken. Changed settings of the optimizer hold from the next start on."""
-    warmup_steps: int = 0
-    threads: int = 1
+    warmup_steps: Natural = 0
+    threads: Count = 1
     """CPU threads of the trainer's computation; the rest is the inference server's."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Positive = 600.0
     """A trainer that has not loaded its models by then is killed and started again."""
-    tokens_per_batch: int = 16_384
+    tokens_per_batch: Count = 16_384
     """Token budget of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes fewer where
     the memory formula says that so many do not fit (`journeyman check-model`)."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again: about a third more computation, a small part of
     the memory. `auto`: on with CUDA where the model can, off on CPU."""
-    gpu_memory_share: float = 0.0
+    gpu_memory_share: Share = 0.0
     """Share of the GPU's memory that passes are planned for. 0: what is free; `journeyman up` sets 0.45 where its inference server is
     on the same GPU."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
@@ -432,23 +442,23 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     attention: Literal["sdpa", "flex"] = "sdpa"
     """How shared prefixes are computed: `sdpa` with a dense mask, or PyTorch's FlexAttention, whose mask takes no memory that
     grows with the square of a tree. FlexAttention has no gradients on CPU, so it needs CUDA."""
-    processes: int = 1
+    processes: Count = 1
     """Processes (GPUs) that share the passes of a step; `journeyman up` starts them with `accelerate launch`."""
-    peak_tflops: float = 0.0
+    peak_tflops: NotNegative = 0.0
     """The device's peak at the weights' type, to report model FLOPs utilisation; 0: unknown."""
-    logprob_bound: float | None = None
+    logprob_bound: NotNegative | None = None
     """Largest difference, in nats, that is put down to rounding when logprobs of the trainer are compared: at start, of a
     training pass with the model's own forward pass (the largest of any token; in bfloat16 the mean, since rounding may send a
     token to another expert), and in every step with those that the sampler recorded (the mean). Empty: 1e-3 where the model
     is float32, 0.08 in bfloat16. Above it the model is refused at start, and a step is not taken."""
-    check_sequences: int = 8
+    check_sequences: Natural = 8
     """Sequences per step whose recorded logprobs are compared with recomputed ones at the version that sampled."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Count = 3
     """Newest checkpoint folders that stay on disk (the log's object store keeps every adapter)."""
-    best_min_trajectories: int = 8
+    best_min_trajectories: Natural = 8
     """Validation trajectories that a step needs to become the best one. It takes the place of another where the 95 % interval of
     the difference of their mean rewards lies above 0."""
-    seed: int = 0
+    seed: Natural = 0
     branch: str = "main"
     """Line of history to train from; another one than `main` is made by `journeyman replay` or `rejudge`, begins at the
     base model and has checkpoints of its own, which the gateway does not serve."""
@@ -465,20 +475,20 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     """URL of an S3-compatible server; empty: AWS. Credentials come from the AWS_* variables, never from here."""
     s3_region: str = ""
     """Empty: what AWS_REGION, AWS_DEFAULT_REGION or the credentials' file says."""
-    flush_rows: int = 20_000
-    flush_bytes: int = 64 * 1024 * 1024
-    flush_s: float = 2.0
+    flush_rows: Count = 20_000
+    flush_bytes: Count = 64 * 1024 * 1024
+    flush_s: Positive = 2.0
     """A file is written after so many events, bytes of events or seconds, whichever comes first; what is in memory at once
     is at most twice that."""
-    compact_s: float = 30.0
+    compact_s: Positive = 30.0
     """Between two looks for small files to merge."""
-    compact_files: int = 16
+    compact_files: Several = 16
     """So many small neighbours are worth merging."""
-    compact_bytes: int = 128 * 1024 * 1024
+    compact_bytes: Count = 128 * 1024 * 1024
     """Files are merged up to about this size."""
-    compact_grace_s: float = 300.0
+    compact_grace_s: NotNegative = 300.0
     """How long replaced files stay for readers that listed them before; longer than any query takes."""
-    keep_days: float = 0.0
+    keep_days: NotNegative = 0.0
     """Files whose newest event is older are let go; 0: everything is kept."""
 
 
@@ -531,8 +541,8 @@ class Config(Section, frozen=True, kw_only=True):
     def trainer_of(self, model: ModelConfig) -> TrainerConfig:
         """`[trainer]` with what the model's own table says otherwise."""
         try:
-            return msgspec.convert(msgspec.to_builtins(self.trainer) | model.trainer, TrainerConfig)
-        except msgspec.ValidationError as error:
+            return convert(msgspec.to_builtins(self.trainer) | model.trainer, TrainerConfig)
+        except ConfigError as error:
             raise ConfigError(f"models: trainer of {model.name}: {error}") from error
 
     def model(self, name: str) -> ModelConfig:
@@ -544,32 +554,9 @@ class Config(Section, frozen=True, kw_only=True):
         )
 
 
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    keys = dotted.split(".")
-    node: Any = tree
-    for key, following in zip(keys, [*keys[1:], None], strict=True):
-        if isinstance(node, list):
-            index = int(key)
-            while len(node) <= index:
-                node.append({})
-            if following is None:
-                node[index] = value
-            node = node[index]
-        elif following is None:
-            node[key] = value
-        else:
-            node = node.setdefault(key, [] if following.isdigit() else {})
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Settings from a TOML file and `section.key=value` overrides (values as TOML, else plain strings).
+    """Settings from a TOML file and `section.key=value` overrides (values by the type of the
+    setting: as TOML or JSON, else as plain strings).
 
     Raises `ConfigError` naming the setting that can't be used."""
     tree: dict[str, Any] = {}
@@ -578,116 +565,15 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
             tree = tomllib.loads(Path(path).read_text("utf-8"))
         except FileNotFoundError as error:
             raise ConfigError(f"no settings file {path}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the settings file {path} can't be read: {error}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
-        dotted, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override!r} is no setting: write section.key=value")
-        try:
-            _set(tree, dotted.strip(), _parse_value(value.strip()))
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{dotted!r} names no setting") from error
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"settings: {error}") from error
-    _check(config)
+        set_override(tree, Config, override)
+    config = convert(tree, Config)
+    check(config)
     return config
-
-
-_CREDENTIALS_HINT = {
-    "nats.url": "nats.credentials or nats.nkey_seed",
-    "vllm.urls": "vllm.api_key_file",
-    "judge.api_base": "judge.api_key_env",
-    "store.s3_endpoint": "the AWS_* variables",
-}
-
-
-def names_user(addresses: str) -> bool:
-    """Return whether one of the comma-separated `addresses` holds a user name, password or token."""
-    return any("@" in (a.partition("://")[2] or a).partition("/")[0] for a in addresses.split(","))
-
-
-def _check_urls(config: Config) -> None:
-    """Addresses are shown in states, logs and errors, so they must not hold a password. The error does not show it either."""
-    addresses = {
-        "nats.url": config.nats.servers,
-        "vllm.urls": config.vllm.urls,
-        "judge.api_base": (config.judge.api_base,),
-        "store.s3_endpoint": (config.store.s3_endpoint,),
-    }
-    for name, urls in addresses.items():
-        if any(names_user(url) for url in urls):
-            raise ConfigError(
-                f"{name}: an address must not hold a user name, password or token; use {_CREDENTIALS_HINT[name]}"
-            )
-
-
-def _check_access(config: Config) -> None:
-    nats = config.nats
-    named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
-    if len(named) > 1:
-        raise ConfigError(f"nats: {' and '.join(named)} are set; a connection proves itself by one of them")
-    if nats.tls_key and not nats.tls_cert:
-        raise ConfigError("nats.tls_key is set without nats.tls_cert")
-    if bool(nats.server_cert) != bool(nats.server_key):
-        raise ConfigError("nats.server_cert and nats.server_key: both are needed, or neither")
-    if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
-        raise ConfigError("vllm.args: --api-key would show in the list of processes; use vllm.api_key_file")
-    if unknown := set(config.environment) - set(PROCESSES):
-        raise ConfigError(
-            f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}"
-        )
-
-
-def _check(config: Config) -> None:
-    _check_urls(config)
-    _check_access(config)
-    names = [m.name for m in config.models]
-    if len(set(names)) != len(names):
-        raise ConfigError("models: two have the same name")
-    if any("@" in name for name in names):
-        raise ConfigError("models: a name can't hold '@', which separates the version")
-    tables = {"judge.params": config.judge.params, "judge.model_params": config.judge.model_params}
-    if name := next(written_out(config.vllm.env, "vllm.env"), ""):
-        raise ConfigError(
-            f"{name}: a secret does not belong into settings; set the variable where `journeyman up` is started"
-        )
-    for name in (n for where, table in tables.items() for n in written_out(table, where)):
-        raise ConfigError(
-            f'{name}: a secret does not belong into settings; name its variable instead: "${{NAME}}"'
-        )
-    if config.judge.max_tokens < 0 or config.judge.context_tokens < 1000:
-        raise ConfigError("judge: max_tokens is 0 or more, context_tokens at least 1000")
-    if config.judge.min_size < 2:
-        raise ConfigError("judge.min_size: a group needs at least 2 members to compare")
-    if config.judge.judgings < 1 or config.judge.attempts < 1 or config.judge.concurrency < 1:
-        raise ConfigError("judge: judgings, attempts and concurrency are at least 1")
-    if not 0 <= config.judge.workers <= config.judge.concurrency:
-        raise ConfigError("judge.workers: 0 or more processes, but no more than judge.concurrency")
-    rewards = [r.name for r in config.judge.rewards]
-    if len(set(rewards)) != len(rewards):
-        raise ConfigError("judge.rewards: two have the same name")
-    for reward in config.judge.rewards:
-        if reward.kind == "python" and ":" not in reward.entry:
-            raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
-        if reward.kind == "ruler" and not config.judge.model:
-            raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
-    if config.judge.min_size > config.judge.group_size:
-        raise ConfigError("judge.min_size is larger than judge.group_size")
-    rank = max((config.trainer_of(m).lora_rank for m in config.models), default=0)
-    if rank > config.vllm.max_lora_rank and not config.vllm.urls:
-        raise ConfigError(
-            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora_rank = {rank} would not load; set it to at "
-            "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
-        )
-    staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)
-    if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
-        raise ConfigError(
-            f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
-            f"{staleness + 2}, or running requests lose their adapter"
-        )
 
 
 def nats_of_run(run_dir: Path) -> NatsConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,6 +217,10 @@ def _sections(cls: type[config.Section], prefix: str = "") -> Iterator[tuple[str
 def _type_name(hint: object) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(f'"{a}"' for a in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(part) for part in typing.get_args(hint))
+    if hint is types.NoneType:
+        return "None"
     return (
         hint.__name__
         if isinstance(hint, type) and not typing.get_args(hint)
@@ -223,8 +228,23 @@ def _type_name(hint: object) -> str:
     )
 
 
+def _limits(hint: object) -> str:
+    """What a number may be, such as `, ≥ 1`."""
+    words = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    parts = [hint, *typing.get_args(hint)]
+    metas = [m for part in parts for m in getattr(part, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
+    found = {
+        f"{sign} {getattr(m, name):,}"
+        for m in metas
+        for name, sign in words.items()
+        if getattr(m, name) is not None
+    }
+    return "".join(f", {limit}" for limit in sorted(found, reverse=True))
+
+
 def _setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str, ...]]:
     hints, docs = typing.get_type_hints(cls), schema.docstrings(cls)
+    limited = typing.get_type_hints(cls, include_extras=True)
     for field in msgspec.structs.fields(cls):
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
@@ -235,7 +255,7 @@ def _setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str,
         shown = "required" if field.required else f"`{msgspec.json.encode(default).decode()}`"
         yield (
             f"`{prefix}{field.name}`",
-            f"`{_type_name(hints[field.name])}`",
+            f"`{_type_name(hints[field.name])}`{_limits(limited[field.name])}",
             shown,
             docs.get(field.name, ""),
         )

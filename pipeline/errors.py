@@ -1,6 +1,10 @@
-"""What access to the log raises: `BrokerError` and below; each says what to do."""
+"""Errors that are told in a line: `ConfigError` for settings, `BrokerError` and below for access to the log."""
 
 from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used; the message names it."""
 
 
 class BrokerError(Exception):

@@ -136,7 +136,7 @@ def share_gpu(config: Config) -> Config:
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
     bases = {m.base for m in config.models}
-    if bases == {""} or len(bases) != 1:
+    if len(bases) != 1:
         raise ConfigError(
             "models: every model of one inference server needs the same `base`; set models.0.base"
         )
@@ -222,6 +222,18 @@ def telemetry_wanted(config: Config) -> bool:
     return any(os.environ.get(name) for name in TELEMETRY_VARIABLES)
 
 
+def _check_models(config: Config) -> None:
+    """Raise `ConfigError` where a model has no base, or one that is not there."""
+    if not any(m.base for m in config.models):
+        raise ConfigError("no model is configured: --set models.0.name=... --set models.0.base=...")
+    for i, model in enumerate(config.models):
+        path = model.base.startswith(("/", ".", "~")) or model.base.count("/") > 1  # else a name of the hub
+        if not model.base or (path and not Path(model.base).is_dir()):
+            raise ConfigError(
+                f"models.{i}.base: there is no folder {model.base!r}; expected one with the base model, or its name on the hub"
+            )
+
+
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
     """The settings with every address filled in, and the processes in the order in which they start."""
     processes: list[ProcessSpec] = []
@@ -237,6 +249,8 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         scheme = "tls" if nats.server_cert else "nats"
         nats = msgspec.structs.replace(nats, url=f"{scheme}://127.0.0.1:{port}", port=port)
         foundation = ("nats",)
+    if "trainer" in services or ("gateway" in services and not vllm.urls):
+        _check_models(config)
     if not vllm.urls and "gateway" in services:
         if "trainer" in services and shares_gpu(config):
             config = share_gpu(config)

@@ -53,7 +53,8 @@ def test_the_readme_s_line_for_a_gpu_starts_nats_and_vllm_too(tmp_path: Path) ->
     line = re.search(r"journeyman (up --config deploy/.*?)\s*#", (ROOT / "README.md").read_text("utf-8"))
     assert line is not None
     args = _parser().parse_args(shlex.split(line.group(1)))
-    config = load(ROOT / args.config, [*args.overrides, f"run_dir={tmp_path}"])
+    # The folder with the model is the reader's.
+    config = load(ROOT / args.config, [*args.overrides, f"run_dir={tmp_path}", f"models.0.base={tmp_path}"])
     _, processes = make_plan(config, tuple(SERVICES))
     assert [p.name for p in processes][:2] == ["nats", "vllm"]
     assert {p.name for p in processes} >= {"gateway", "judge", "trainer", "store"}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import typing
 from pathlib import Path
 
 import pytest
 
+from pipeline import docs
 from pipeline.config import Config, ConfigError, ModelConfig, load, save
 
 
@@ -26,10 +29,85 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         load(None, [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("gateway.max_reward=nan", "gateway.max_reward: expected a finite number, got nan"),
+        ("gateway.max_reward=inf", "gateway.max_reward: expected a finite number, got inf"),
+        ("gateway.max_reward=-1.0", "settings: gateway.max_reward: expected `float` > 0.0"),
+        ("gateway.max_connections=0", "settings: gateway.max_connections: expected `int` >= 1"),
+        ("gateway.request_timeout_s=0", "settings: gateway.request_timeout_s: expected `float` > 0.0"),
+        ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
+        ("nats.port=-1", "settings: nats.port: expected `int` >= 0"),
+        ("vllm.port=x", "settings: vllm.port: expected `int`, got `str`"),
+        ("log_level=LOUD", "log_level: 'LOUD' is none of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+        ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
+        ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
+        ("gateway.capture=on", "expected acked or async or off"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate: expected a finite number, got nan"),
+        ("trainer.learning_rate=-1e-3", "settings: trainer.learning_rate: expected `float` >= 0.0"),
+        ("models.0.trainer.learning_rate=-1", "models: trainer of policy: settings: learning_rate: expected"),
+        (
+            "trainer.loss_options.vespo_k_pos=inf",
+            "trainer.loss_options.vespo_k_pos: expected a finite number",
+        ),
+        ("trainer.groups_per_step=0", "settings: trainer.groups_per_step: expected `int` >= 1"),
+        ("trainer.adam_betas=[0.9, 1.0]", "settings: trainer.adam_betas.1: expected `float` < 1.0"),
+        ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),
+        ("project=", "project: '' can't be a name"),
+        ("project=a*", "project: 'a*' can't be a name"),
+        ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
+        ("models.0.name=a/b", "models.0.name: 'a/b' can't be a name"),
+        ("models.3.name=m", "'models.3.name' names no setting"),
+        ("trainer.learning_rat=1", "settings: trainer.learning_rat: there is no such setting"),
+        ("vllm.env=3", "settings: vllm.env: expected `object`, got `int`"),
+        ('vllm.env={"A": 1}', "settings: vllm.env.A: expected `str`, got `int`"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_allowed(
+    override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_number_of_the_settings_is_bounded() -> None:
+    """A size, time or count that may be anything is a check that was forgotten."""
+    anything = {"RewardConfig.weight", "TrainerConfig.entropy_coef", "TrainerConfig.loss_options"}
+    for _, cls in docs._sections(Config):
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            if re.search(r"\b(int|float)\b", str(hint)):
+                assert "Meta" in str(hint) or f"{cls.__name__}.{name}" in anything, f"{cls.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("override", "env"),
+    [
+        ("vllm.env.OMP_NUM_THREADS=1", {"OMP_NUM_THREADS": "1"}),
+        ("vllm.env.ON=true", {"ON": "true"}),
+        ('vllm.env.QUOTED="1"', {"QUOTED": "1"}),
+        ('vllm.env={"A": "b"}', {"A": "b"}),
+        ('vllm.env={A = "b"}', {"A": "b"}),
+    ],
+)
+def test_a_text_stays_one_where_the_setting_is_a_text(override: str, env: dict[str, str]) -> None:
+    assert load(None, [override]).vllm.env == env
+
+
+def test_a_name_of_digits_is_a_name_and_any_value_is_read_as_toml() -> None:
+    config = load(None, ["models.0.name=7", "judge.params.seed=3", "nats.url=nats://a:1", "nats.sync=2"])
+    assert (config.models[0].name, config.judge.params, config.nats.sync) == ("7", {"seed": 3}, 2.0)
+    assert load(None, ['nats.url=["nats://a:1", "nats://b:1"]']).nats.servers == ("nats://a:1", "nats://b:1")
+
+
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no settings file"):
         load(tmp_path / "nothing.toml")
     (tmp_path / "broken.toml").write_text("a = = 1")
+    with pytest.raises(ConfigError, match="can't be read"):
+        load(tmp_path)
     with pytest.raises(ConfigError, match="not TOML"):
         load(tmp_path / "broken.toml")
 

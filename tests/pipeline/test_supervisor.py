@@ -141,8 +141,12 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
 
 
 def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"models\.0\.base"):
-        make_plan(config(tmp_path), ("gateway",))
+    for service in ("gateway", "trainer"):
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config(tmp_path), (service,))
+        assert str(caught.value) == "no model is configured: --set models.0.name=... --set models.0.base=..."
+    with pytest.raises(ConfigError, match=r"models\.0\.base: there is no folder '/no/such'"):
+        make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("gateway",))
 
 
 def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Values of settings: what a text on the command line stands for, and errors that name the setting and what it takes."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from pipeline.errors import ConfigError
+
+T = TypeVar("T")
+
+_AT = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+
+def set_override(tree: dict[str, Any], root: type, text: str) -> None:
+    """Set what `text` (`section.key=value`) says in `tree`, the raw settings of struct `root`. Raises `ConfigError`."""
+    dotted, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no setting: write section.key=value")
+    keys = dotted.strip().split(".")
+    try:
+        _set(tree, keys, _parse(value.strip(), _type_at(root, keys)))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{dotted!r} names no setting") from error
+
+
+def convert(tree: dict[str, Any], root: type[T]) -> T:
+    """The raw settings as struct `root`. Raises `ConfigError` naming the setting by its dotted key, and what it takes."""
+    for dotted, value in _leaves(tree, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{dotted}: expected a finite number, got {value}")
+    try:
+        return msgspec.convert(tree, root)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_named(str(error), tree, root)) from error
+
+
+def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    node: Any = tree
+    for key, following in zip(keys, [*keys[1:], None], strict=True):
+        if isinstance(node, list):
+            index = int(key)
+            if index > len(node):
+                raise ValueError("a list has no gaps")
+            if index == len(node):
+                node.append({})
+            if following is None:
+                node[index] = value
+            node = node[index]
+        elif following is None:
+            node[key] = value
+        else:
+            node = node.setdefault(key, [] if following.isdigit() else {})
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The types that a value may have, without annotations and None."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _choices(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [c for part in typing.get_args(kind) for c in _choices(part) if c is not types.NoneType]
+    return [kind]
+
+
+def _type_at(root: Any, keys: list[str]) -> Any:
+    """The declared type of the setting with these keys; `Any` where none is declared."""
+    if not keys:
+        return root
+    for kind in _choices(root):
+        inner: Any = None
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            inner = typing.get_type_hints(kind, include_extras=True).get(keys[0])
+        elif typing.get_origin(kind) is dict:
+            inner = typing.get_args(kind)[1]
+        elif typing.get_origin(kind) is tuple and keys[0].isdigit():
+            inner = typing.get_args(kind)[0]
+        if inner is not None:
+            return _type_at(inner, keys[1:])
+    return Any
+
+
+def _parse(text: str, kind: Any) -> Any:
+    """A text on the command line as a value of `kind`."""
+    choices = _choices(kind)
+    value: Any = text
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        if text[:1] in ("{", "["):
+            try:
+                value = msgspec.json.decode(text)
+            except msgspec.DecodeError:
+                return text
+    # A text of digits is a name where a name is wanted.
+    if str in choices and not isinstance(value, str | list):
+        return text
+    return value
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict | list | tuple):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
+
+
+def _named(message: str, tree: Any, root: Any) -> str:
+    """A validation error with the dotted key of the setting in front."""
+    keys: list[str] = []
+    if found := _AT.fullmatch(message):
+        message = found[1]
+        keys = re.findall(r"\w+|\.\.\.", found[2])
+    while "..." in keys:
+        _name_value(keys, tree, root)
+    if unknown := _UNKNOWN.fullmatch(message):
+        return f"settings: {'.'.join([*keys, unknown[1]])}: there is no such setting"
+    if message.startswith("Invalid enum value"):
+        allowed = [a for kind in _choices(_type_at(root, keys)) for a in typing.get_args(kind)]
+        allowed += [kind.__name__ for kind in _choices(_type_at(root, keys)) if isinstance(kind, type)]
+        message = f"{message}, expected {' or '.join(map(str, allowed))}"
+    return (
+        f"settings: {'.'.join(keys)}: {message[:1].lower()}{message[1:]}" if keys else f"settings: {message}"
+    )
+
+
+def _name_value(keys: list[str], tree: Any, root: Any) -> None:
+    """msgspec does not say which value of a table it refuses: put its key in."""
+    at = keys.index("...")
+    table, kind = tree, _type_at(root, [*keys[:at], "value"])
+    for key in keys[:at]:
+        table = table[int(key)] if isinstance(table, list | tuple) else table[key]
+    for name, value in table.items():
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            keys[at] = str(name)
+            return
+    keys[at] = "(a value)"
