@@ -50,6 +50,9 @@ ELSEWHERE = {
 }
 """Commands that live in a service's folder: module, and what `--help` says."""
 
+_PORT_TRIES = 3
+"""Starts of an installation whose chosen ports others took."""
+
 console = Console(highlight=False)
 
 
@@ -128,9 +131,9 @@ def _up(args: argparse.Namespace) -> None:
     services = tuple(s for s in args.services.split(",") if s)
     if unknown := set(services) - set(SERVICES):
         raise ConfigError(f"no service {', '.join(sorted(unknown))}; there are: {', '.join(SERVICES)}")
-    config, specs = make_plan(config, services)
+    planned, specs = make_plan(config, services)
     if args.dry_run:
-        console.print_json(msgspec.json.encode(config).decode())
+        console.print_json(msgspec.json.encode(planned).decode())
         for spec in specs:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         return
@@ -140,7 +143,18 @@ def _up(args: argparse.Namespace) -> None:
     with run_lock.hold(Path(config.run_dir)) as lock:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
-            _hold_up(config, Supervisor(config, specs, on_change=_report, inherit=(lock,)), sink)
+            for left in reversed(range(_PORT_TRIES)):
+                supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
+                try:
+                    _hold_up(planned, supervisor, sink)
+                    break
+                except SupervisorError as error:
+                    # A port that was free as it was chosen may be another's by the time a server takes it.
+                    planned, specs = make_plan(config, services)
+                    taken = "address already in use" in str(error).lower()
+                    if not (left and taken and _ports(planned) != _ports(supervisor.config)):
+                        raise
+                    console.print("a chosen port was taken meanwhile; starting again with others")
 
 
 def _hold_up(config: Config, supervisor: Supervisor, sink: TextIO) -> None:
@@ -151,6 +165,10 @@ def _hold_up(config: Config, supervisor: Supervisor, sink: TextIO) -> None:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
         log.configure("supervisor", config.log_level)
+
+
+def _ports(config: Config) -> tuple[int, ...]:
+    return config.nats.port, config.vllm.port, config.gateway.port
 
 
 def _messages(error: BaseException) -> list[str]:
@@ -239,6 +257,7 @@ def _status(args: argparse.Namespace) -> None:
     if not path.exists():
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
     state = msgspec.json.decode(path.read_bytes())
+    log.configure("status", "CRITICAL")  # what went wrong is told in a line
     for service in state["services"].values():
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
@@ -248,10 +267,15 @@ def _status(args: argparse.Namespace) -> None:
         state |= anyio.run(_log_status, nats_of_run(run_dir), trust)
     except BrokerError as error:
         state["log"] = str(error)
+    running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
+    for row in state.get("lag", ()):  # a consumer's name begins with the service that takes from it
+        row["off"] = row["consumer"].partition("-")[0] not in running
     if args.json:
         console.print_json(msgspec.json.encode(state).decode())
     else:
         _print_status(run_dir, state)
+    if "streams" not in state or any(s["state"] == "gone" for s in state["services"].values()):
+        raise SystemExit(1)
 
 
 def _alive(pid: int) -> bool:
@@ -293,7 +317,8 @@ def _print_status(run_dir: Path, state: dict[str, Any]) -> None:
     console.print(table)
     table = Table("consumer", "behind", box=None)
     for row in state["lag"]:
-        table.add_row(row["consumer"], f"{row['behind']:,}")
+        off = " (off)" if row["off"] else ""
+        table.add_row(row["consumer"], f"{row['behind']:,}{off}")
     console.print(table)
     for model, version in state["policies"].items():
         console.print(f"policy {model}: {version}")

@@ -169,7 +169,7 @@ async def _run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0; 1 with a line on stderr where something is not there, 2 for unusable settings."""
     args = _parser().parse_args(argv)
-    log.configure("dead", "WARNING")
+    log.configure("dead", "CRITICAL")  # what went wrong is told in a line
     try:
         anyio.run(_run, args)
     except (BrokerError, ConfigError) as error:

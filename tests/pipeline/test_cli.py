@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import anyio
 import pytest
 
+from pipeline import cli, plan
 from pipeline.broker import Broker
 from pipeline.cli import ELSEWHERE, main
-from pipeline.config import NatsConfig
+from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished
+from pipeline.supervisor import Supervisor
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -68,13 +74,76 @@ def test_status_says_what_runs_what_waits_and_what_serves(
         "services": {"judge": {"pid": 2**22 + 1, "state": "ready", "restarts": 0}},
     }
     (tmp_path / "state.json").write_text(json.dumps(state))
-    main(["status", "--run-dir", str(tmp_path), "--json"])
+    with pytest.raises(SystemExit) as caught:  # a service is gone
+        main(["status", "--run-dir", str(tmp_path), "--json"])
+    assert caught.value.code == 1
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3"}
     assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 1
     assert said["services"]["judge"]["state"] == "gone"
+    state["services"]["judge"]["pid"] = os.getpid()  # type: ignore[index]
+    (tmp_path / "state.json").write_text(json.dumps(state))
     main(["status", "--run-dir", str(tmp_path)])
-    assert "m@3" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any("m@3" in line for line in lines)
+    assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
+        ["ready", str(os.getpid()), "0"],
+        ["0"],
+        ["1", "(off)"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["pipeline.cli", "status", "--run-dir", "{run}"], 1),
+        (["pipeline.dead", "list", "--run-dir", "{run}"], 1),
+        (["pipeline.cli", "up", "--services", "store", "--config", "{run}"], 2),
+        (["pipeline.cli", "up", "--services", "store", "--run-dir", "/proc/x"], 2),
+    ],
+)
+def test_what_is_not_there_is_told_without_log_lines_and_tracebacks(
+    command: list[str], code: int, tmp_path: Path
+) -> None:
+    urls = {"nats": "nats://127.0.0.1:1", "gateway": "http://127.0.0.1:1", "vllm": []}
+    state = {"pid": 1, "ready": True, "urls": urls, "services": {}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    (tmp_path / "config.toml").write_text("[nats]\nconnect_timeout_s = 0.2\n")
+    args = [part.format(run=tmp_path) for part in command]
+    done = subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True)
+    assert done.returncode == code
+    said = (done.stdout + done.stderr).splitlines()
+    assert not [line for line in said if line.startswith(("{", "Traceback"))]
+    assert len(said) == 1 or "no NATS server answers" in said[-1]
+
+
+@pytest.mark.timeout(240)
+def test_a_chosen_port_that_another_takes_is_chosen_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first choice is taken by the time the NATS server starts; the second works, and the store then runs on it."""
+    choose, chosen = plan.free_port, list[int]()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+
+        def free_port(host: str = "127.0.0.1") -> int:
+            chosen.append(taken if not chosen else choose(host))
+            return chosen[-1]
+
+        async def supervise(config: Config, supervisor: Supervisor) -> None:
+            async with anyio.create_task_group() as tg:
+                await tg.start(supervisor.run)
+                supervisor.stop()
+
+        monkeypatch.setattr(plan, "free_port", free_port)
+        monkeypatch.setattr(cli, "_supervise", supervise)
+        main(["up", "--services", "store", "--run-dir", str(tmp_path), "--set", "gateway.port=8080"])
+    assert chosen[0] == taken
+    url = json.loads((tmp_path / "state.json").read_text())["urls"]["nats"]
+    assert url != f"nats://127.0.0.1:{taken}"
+    assert url in {f"nats://127.0.0.1:{port}" for port in chosen}
+    assert f"127.0.0.1:{taken}: bind: address already in use" in (tmp_path / "logs" / "nats.log").read_text()
 
 
 @pytest.mark.timeout(300)
