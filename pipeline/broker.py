@@ -146,6 +146,9 @@ class Broker(Reader):
         broker = cls(client, config, publisher)
         try:
             await publisher.start()
+            await retry.patiently(
+                publisher.listens, "the first subscription was not confirmed", config.connect_timeout_s
+            )
             if provision and config.provision:
                 await broker.provision()
             yield broker

@@ -16,6 +16,8 @@ PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry"
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
+_MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
+"""Clients name models as hubs do: `organisation/model`."""
 
 _CREDENTIALS_HINT = {
     "nats.url": "nats.credentials or nats.nkey_seed",
@@ -67,9 +69,11 @@ def _check_names(config: Config) -> None:
     given = {f"models.{i}.name": m.name for i, m in enumerate(config.models)}
     given |= {"project": config.project, "trainer.branch": config.trainer.branch}
     for setting, name in given.items():
-        if not _NAME.fullmatch(name):
+        model = setting.startswith("models.")
+        if not (_MODEL_NAME if model else _NAME).fullmatch(name):
             raise ConfigError(
-                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' after the first, 200 at most"
+                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' after the first, "
+                f"200 at most{', in parts separated by single slashes' if model else ''}"
             )
     names = [m.name for m in config.models]
     if len(set(names)) != len(names):

@@ -26,6 +26,7 @@ from nats.js import api
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 _SWEEP_S = 0.25
+_FLUSH_S = 2
 
 
 class _Error(msgspec.Struct):
@@ -84,6 +85,13 @@ class Publisher:
 
     async def start(self) -> None:
         await self._client.subscribe(self._inbox.decode() + "*", cb=self._on_message)
+
+    async def listens(self) -> None:
+        """Return once the server has the subscription. Raises nats-py's errors where it does not answer.
+
+        nats-py sends a subscription from a task of its own. A message that is written before it has an acknowledgement
+        that goes to nobody."""
+        await self._client.flush(_FLUSH_S)
 
     def close(self) -> None:
         if self._sweeper is not None:

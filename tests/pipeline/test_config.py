@@ -57,7 +57,8 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("project=", "project: '' can't be a name"),
         ("project=a*", "project: 'a*' can't be a name"),
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
-        ("models.0.name=a/b", "models.0.name: 'a/b' can't be a name"),
+        ("models.0.name=a//b", "models.0.name: 'a//b' can't be a name"),
+        ("models.0.name=a/../b", "models.0.name: 'a/../b' can't be a name"),
         ("models.3.name=m", "'models.3.name' names no setting"),
         ("trainer.learning_rat=1", "settings: trainer.learning_rat: there is no such setting"),
         ("vllm.env=3", "settings: vllm.env: expected `object`, got `int`"),
@@ -121,3 +122,10 @@ def test_flags_win_over_the_file_and_a_saved_run_loads_again(tmp_path: Path) -> 
     save(config, tmp_path / "run" / "config.toml")
     assert load(tmp_path / "run" / "config.toml") == config
     assert load() == Config()
+
+
+def test_a_model_may_be_named_as_hubs_name_models() -> None:
+    assert (
+        load(None, ["models.0.name=Qwen/Qwen3-4B", "models.0.base=Qwen/Qwen3-4B"]).models[0].name
+        == "Qwen/Qwen3-4B"
+    )

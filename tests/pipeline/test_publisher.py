@@ -39,6 +39,16 @@ async def test_many_at_once_are_all_acknowledged_each_with_its_own_number(nats_c
         assert not publisher._waiting
 
 
+async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: NatsConfig) -> None:
+    """The subscription for acknowledgements used to be overtaken by the first message."""
+    async with Broker.connect(nats_config):
+        pass
+    for number in range(20):
+        async with Broker.connect(nats_config, provision=False) as broker:
+            ack = await broker._publisher.publish("rollout.opened.p.t", b"", {"Nats-Msg-Id": str(number)}, 5)
+            assert ack.stream == "ROLLOUTS"
+
+
 async def test_what_the_server_refuses_raises_as_with_nats_py(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         headers = {"Nats-Expected-Last-Subject-Sequence": "7"}
