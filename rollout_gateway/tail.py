@@ -83,6 +83,8 @@ async def tail_raw(
                     nats.js.errors.FetchTimeoutError,
                 ):  # nats-py raises its own and asyncio's
                     await sub.consumer_info()  # raises where the server forgot the consumer
+                    if await _lost(broker, stream, stand):
+                        break  # the log lost its end after the look above, as the subscription was on its way
                     continue
                 pause.reset()
                 for message in messages:
