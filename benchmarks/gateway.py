@@ -40,10 +40,10 @@ import psutil
 
 from benchmarks.gateway_peers import install_peers, litellm, nginx, vllm_router
 from benchmarks.proxied import CONNECTIONS, HERE, PATH, STREAMS, Bench, Proxy, free_port, on_core, pinned
-from pipeline.broker import Broker
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished, TrajectoryOpened
+from pipeline.log.broker import Broker
 
 RESULTS = HERE / "results" / "gateway.json"
 RATES = {"stream": 20.0, "stream_paced": 50.0}

@@ -33,8 +33,8 @@ import torch
 from safetensors.numpy import load as load_tensors
 from transformers import AutoModelForCausalLM
 
-from pipeline.broker import Broker
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
+from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tensors, publish_adapter, standing
 

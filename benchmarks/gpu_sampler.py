@@ -55,8 +55,8 @@ async def _replies(url: str, model: str, count: int, tokens: int) -> list[dict[s
 def _example(answer: dict[str, Any], step: int, advantage: float) -> Any:
     import numpy as np
 
-    from trainer.groups import Example
-    from trainer.sequences import TokenSequence
+    from trainer.batches.groups import Example
+    from trainer.batches.sequences import TokenSequence
 
     choice = answer["choices"][0]
     prompt, sampled = answer["prompt_token_ids"], choice["token_ids"]
@@ -78,9 +78,9 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
 
     from pipeline.config import TrainerConfig
     from tests.conftest import VllmServer
-    from trainer import checkpoint
-    from trainer.engine import Engine
-    from trainer.verify import bound_of
+    from trainer.checkpoints import checkpoint
+    from trainer.engine.engine import Engine
+    from trainer.engine.verify import bound_of
 
     out = Partial(into)
     base = gpu_models.make("0.6b", models / "qwen3-0.6b", tiny=tiny, device=device)
@@ -129,7 +129,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
 def swaps(into: Path, models: Path, scratch: Path, *, device: str, tiny: bool, rounds: int) -> None:
     """Adapters swapped under streams, through the gateway."""
     from benchmarks import gateway_swaps
-    from pipeline.broker import Broker
+    from pipeline.log.broker import Broker
     from tests.conftest import VllmServer
     from tests.rollout_gateway.conftest import standing
 

@@ -77,7 +77,7 @@ def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
     import numpy as np
     import torch
 
-    from trainer.packing import padded
+    from trainer.batches.packing import padded
 
     out = []
     for example in examples:
@@ -106,7 +106,7 @@ def ours(
     engine: Any, line: Any, examples: list[Any], groups: list[int], memory: Any, rounds: int
 ) -> dict[str, Any]:
     """Steps as the service takes them, with the checks of every step."""
-    from trainer.packing import micro_batches
+    from trainer.batches.packing import micro_batches
 
     _forget_peak(engine.device)
     seconds, results = _timed(lambda: engine.step(line, examples, groups).metrics, engine.device, rounds)
@@ -134,7 +134,7 @@ def theirs(engine: Any, line: Any, examples: list[Any], rounds: int, scratch: Pa
     import torch
 
     from benchmarks.trainer import trl_step
-    from trainer.budget import is_out_of_memory
+    from trainer.engine.budget import is_out_of_memory
 
     rows = 8
     while True:
@@ -180,7 +180,7 @@ def measure(
 
     from benchmarks.trainer import make_batch
     from pipeline.config import TrainerConfig
-    from trainer.engine import Engine
+    from trainer.engine.engine import Engine
 
     out = Partial(into)
     began = time.perf_counter()

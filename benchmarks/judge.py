@@ -31,13 +31,13 @@ import anyio
 import httpx
 import psutil
 
-from judge.scoring_server import Scorer
-from pipeline.broker import Broker
 from pipeline.config import Config, JudgeConfig, NatsConfig, save
 from pipeline.events import GroupScored
+from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.attacks import ATTACKS
 from tests.judge.helpers import Model, completed, exchange, ruler, transcript
+from tests.kits.scoring_server import Scorer
 
 MEMBERS = 8
 DELAY_S = 0.05
@@ -134,7 +134,7 @@ async def measure(groups: int, concurrency: int, workers: int, kill: bool) -> di
             async with (
                 Broker.connect(settings) as broker,
                 process(
-                    "judge.scoring_server", "--delay-ms", str(DELAY_S * 1000), log=root / "server.log"
+                    "tests.kits.scoring_server", "--delay-ms", str(DELAY_S * 1000), log=root / "server.log"
                 ) as (_, line),
             ):
                 await play(broker, groups)

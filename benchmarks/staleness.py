@@ -37,10 +37,10 @@ from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
 from pipeline.config import TrainerConfig, load
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
-from trainer.engine import Engine
-from trainer.groups import PreparedGroup, examples, prepare
-from trainer.line import Weights
-from trainer.sequences import build
+from trainer.batches.groups import PreparedGroup, examples, prepare
+from trainer.batches.sequences import build
+from trainer.engine.engine import Engine
+from trainer.engine.state import Weights
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

@@ -30,9 +30,9 @@ import psutil
 import pyarrow as pa
 
 from pipeline import streams
-from pipeline.broker import Broker
 from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
+from pipeline.log.broker import Broker
 from store import columns, sql
 from store.catalog import Catalog, FileName, live
 from store.compaction import Compactor

@@ -59,8 +59,8 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
     """Examples and the group of each; `groups` in place of the shape's own number of them."""
     import numpy as np
 
-    from trainer.groups import Example
-    from trainer.sequences import TokenSequence
+    from trainer.batches.groups import Example
+    from trainer.batches.sequences import TokenSequence
 
     rng = np.random.default_rng(0)
 
@@ -99,7 +99,7 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     import torch
 
     from pipeline.config import TrainerConfig
-    from trainer.engine import Engine
+    from trainer.engine.engine import Engine
 
     examples, groups = make_batch(shape)
     # The recorded logprobs are made up: the checks run at their price, and what they find ends nothing.
@@ -142,7 +142,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     import torch
     from datasets import Dataset
 
-    from trainer import grpo
+    from trainer.engine import losses as grpo
 
     on_gpu = engine.device.type == "cuda"
 

@@ -20,5 +20,4 @@
 | `watch` | anchors judged again and again, the alarm, `judge.json`, `group.measured` |
 | `rejudge` | history scored again as a verdict set; `journeyman rejudge` |
 | `scenarios` | tasks to train on from a description; `journeyman scenarios` |
-| `scoring_server` | stands in for a judge model in tests, benchmarks and demos |
 """

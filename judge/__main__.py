@@ -1,7 +1,7 @@
 """`python -m judge --config FILE`."""
 
 from judge.service import serve
-from pipeline.service import main
+from pipeline.running.service import main
 
 if __name__ == "__main__":
     main("judge", serve)

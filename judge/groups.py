@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.broker import Delivery
 from pipeline.config import JudgeConfig
 from pipeline.events import Split, TrajectoryCompleted
+from pipeline.log.broker import Delivery
 from pipeline.names import InvalidNameError, check_name
 from pipeline.streams import consumer
 

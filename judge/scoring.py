@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from judge.groups import Group, GroupKey, key_of
-from judge.params import scoring
-from judge.rubrics import load_rubric
+from judge.models.params import scoring
+from judge.ruler.rubrics import load_rubric
 from pipeline.config import JudgeConfig
 from pipeline.events import (
     GroupDiscarded,

@@ -15,18 +15,18 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from judge.compose import open_composer
+from judge.commands.labelled import read_labelled
 from judge.groups import Assembler, Closed, Group, GroupKey, key_of
-from judge.labelled import read_labelled
+from judge.monitor import Watch
+from judge.rewards.compose import open_composer
 from judge.scoring import Composer, judge_hash, late, score
-from judge.watch import Watch
 from pipeline import crash
-from pipeline.broker import Broker, Consumption, Delivery
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
-from pipeline.log import get_logger
+from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.names import subject_token
-from pipeline.service import Ready
+from pipeline.running.service import Ready
+from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge")
 

@@ -24,29 +24,31 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline import environment, log, run_lock, streams
-from pipeline.broker import Broker, BrokerError
+from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, load, nats_of_run
 from pipeline.events import CheckpointPublished
-from pipeline.liveness import fills
-from pipeline.plan import SERVICES, make_plan, nats_command, vllm_command
-from pipeline.signing import Trust
-from pipeline.supervisor import Supervisor, SupervisorError, Watched
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.running import environment, run_lock
+from pipeline.running.liveness import fills
+from pipeline.running.plan import SERVICES, make_plan, nats_command, vllm_command
+from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
+from pipeline.security.signing import Trust
+from pipeline.telemetry import logs as log
 
 ELSEWHERE = {
     "sql": ("store.sql", "ask the history with SQL"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
-    "prepare": ("pipeline.prepare", "make a run directory's secrets and settings, for containers"),
-    "dead": ("pipeline.dead", "list, show, retry or drop dead letters"),
-    "judge": ("judge.cli", "measure a judge (judge eval) or score one group (judge score)"),
-    "rejudge": ("judge.rejudge", "score history again as a new verdict set"),
-    "scenarios": ("judge.scenarios", "make scenarios from a task description"),
-    "train": ("trainer.train", "run the trainer alone"),
-    "check-model": ("trainer.check_model", "say whether a base model trains right on this machine"),
-    "sft": ("trainer.sft", "supervised warm start"),
-    "keys": ("rollout_gateway.keys_cli", "add, revoke and list the gateway's API keys"),
-    "export": ("trainer.export", "write an adapter or merged weights"),
+    "prepare": ("pipeline.running.prepare", "make a run directory's secrets and settings, for containers"),
+    "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
+    "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
+    "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
+    "scenarios": ("judge.commands.scenarios", "make scenarios from a task description"),
+    "train": ("trainer.commands.train", "run the trainer alone"),
+    "check-model": ("trainer.commands.check_model", "say whether a base model trains right on this machine"),
+    "sft": ("trainer.commands.sft", "supervised warm start"),
+    "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
+    "export": ("trainer.commands.export", "write an adapter or merged weights"),
 }
 """Commands that live in a service's folder: module, and what `--help` says."""
 

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import config, events, schema, streams, users
-from pipeline.schema import Column
+from pipeline import config, events, streams
+from pipeline.events import schema
+from pipeline.events.schema import Column
+from pipeline.security import users
 
 FOLDER = Path(__file__).parent.parent / "docs"
 
@@ -108,7 +110,7 @@ def _users_part() -> Iterator[str]:
 
     yield "## Users\n"
     yield (
-        "The server that `journeyman up` starts has these users (`pipeline/users.py`). Each proves itself with an nkey whose "
+        "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each proves itself with an nkey whose "
         "seed lies in `<run_dir>/keys/<user>.nk`, mode 0600. Everything that is not listed is refused. Whoever may write to a "
         "bucket can also empty it. The operator's `STREAM.UPDATE` changes a stream's limits; a shorter age or smaller size deletes "
         "the events beyond it. Rights say who may write to a subject; what an adapter is loaded for is the trainer's signature "
@@ -158,7 +160,7 @@ def streams_page() -> str:
     return "\n".join(
         (
             "# Streams and consumers\n",
-            _GENERATED.format(source="`pipeline/streams.py` and `pipeline/users.py`"),
+            _GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
             _doc(streams.StreamSpec)
             + " They are provisioned by `journeyman up`, by `journeyman provision`, or by every service that connects to a server "
             "of your own (`nats.provision`); changing the table changes an existing stream's limits and leaves its data alone, except "

@@ -20,7 +20,7 @@ class StreamSpec:
     subjects: tuple[str, ...]
     purpose: str
     max_age_s: float = 0.0
-    """0: events go by the retention of `trainer.retention` only."""
+    """0: events go by the retention of `trainer.checkpoints.retention` only."""
     share: float = 0.0
     """Of `nats.max_bytes`: what the stream may take on disk."""
     discard: Literal["new", "old"] = "new"

@@ -1,6 +1,6 @@
 """`python -m rollout_gateway --config <toml>`."""
 
-from pipeline.service import main
+from pipeline.running.service import main
 from rollout_gateway.service import serve
 
 if __name__ == "__main__":

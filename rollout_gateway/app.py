@@ -13,29 +13,30 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from pipeline.broker import BrokerError
 from pipeline.config import GatewayConfig
-from pipeline.log import get_logger
+from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError
-from rollout_gateway import openapi, routes, wire
-from rollout_gateway.aside import Aside
-from rollout_gateway.chat import ChatHandler
-from rollout_gateway.coding import decoded
-from rollout_gateway.control import Control, read_body
-from rollout_gateway.dialects import CHAT, COMPLETIONS, Dialect
-from rollout_gateway.door import Door
-from rollout_gateway.errors import ApiError, stopping, too_many_calls, unavailable
-from rollout_gateway.exchange import Caller, ClientGoneError
-from rollout_gateway.identity import Identity
-from rollout_gateway.keys import Access
-from rollout_gateway.messages_api import MessagesTranslation, messages_error
-from rollout_gateway.metrics import Metrics
-from rollout_gateway.promotion import Action, Decision, Promotion
-from rollout_gateway.responses_api import TOOL_NAMES, ResponsesTranslation, previous_not_found
-from rollout_gateway.routing import Router
-from rollout_gateway.server import HeaderList, Headers, Request
-from rollout_gateway.translate import TranslatedStream, Translation
-from rollout_gateway.watchers import Watchers
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.api import openapi, routes
+from rollout_gateway.api.auxiliary import Aside
+from rollout_gateway.api.control import Control, read_body
+from rollout_gateway.api.metrics import Metrics
+from rollout_gateway.capture.chat import ChatHandler
+from rollout_gateway.capture.exchange import Caller, ClientGoneError
+from rollout_gateway.capture.identity import Identity
+from rollout_gateway.dialects import calls as wire
+from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
+from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.responses import TOOL_NAMES, ResponsesTranslation, previous_not_found
+from rollout_gateway.dialects.translate import TranslatedStream, Translation
+from rollout_gateway.http.coding import decoded
+from rollout_gateway.http.errors import ApiError, stopping, too_many_calls, unavailable
+from rollout_gateway.http.origins import Door
+from rollout_gateway.http.server import HeaderList, Headers, Request
+from rollout_gateway.serving.policy_feed import Watchers
+from rollout_gateway.serving.promotion import Action, Decision, Promotion
+from rollout_gateway.serving.routing import Router
 
 log = get_logger("rollout_gateway.app")
 

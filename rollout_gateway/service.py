@@ -11,33 +11,33 @@ from pathlib import Path
 
 import anyio
 
-from pipeline.broker import Broker, Recorded
 from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished, PolicyLoaded, wire_name
-from pipeline.log import get_logger
+from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
-from pipeline.service import Ready
-from pipeline.signing import Trust
-from rollout_gateway.adapters import AdapterManager
+from pipeline.running.service import Ready
+from pipeline.security.signing import Trust
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.access.api_keys import KeyRing
+from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.api.auxiliary import Aside
+from rollout_gateway.api.control import Control
+from rollout_gateway.api.log_health import LogHealth
+from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.app import App
-from rollout_gateway.aside import Aside
-from rollout_gateway.chat import ChatHandler
-from rollout_gateway.control import Control
-from rollout_gateway.door import Door
-from rollout_gateway.identity import Identity
-from rollout_gateway.inference import Inference
-from rollout_gateway.keys import KeyRing
-from rollout_gateway.loghealth import LogHealth
-from rollout_gateway.metrics import Metrics
-from rollout_gateway.pacing import Pacing
-from rollout_gateway.policies import Policies
-from rollout_gateway.promotion import Promotion, described
-from rollout_gateway.replicas import Fleet
-from rollout_gateway.routing import Router
-from rollout_gateway.server import Limits, serving
-from rollout_gateway.trajectories import Registry
-from rollout_gateway.trajectory_keys import Keys
-from rollout_gateway.watchers import Watchers
+from rollout_gateway.capture.chat import ChatHandler
+from rollout_gateway.capture.detection import Inference
+from rollout_gateway.capture.identity import Identity
+from rollout_gateway.capture.trajectories import Registry
+from rollout_gateway.http.origins import Door
+from rollout_gateway.http.server import Limits, serving
+from rollout_gateway.serving.adapters import AdapterManager
+from rollout_gateway.serving.pacing import Pacing
+from rollout_gateway.serving.policies import Policies
+from rollout_gateway.serving.policy_feed import Watchers
+from rollout_gateway.serving.promotion import Promotion, described
+from rollout_gateway.serving.replicas import Fleet
+from rollout_gateway.serving.routing import Router
 
 log = get_logger("rollout_gateway")
 

@@ -1,6 +1,6 @@
 """`python -m store`: see `store.service`."""
 
-from pipeline.service import main
+from pipeline.running.service import main
 from store.service import serve
 
 main("store", serve)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import schema
-from pipeline.log import get_logger
+from pipeline.events import schema
+from pipeline.telemetry.logs import get_logger
 from store.target import DamagedFileError, Target
 
 log = get_logger("store.catalog")

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from pipeline import events, schema
-from pipeline.events import AnyEvent
-from pipeline.schema import Column
+from pipeline import events
+from pipeline.events import AnyEvent, schema
+from pipeline.events.schema import Column
 
 _ITEMS = {"<i4": pa.int32(), "<f4": pa.float32(), "u1": pa.uint8(), "<i8": pa.int64()}
 _SCALARS = {

@@ -15,9 +15,10 @@ import anyio
 import anyio.to_thread
 import pyarrow as pa
 
-from pipeline import crash, schema
+from pipeline import crash
 from pipeline.config import StoreConfig
-from pipeline.log import get_logger
+from pipeline.events import schema
+from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import REPLACES, Catalog, FileName, live, replaced_by
 

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 import anyio.to_thread
 import msgspec
 
-from pipeline import schema
-from pipeline.broker import Broker, HistoryGoneError, Recorded
-from pipeline.events import wire_name
-from pipeline.log import get_logger
-from pipeline.place import stream_time_us
+from pipeline.events import schema, wire_name
+from pipeline.log.broker import Broker, HistoryGoneError, Recorded
+from pipeline.log.place import stream_time_us
+from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import Catalog, FileName
 

@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from pipeline import schema
-from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, wire_name
-from pipeline.schema import Column
+from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, schema, wire_name
+from pipeline.events.schema import Column
 
 E = TypeVar("E", bound=Event)
 

@@ -22,12 +22,12 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
-from pipeline import log as logs
-from pipeline.broker import Broker, BrokerError
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
+from pipeline.log.broker import Broker, BrokerError
 from pipeline.names import check_name
 from pipeline.streams import RETRY_HEADER
+from pipeline.telemetry import logs
 from store import rebuild, sql
 from store.target import StoreError
 

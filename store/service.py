@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import anyio.to_thread
 
-from pipeline.broker import Broker
 from pipeline.config import Config
-from pipeline.service import Ready
+from pipeline.log.broker import Broker
+from pipeline.running.service import Ready
 from store.catalog import Catalog
 from store.compaction import Compactor
 from store.heal import heal

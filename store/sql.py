@@ -18,9 +18,9 @@ from typing import Any
 import duckdb
 import msgspec
 
-from pipeline import schema
 from pipeline.config import Config, ConfigError, NatsConfig, load
-from pipeline.schema import Column
+from pipeline.events import schema
+from pipeline.events.schema import Column
 from store.catalog import live
 from store.target import StoreError, Target, open_target
 from store.views import VIEWS

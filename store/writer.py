@@ -19,13 +19,13 @@ from anyio.abc import TaskStatus
 from nats.aio.msg import Msg
 
 from pipeline import crash, streams
-from pipeline.broker import Broker, BrokerUnavailableError, HistoryGoneError
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
-from pipeline.log import get_logger
-from pipeline.place import Place, holds, told
-from pipeline.pull import ConsumerGoneError, Puller, pulling
-from pipeline.wire import Pulled, acknowledge
+from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError
+from pipeline.log.deliveries import Pulled, acknowledge
+from pipeline.log.place import Place, holds, told
+from pipeline.log.pull import ConsumerGoneError, Puller, pulling
+from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import Catalog, FileName
 

@@ -5,7 +5,7 @@ point of `pipeline/crash.py` to die, and at which passage; the server is killed 
 and repeat what was not answered. The inference server is a small one in this process that speaks vLLM's API: it stays up, so
 that what it answers can be compared with what was recorded.
 
-As under `journeyman up`, every service has its own NATS user with the rights of `pipeline/users.py`, the trainer signs its checkpoints
+As under `journeyman up`, every service has its own NATS user with the rights of `pipeline/security/users.py`, the trainer signs its checkpoints
 and the gateway serves no others.
 """
 
@@ -30,10 +30,8 @@ import httpx
 import msgspec
 from anyio.abc import TaskStatus
 
-from judge.scoring_server import ScoringServer
 from pipeline import config as configuration
-from pipeline import crash, signing, streams, users
-from pipeline.broker import Broker
+from pipeline import crash, streams
 from pipeline.config import (
     Config,
     GatewayConfig,
@@ -56,10 +54,13 @@ from pipeline.events import (
     decode,
     unpack_ids,
 )
+from pipeline.log.broker import Broker
+from pipeline.security import signing, users
 from store import sql
 from store.target import LocalTarget
 from tests.conftest import free_port
 from tests.crash_nursery import SERVICES
+from tests.kits.scoring_server import ScoringServer
 from tests.store.test_crash import stored
 from tests.trainer import kit
 

@@ -22,7 +22,9 @@ from typing import Any
 import anyio
 
 from pipeline import config as configuration
-from pipeline import crash, log, plan, service, streams
+from pipeline import crash, streams
+from pipeline.running import plan, service
+from pipeline.telemetry import logs as log
 
 ACK_WAIT_S = 0.6
 SERVICES = ("gateway", "judge", "trainer", "store")

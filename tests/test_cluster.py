@@ -14,18 +14,19 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from pipeline import objects, streams
-from pipeline.broker import Broker
+from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
-from rollout_gateway.tail import tail
-from rollout_gateway.trajectories import Registry
-from rollout_gateway.trajectory_keys import Keys
+from pipeline.log import objects
+from pipeline.log.broker import Broker
+from pipeline.log.follow import tail
+from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.capture.trajectories import Registry
 from tests.crash_kit import SEED, guarded, play, settings, violations
 from tests.crash_nursery import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
-from tests.pipeline.test_broker import completed, exchange
-from tests.pipeline.test_undecodable import checkpoint
+from tests.pipeline.log.test_broker import completed, exchange
+from tests.pipeline.log.test_undecodable import checkpoint
 from tests.trainer import kit
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]

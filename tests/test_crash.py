@@ -11,8 +11,8 @@ import anyio.to_thread
 import pytest
 
 from pipeline import streams
-from pipeline.broker import Broker, BrokerUnavailableError
 from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker, BrokerUnavailableError
 from tests.conftest import NatsServer
 from tests.crash_kit import SEED, guarded, play, points_of, settings, violations
 from tests.crash_nursery import SERVICES, quick_consumers

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 from pipeline.cli import _parser
 from pipeline.config import load
-from pipeline.plan import SERVICES, make_plan, vllm_command
+from pipeline.running.plan import SERVICES, make_plan, vllm_command
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.sandbox_view import fault
+from judge.rewards.sandbox_view import fault
 from tests.compose_box import Box, Loopback
 
 ROOT = Path(__file__).parent.parent

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from judge import prompt
-from judge.rubrics import load_rubric
-from judge.transcripts import from_exchanges
+from judge.ruler import prompt
+from judge.ruler.rubrics import load_rubric
+from judge.ruler.transcripts import from_exchanges
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
-from trainer.sequences import TokenSequence, build
+from trainer.batches.sequences import TokenSequence, build
 
 Message = dict[str, Any]
 ROOM = 10_000_000

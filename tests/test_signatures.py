@@ -8,17 +8,17 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline import nkey, signing
-from pipeline.broker import Broker
 from pipeline.cli import _log_status
 from pipeline.config import ConfigError, NatsConfig, SigningConfig
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
-from rollout_gateway.policies import Policies
+from pipeline.log.broker import Broker
+from pipeline.security import nkey, signing
+from rollout_gateway.serving.policies import Policies
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
 from tests.trainer.test_service import running, steps_reach
-from trainer import checkpoint
-from trainer.export import Fetch
+from trainer.checkpoints import checkpoint
+from trainer.commands.export import Fetch
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""`python -m trainer --config <toml>`: the trainer service, alone or as one of several processes (`trainer.parallel`)."""
+"""`python -m trainer --config <toml>`: the trainer service, alone or as one of several processes (`trainer.engine.parallel`)."""
 
 import argparse
 import os
@@ -6,8 +6,8 @@ import sys
 from functools import partial
 
 from pipeline.config import Config, ConfigError, load
-from pipeline.log import configure
-from pipeline.service import main
+from pipeline.running.service import main
+from pipeline.telemetry.logs import configure
 from trainer.first import import_first
 
 
@@ -23,7 +23,7 @@ def _run() -> None:
     except ConfigError:
         config = None  # `main` says what is wrong
     if config is not None and config.trainer.processes > 1:
-        from trainer.parallel import launch
+        from trainer.engine.parallel import launch
 
         launch(config.trainer.processes, sys.argv[1:])
     _import_first(config)
@@ -43,7 +43,7 @@ def _import_first(config: Config | None) -> None:
 
 
 def _run_as_one_of_several(file: str) -> None:
-    from trainer.parallel import Peers, adopt_ready_fd, follow
+    from trainer.engine.parallel import Peers, adopt_ready_fd, follow
 
     peers = Peers.join()  # first: it says which GPU is this process's
     _import_first(load(file) if file else None)

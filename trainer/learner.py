@@ -20,9 +20,18 @@ import numpy as np
 from pipeline import crash
 from pipeline.config import Config, ModelConfig, config_hash
 from pipeline.events import CheckpointPublished, GroupScored, now_us
-from pipeline.log import get_logger
 from pipeline.names import version_name
-from trainer.checkpoint import (
+from pipeline.telemetry.logs import get_logger
+from trainer.batches.groups import (
+    PreparedGroup,
+    bound_staleness,
+    examples,
+    staleness_bound,
+    trainable_members,
+)
+from trainer.batches.sampling import defaults_of, sampling_of
+from trainer.batches.sequences import TokenSequence
+from trainer.checkpoints.checkpoint import (
     STATE_FILE,
     Best,
     Checkpoints,
@@ -35,12 +44,9 @@ from trainer.checkpoint import (
     unpack,
     weights_of,
 )
-from trainer.engine import Engine, fixed_settings
-from trainer.groups import PreparedGroup, bound_staleness, examples, staleness_bound, trainable_members
-from trainer.line import Line, UntrainableError
-from trainer.parallel import Peers
-from trainer.sampling import defaults_of, sampling_of
-from trainer.sequences import TokenSequence
+from trainer.engine.engine import Engine, fixed_settings
+from trainer.engine.parallel import Peers
+from trainer.engine.state import Line, UntrainableError
 
 log = get_logger("trainer.learner")
 

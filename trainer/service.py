@@ -19,7 +19,6 @@ import anyio
 import anyio.to_thread
 
 from pipeline import streams
-from pipeline.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
@@ -29,12 +28,11 @@ from pipeline.events import (
     checkpoint_subject,
     encode,
 )
-from pipeline.log import get_logger
-from pipeline.place import Place, place_of
-from pipeline.service import Ready
-from trainer.commits import Commits
-from trainer.consumed import Consumed
-from trainer.groups import (
+from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
+from pipeline.log.place import Place, place_of
+from pipeline.running.service import Ready
+from pipeline.telemetry.logs import get_logger
+from trainer.batches.groups import (
     Refusal,
     bound_staleness,
     prepare,
@@ -42,12 +40,14 @@ from trainer.groups import (
     staleness_bound,
     trainable_members,
 )
-from trainer.histories import Histories
+from trainer.batches.histories import Histories
+from trainer.batches.queues import Held, Queue
+from trainer.checkpoints.commits import Commits
+from trainer.checkpoints.consumed import Consumed
+from trainer.checkpoints.retention import Retention
+from trainer.engine.parallel import Peers
+from trainer.engine.state import UntrainableError
 from trainer.learner import BatchGroup, Learner, Taken, make_learners
-from trainer.line import UntrainableError
-from trainer.parallel import Peers
-from trainer.queues import Held, Queue
-from trainer.retention import Retention
 
 log = get_logger("trainer")
 

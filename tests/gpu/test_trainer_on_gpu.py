@@ -14,13 +14,13 @@ import torch
 
 from pipeline.config import TrainerConfig
 from tests.trainer import families
-from trainer import engine as engine_module
-from trainer.engine import Engine
-from trainer.groups import Example
-from trainer.memory import free_bytes, measure
-from trainer.packing import micro_batches
-from trainer.sequences import TokenSequence
-from trainer.verify import bound_of
+from trainer.batches.groups import Example
+from trainer.batches.packing import micro_batches
+from trainer.batches.sequences import TokenSequence
+from trainer.engine import engine as engine_module
+from trainer.engine.engine import Engine
+from trainer.engine.memory import free_bytes, measure
+from trainer.engine.verify import bound_of
 
 pytestmark = pytest.mark.gpu
 

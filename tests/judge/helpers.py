@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from judge.llm import ContextWindowError, Messages, ModelError, Reply
-from judge.rubrics import load_rubric
-from judge.ruler import LlmRuler
-from judge.scoring_server import Answer
-from judge.transcripts import Transcript
+from judge.models.llm import ContextWindowError, Messages, ModelError, Reply
+from judge.ruler.rubrics import load_rubric
+from judge.ruler.ruler import LlmRuler
+from judge.ruler.transcripts import Transcript
 from pipeline.config import JudgeConfig
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
+from tests.kits.scoring_server import Answer
 
 
 def transcript(name: str, *said: str, task: str = "Win the game.") -> Transcript:

@@ -15,12 +15,12 @@ import anyio
 import msgspec
 import pytest
 
-from judge.scoring_server import Scorer, ScoringServer
-from pipeline.broker import Broker
 from pipeline.config import Config, JudgeConfig, NatsConfig, save
 from pipeline.events import GroupScored
+from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.helpers import completed, exchange
+from tests.kits.scoring_server import Scorer, ScoringServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 

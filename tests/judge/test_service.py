@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from judge.service import Judge
-from pipeline.broker import Broker
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
+from pipeline.log.broker import Broker
 
 pytestmark = pytest.mark.anyio
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pipeline import cli, plan
-from pipeline.broker import Broker
+from pipeline import cli
 from pipeline.cli import ELSEWHERE, main
 from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished
-from pipeline.supervisor import Supervisor
+from pipeline.log.broker import Broker
+from pipeline.running import plan
+from pipeline.running.supervisor import Supervisor
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -97,7 +98,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     ("command", "code"),
     [
         (["pipeline.cli", "status", "--run-dir", "{run}"], 1),
-        (["pipeline.dead", "list", "--run-dir", "{run}"], 1),
+        (["pipeline.log.dead_letters", "list", "--run-dir", "{run}"], 1),
         (["pipeline.cli", "up", "--services", "store", "--config", "{run}"], 2),
         (["pipeline.cli", "up", "--services", "store", "--run-dir", "/proc/x"], 2),
     ],

@@ -22,10 +22,10 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from pipeline.broker import Broker
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
+from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
 
 PROJECT = "test"

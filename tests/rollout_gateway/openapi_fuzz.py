@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rollout_gateway.openapi import document
+from rollout_gateway.api.openapi import document
 from tests.rollout_gateway.conftest import standing
 from tests.rollout_gateway.frameworks import compat_bin
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.broker import Broker
 from pipeline.config import NatsConfig
-from rollout_gateway import routes
+from pipeline.log.broker import Broker
+from rollout_gateway.api import routes
+from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import GatewayProcess
-from tests.rollout_gateway.test_chat import ASK, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 

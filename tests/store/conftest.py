@@ -13,7 +13,6 @@ import anyio
 import pytest
 from pyarrow import fs
 
-from pipeline.broker import Broker
 from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import (
     CheckpointPublished,
@@ -33,6 +32,7 @@ from pipeline.events import (
     pack_logprobs,
     pack_seqs,
 )
+from pipeline.log.broker import Broker
 from store.service import serve
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]

@@ -16,8 +16,9 @@ from typing import Any
 
 import anyio
 
-from pipeline import crash, service, streams
+from pipeline import crash, streams
 from pipeline.config import Config, NatsConfig, StoreConfig
+from pipeline.running import service
 from store.service import serve
 
 ACK_WAIT_S = 0.3

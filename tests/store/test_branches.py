@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from judge.rejudge import Rejudge
-from pipeline.broker import Broker
+from judge.commands.rejudge import Rejudge
 from pipeline.config import Config, NatsConfig
 from pipeline.events import (
     CheckpointPublished,
@@ -19,7 +18,8 @@ from pipeline.events import (
     checkpoint_subject,
     unpack_seqs,
 )
-from rollout_gateway.policies import Policies
+from pipeline.log.broker import Broker
+from rollout_gateway.serving.policies import Policies
 from store import replay, sql
 from tests.store.conftest import StoreProcess
 from tests.store.test_writer import until_acked

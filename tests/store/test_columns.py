@@ -6,8 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import schema
-from pipeline.events import EVENTS, pack_ids, pack_logprobs, wire_name
+from pipeline.events import EVENTS, pack_ids, pack_logprobs, schema, wire_name
 from store import columns
 from store.target import write_parquet
 from tests.store.conftest import exchange, run_of_one_step

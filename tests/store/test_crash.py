@@ -23,8 +23,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from pipeline import crash, schema, streams
-from pipeline.broker import Broker
+from pipeline import crash, streams
 from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import (
     Event,
@@ -33,7 +32,9 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     decode,
+    schema,
 )
+from pipeline.log.broker import Broker
 from store.catalog import live
 from store.target import Target, open_target
 from tests.conftest import NatsServer

@@ -11,8 +11,8 @@ import anyio
 import pyarrow as pa
 import pytest
 
-from pipeline.broker import Broker
 from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
 from store import target as target_module
 from store.catalog import live
 from store.target import LocalTarget, StoreBusyError, write_parquet

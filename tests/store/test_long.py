@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.broker import Broker
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
+from pipeline.log.broker import Broker
 from store.catalog import live
 from store.target import LocalTarget
 from tests.store.conftest import StoreProcess, exchange

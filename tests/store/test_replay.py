@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.broker import Broker
 from pipeline.config import NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, wire_name
+from pipeline.log.broker import Broker
 from store import diff, rebuild, replay, sql
 from store.columns import table
 from tests.store.conftest import StoreProcess, publish, run_of_one_step

@@ -10,8 +10,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import schema
-from pipeline.events import CheckpointPublished, Event, GroupScored, Member, pack_seqs, wire_name
+from pipeline.events import CheckpointPublished, Event, GroupScored, Member, pack_seqs, schema, wire_name
 from store import columns, sql
 from store.catalog import FileName
 from store.target import DamagedFileError, LocalTarget

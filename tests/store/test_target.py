@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from pipeline.broker import Broker
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
+from pipeline.log.broker import Broker
 from store import columns, rebuild, sql
 from store.catalog import Catalog, FileName, live
 from store.compaction import Compactor

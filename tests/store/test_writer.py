@@ -9,13 +9,14 @@ import anyio
 import nats.js.errors
 import pytest
 
-from pipeline import dead, schema, streams
-from pipeline.broker import Broker
+from pipeline import streams
 from pipeline.config import NatsConfig
-from pipeline.events import DeadLettered, decode, encode
+from pipeline.events import DeadLettered, decode, encode, schema
+from pipeline.log import dead_letters as dead
+from pipeline.log.broker import Broker
 from store.catalog import Catalog, FileName, live
 from store.target import LocalTarget
-from tests.pipeline.test_dead import deliver_in_vain
+from tests.pipeline.log.test_dead_letters import deliver_in_vain
 from tests.store.conftest import StoreProcess, exchange, publish, run_of_one_step
 
 pytestmark = pytest.mark.anyio

@@ -16,10 +16,11 @@ from typing import Any
 
 import anyio
 
-from pipeline.broker import Broker, Delivery
 from pipeline.config import load
 from pipeline.events import CheckpointPublished
-from trainer import checkpoint, service
+from pipeline.log.broker import Broker, Delivery
+from trainer import service
+from trainer.checkpoints import checkpoint
 from trainer.learner import Learner
 
 DIED = 9

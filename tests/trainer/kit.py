@@ -12,10 +12,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from pipeline.broker import Broker
 from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs, pack_mask
-from trainer.engine import Engine
+from pipeline.log.broker import Broker
+from trainer.engine.engine import Engine
 
 VOCAB = 32
 MODEL = "tiny"

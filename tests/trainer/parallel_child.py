@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import torch
 
+from tests.trainer.batches.test_packing import tree_of_conversations
 from tests.trainer.kit import exactly, settings
-from tests.trainer.test_packing import tree_of_conversations
 from trainer import learner
-from trainer.engine import Engine
-from trainer.groups import Example
-from trainer.parallel import Peers, follow
+from trainer.batches.groups import Example
+from trainer.engine.engine import Engine
+from trainer.engine.parallel import Peers, follow
 
 SETTINGS: list[dict[str, Any]] = [
     {"loss_type": "dapo", "packing": "prefix", "tokens_per_batch": 150},

@@ -23,8 +23,8 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize(
-    "command", ["-m trainer --config {}", "-m trainer.train --config {} --nats-url nats://x:1",
-                "-m trainer.check_model base --config {}"]
+    "command", ["-m trainer --config {}", "-m trainer.commands.train --config {} --nats-url nats://x:1",
+                "-m trainer.commands.check_model base --config {}"]
 )  # fmt: skip
 def test_nothing_that_unsloth_patches_is_imported_before_it(tmp_path: Path, command: str) -> None:
     (tmp_path / "unsloth.py").write_text(_STAND_IN)

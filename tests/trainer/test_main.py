@@ -14,12 +14,12 @@ import anyio.to_thread
 import pytest
 
 from pipeline import config as configuration
-from pipeline.broker import Broker
 from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
 from tests.trainer import kit
 from tests.trainer.test_service import checkpoints, steps_reach
-from trainer import train
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.commands import train
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # processes that import PyTorch
 
@@ -97,7 +97,15 @@ async def test_train_runs_to_max_steps_and_ends(
     async with Broker.connect(nats_config) as broker:
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
         await anyio.run_process(
-            [sys.executable, "-m", "trainer.train", "--run-dir", str(tmp_path), "--nats-url", nats_config.url]
+            [
+                sys.executable,
+                "-m",
+                "trainer.commands.train",
+                "--run-dir",
+                str(tmp_path),
+                "--nats-url",
+                nats_config.url,
+            ]
         )
         assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]
 
@@ -108,7 +116,7 @@ async def test_train_says_in_a_line_why_it_can_not_go_on(tmp_path: Path) -> None
         [
             sys.executable,
             "-m",
-            "trainer.train",
+            "trainer.commands.train",
             "--run-dir",
             str(tmp_path),
             "--nats-url",
@@ -124,7 +132,7 @@ _ASKED = """
 import sys
 asked = []
 sys.addaudithook(lambda event, args: asked.append(args[0]) if event == "socket.getaddrinfo" else None)
-from trainer import train
+from trainer.commands import train
 from pipeline.config import load
 from trainer.learner import make_learners
 config = load(sys.argv[1])

@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from pipeline import streams
-from pipeline.broker import Broker
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
 from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded
+from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
-from trainer import checkpoint, service
-from trainer.commits import TrainerError
-from trainer.engine import Engine
-from trainer.line import Line
-from trainer.packing import Layout
+from trainer import service
+from trainer.batches.packing import Layout
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.commits import TrainerError
+from trainer.engine.engine import Engine
+from trainer.engine.state import Line
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,122 @@
+"""Which settings can't be used, beyond what the type of each says."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from pipeline.config.secrets import written_out
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+
+PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")
+"""Everything that `journeyman up` may start."""
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
+_MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
+"""Clients name models as hubs do: `organisation/model`."""
+
+_CREDENTIALS_HINT = {
+    "nats.url": "nats.credentials or nats.nkey_seed",
+    "vllm.urls": "vllm.api_key_file",
+    "judge.api_base": "judge.api_key_env",
+    "store.s3_endpoint": "the AWS_* variables",
+}
+
+
+def names_user(addresses: str) -> bool:
+    """Return whether one of the comma-separated `addresses` holds a user name, password or token."""
+    return any("@" in (a.partition("://")[2] or a).partition("/")[0] for a in addresses.split(","))
+
+
+def _check_urls(config: Config) -> None:
+    """Addresses are shown in states, logs and errors, so they must not hold a password. The error does not show it either."""
+    addresses = {
+        "nats.url": config.nats.servers,
+        "vllm.urls": config.vllm.urls,
+        "judge.api_base": (config.judge.api_base,),
+        "store.s3_endpoint": (config.store.s3_endpoint,),
+    }
+    for name, urls in addresses.items():
+        if any(names_user(url) for url in urls):
+            raise ConfigError(
+                f"{name}: an address must not hold a user name, password or token; use {_CREDENTIALS_HINT[name]}"
+            )
+
+
+def _check_access(config: Config) -> None:
+    nats = config.nats
+    named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
+    if len(named) > 1:
+        raise ConfigError(f"nats: {' and '.join(named)} are set; a connection proves itself by one of them")
+    if nats.tls_key and not nats.tls_cert:
+        raise ConfigError("nats.tls_key is set without nats.tls_cert")
+    if bool(nats.server_cert) != bool(nats.server_key):
+        raise ConfigError("nats.server_cert and nats.server_key: both are needed, or neither")
+    if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
+        raise ConfigError("vllm.args: --api-key would show in the list of processes; use vllm.api_key_file")
+    if unknown := set(config.environment) - set(PROCESSES):
+        raise ConfigError(
+            f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}"
+        )
+
+
+def _check_names(config: Config) -> None:
+    """Names become parts of subjects, folders and URLs."""
+    given = {f"models.{i}.name": m.name for i, m in enumerate(config.models)}
+    given |= {"project": config.project, "trainer.branch": config.trainer.branch}
+    for setting, name in given.items():
+        model = setting.startswith("models.")
+        if not (_MODEL_NAME if model else _NAME).fullmatch(name):
+            raise ConfigError(
+                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' after the first, "
+                f"200 at most{', in parts separated by single slashes' if model else ''}"
+            )
+    names = [m.name for m in config.models]
+    if len(set(names)) != len(names):
+        raise ConfigError("models: two have the same name")
+    if config.log_level.upper() not in _LEVELS:
+        raise ConfigError(f"log_level: {config.log_level!r} is none of {', '.join(_LEVELS)}")
+
+
+def check(config: Config) -> None:
+    """Raise `ConfigError` for settings that are well-formed but can't be used together, or at all."""
+    _check_urls(config)
+    _check_access(config)
+    _check_names(config)
+    tables = {"judge.params": config.judge.params, "judge.model_params": config.judge.model_params}
+    if name := next(written_out(config.vllm.env, "vllm.env"), ""):
+        raise ConfigError(
+            f"{name}: a secret does not belong into settings; set the variable where `journeyman up` is started"
+        )
+    for name in (n for where, table in tables.items() for n in written_out(table, where)):
+        raise ConfigError(
+            f'{name}: a secret does not belong into settings; name its variable instead: "${{NAME}}"'
+        )
+    if config.judge.workers > config.judge.concurrency:
+        raise ConfigError("judge.workers: no more processes than judge.concurrency")
+    rewards = [r.name for r in config.judge.rewards]
+    if len(set(rewards)) != len(rewards):
+        raise ConfigError("judge.rewards: two have the same name")
+    for reward in config.judge.rewards:
+        if reward.kind == "python" and ":" not in reward.entry:
+            raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
+        if reward.kind == "ruler" and not config.judge.model:
+            raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
+    if config.judge.min_size > config.judge.group_size:
+        raise ConfigError("judge.min_size is larger than judge.group_size")
+    rank = max((config.trainer_of(m).lora_rank for m in config.models), default=0)
+    if rank > config.vllm.max_lora_rank and not config.vllm.urls:
+        raise ConfigError(
+            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora_rank = {rank} would not load; set it to at "
+            "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
+        )
+    staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)
+    if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
+        raise ConfigError(
+            f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
+            f"{staleness + 2}, or running requests lose their adapter"
+        )

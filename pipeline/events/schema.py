@@ -1,0 +1,166 @@
+"""The one schema, read off the event classes: columns for Parquet, rows for the event reference.
+
+A `Column` says what a field is without saying in which library; `store.columns` turns it into Arrow, `pipeline.docs` into
+prose. What a field means is its docstring in `pipeline.events`.
+
+Kinds: `string`, `int64`, `float64`, `bool`, `binary`, `json` (text), `timestamp_us` (UTC), `list<int32>` and the other packed
+lists, `list` (of `item`), `struct` (of `fields`), `map` (string to `item`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+import msgspec
+
+from pipeline import events
+
+PACKED = {"list<int32>": "<i4", "list<float32>": "<f4", "list<uint8>": "u1", "list<int64>": "<i8"}
+"""Kinds whose field is packed bytes, with the numpy type of one value."""
+
+_SCALARS = {str: "string", int: "int64", float: "float64", bool: "bool", bytes: "binary"}
+
+
+class SchemaError(TypeError):
+    """A field's type has no column type; say how it is stored in `pipeline.events.schema`."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of an event (or of a struct in it)."""
+
+    name: str
+    kind: str
+    doc: str = ""
+    nullable: bool = False
+    default: str = ""
+    """As the reference shows it; empty: required."""
+    choices: tuple[str, ...] = ()
+    item: Column | None = None
+    fields: tuple[Column, ...] = ()
+
+    @property
+    def type_name(self) -> str:
+        """`list<struct<trajectory, score>>`, `map<string, float64>`, `string`, …"""
+        if self.kind == "list" and self.item is not None:
+            return f"list<{self.item.type_name}>"
+        if self.kind == "map" and self.item is not None:
+            return f"map<string, {self.item.type_name}>"
+        if self.kind == "struct":
+            return f"struct<{', '.join(f.name for f in self.fields)}>"
+        return self.kind
+
+
+ENVELOPE: tuple[Column, ...] = (
+    Column("log_seq", "int64", "Where the event lies in its stream."),
+    Column("log_at", "timestamp_us", "When the broker took the event in, UTC."),
+    Column("traceparent", "string", "W3C trace context of the message; empty where it had none."),
+)
+"""Columns that every file has before those of its event."""
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Field name to the docstring below it, base classes first."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ == "builtins" or base is msgspec.Struct:
+            continue
+        found.update(_own_docstrings(base))
+    return found
+
+
+@functools.cache
+def _own_docstrings(cls: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except OSError:
+        return {}
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef)
+    out = {}
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        ):
+            out[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
+    return out
+
+
+def columns(struct: type[msgspec.Struct]) -> tuple[Column, ...]:
+    """The columns of an event class (without the envelope) or of a struct inside one."""
+    return tuple(_columns(struct))
+
+
+def _columns(struct: type[msgspec.Struct]) -> Iterator[Column]:
+    hints = typing.get_type_hints(struct, include_extras=True)
+    docs = docstrings(struct)
+    for field in msgspec.structs.fields(struct):
+        kind = _column(field.name, hints[field.name])
+        doc = docs.get(field.name, "") or kind.doc
+        yield Column(
+            field.name, kind.kind, doc, kind.nullable, _default(field), kind.choices, kind.item, kind.fields
+        )
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return repr(field.default)
+    if field.default_factory is not msgspec.NODEFAULT:
+        made = field.default_factory
+        return repr(made()) if made in (dict, list, tuple, set) else f"{made.__name__}()"
+    return ""
+
+
+def _column(name: str, hint: Any) -> Column:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        for extra in args[1:]:
+            if isinstance(extra, msgspec.Meta) and extra.extra and "column" in extra.extra:
+                return Column(name, extra.extra["column"])
+        return _column(name, args[0])
+    if origin is Literal:
+        return Column(name, "string", choices=tuple(str(a) for a in args))
+    if origin in (Union, types.UnionType):
+        (inner,) = [a for a in args if a is not type(None)]
+        column = _column(name, inner)
+        return Column(name, column.kind, "", True, "", column.choices, column.item, column.fields)
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return Column(name, "list", item=_column("item", args[0]))
+    if origin is dict and args[0] is str:
+        return Column(name, "map", item=_column("value", args[1]))
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return Column(name, "struct", fields=columns(hint))
+    if hint in _SCALARS:
+        return Column(name, _SCALARS[hint])
+    raise SchemaError(f"field {name!r} of type {hint!r} has no column type")
+
+
+@functools.cache
+def tables() -> dict[str, tuple[Column, ...]]:
+    """Event tag to all columns of its files, envelope first."""
+    made = {events.wire_name(cls): ENVELOPE + columns(cls) for cls in events.EVENTS}
+    for tag, its in made.items():
+        names = [c.name for c in its]
+        if len(set(names)) != len(names):
+            raise SchemaError(f"{tag}: a field is called as a column of the envelope is")
+    return made
+
+
+def stream_of(tag: str) -> str:
+    """The stream that carries events of this tag."""
+    from pipeline import streams
+
+    prefix = tag.partition(".")[0] + "."
+    return next(s.name for s in streams.STREAMS if any(sub.startswith(prefix) for sub in s.subjects))

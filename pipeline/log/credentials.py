@@ -1,0 +1,97 @@
+"""How a connection to NATS proves who it is and whom it trusts: nkeys or a credentials file, a private inbox, TLS.
+
+Errors: `ConfigError`, which names the setting and the file, never what is in it.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.config.checks import names_user
+from pipeline.log.client import TidyClient
+from pipeline.security import nkey, users
+
+_CREDENTIALS = b"-----BEGIN NATS USER JWT-----"
+
+
+class EncryptedClient(TidyClient):
+    """A client that never talks in the clear: nats-py itself goes on without TLS where a server does not ask for it."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and not info.get("tls_required"):
+            raise nats.errors.Error("the server does not require TLS, but the settings do")
+        await super()._process_info(info, initial_connection)
+
+
+def inbox_prefix(config: NatsConfig, name: str) -> str:
+    """Return what the inboxes of the connection called `name` begin with."""
+    if config.inbox_prefix:
+        return config.inbox_prefix
+    return users.inbox_prefix(users.user(name).name) if config.users else "_INBOX"
+
+
+def uses_tls(config: NatsConfig) -> bool:
+    return bool(config.tls_ca or config.tls_cert) or "tls://" in config.address
+
+
+def make_client(config: NatsConfig) -> TidyClient:
+    """Return a client that is not connected yet."""
+    return EncryptedClient() if uses_tls(config) else TidyClient()
+
+
+def options(config: NatsConfig, name: str) -> dict[str, Any]:
+    """Return the arguments of nats-py's `connect` that say who the connection called `name` is and whom it trusts."""
+    if any(map(names_user, config.servers)):
+        raise ConfigError(
+            "nats.url: an address must not hold a user name, password or token; use nats.credentials"
+        )
+    found: dict[str, Any] = {"inbox_prefix": inbox_prefix(config, name)}
+    seed = config.nkey_seed
+    if config.users:
+        seed = str(users.seed_file(Path(config.users), users.user(name).name))
+    if seed:
+        nkey.load(seed)  # nats-py would show what a file holds that is no seed
+        found["nkeys_seed"] = seed
+    elif config.credentials:
+        found["user_credentials"] = _credentials(config.credentials)
+    if uses_tls(config):
+        found["tls"] = tls_context(config)
+    return found
+
+
+def refuses(error: Exception) -> bool:
+    """Return whether an error of a connection is about who one is or about TLS, so that trying again can't help."""
+    said = str(error).lower()
+    return isinstance(error, ssl.SSLError) or "authorization violation" in said or "tls" in said
+
+
+def forbids(error: Exception) -> bool:
+    """Return whether the server refused what the user may not publish or subscribe to."""
+    return "permissions violation" in str(error).lower()
+
+
+def tls_context(config: NatsConfig) -> ssl.SSLContext:
+    """Return the TLS settings: the CA that signs the server, and the client's certificate."""
+    what = f"nats.tls_ca ({config.tls_ca})"
+    try:
+        context = ssl.create_default_context(cafile=config.tls_ca or None)
+        if config.tls_cert:
+            what = f"nats.tls_cert ({config.tls_cert}) with nats.tls_key ({config.tls_key})"
+            context.load_cert_chain(config.tls_cert, config.tls_key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{what} can't be used: {error.strerror or error}") from error
+    return context
+
+
+def _credentials(path: str) -> str:
+    try:
+        if _CREDENTIALS in Path(path).read_bytes():
+            return path
+    except OSError as error:
+        raise ConfigError(f"nats.credentials: {path} can't be read: {error.strerror}") from error
+    raise ConfigError(f"nats.credentials: {path} is no credentials file as `nsc` writes it")

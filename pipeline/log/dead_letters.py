@@ -1,0 +1,182 @@
+"""`journeyman dead`: the letters no one could use.
+
+    journeyman dead list [--json]          what there is, and why
+    journeyman dead show 12                one of them whole, its payload decoded as far as it can be
+    journeyman dead retry 12 13 | --all    give them to the consumer that gave them up, once more
+    journeyman dead drop 12 | --all        take them off the list; the store keeps them
+
+A retry publishes the payload beside its old subject, marked for the one consumer that failed, so nobody else sees it twice;
+its subject is its own, so a retry that is itself repeated is one. What fails again is a new letter. A letter of `reader` names a
+message that a read without a consumer passed by. Readers look at it again each time they start, so a retry, or a drop, only takes the
+letter off the list; it comes back for as long as the message lies in its stream and can't be decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import ConfigError, NatsConfig, load, nats_of_run
+from pipeline.events import DeadLettered, decode
+from pipeline.log.broker import READER, Broker, BrokerError, Recorded
+from pipeline.log.place import place_of
+from pipeline.streams import RETRY_HEADER
+from pipeline.telemetry import logs as log
+
+_PREVIEW = 2_000
+_FILTER = "dead.>"
+
+
+class DeadError(BrokerError):
+    """A dead letter that is not there; the message names it."""
+
+
+async def letters(broker: Broker) -> list[Recorded]:
+    """Every dead letter, oldest first."""
+    return [r for r in await broker.history("DEAD", _FILTER) if isinstance(r.event, DeadLettered)]
+
+
+async def find(broker: Broker, seqs: Sequence[int], every: bool = False) -> list[Recorded]:
+    """The letters with these sequences (or all). Raises `DeadError` naming one that is not there."""
+    found = {r.seq: r for r in await letters(broker)}
+    for seq in seqs:
+        if seq not in found:
+            raise DeadError(f"there is no dead letter {seq}; `journeyman dead list` says which there are")
+    return list(found.values()) if every else [found[s] for s in seqs]
+
+
+async def retry(broker: Broker, letter: Recorded) -> None:
+    """Give a letter back to the consumer it failed at, then take it off the list; safe to repeat."""
+    event = letter.event
+    assert isinstance(event, DeadLettered)
+    if event.consumer == READER:
+        await drop(broker, letter)
+        return
+    headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
+    seq, at = place_of(letter)
+    await broker.publish_raw(
+        f"{event.original_subject}.retry-{seq}-{at}",
+        event.payload,
+        headers | {RETRY_HEADER: event.consumer},
+        message_id=f"retry/{letter.stream}/{seq}-{at}",
+    )
+    await drop(broker, letter)
+
+
+async def drop(broker: Broker, letter: Recorded) -> None:
+    """Take a letter off the list; the store keeps what it wrote of it."""
+    await broker.js.delete_msg(letter.stream, letter.seq)
+
+
+def described(letter: Recorded) -> dict[str, Any]:
+    """A letter as plain values, its payload decoded where it can be."""
+    event = letter.event
+    assert isinstance(event, DeadLettered)
+    shown: dict[str, Any] = {
+        "seq": letter.seq,
+        "at_us": event.at,
+        "stream": event.stream,
+        "stream_seq": event.stream_seq,
+        "subject": event.original_subject,
+        "consumer": event.consumer,
+        "reason": event.reason,
+        "detail": event.detail,
+        "deliveries": event.deliveries,
+        "headers": event.headers,
+        "bytes": len(event.payload),
+    }
+    try:
+        shown["event"] = msgspec.to_builtins(decode(event.payload))
+    except msgspec.DecodeError as error:
+        shown["undecodable"] = str(error)
+        shown["payload"] = event.payload[:_PREVIEW].decode("utf-8", "backslashreplace")
+    return shown
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("--run-dir", help="a run that is up; default: the newest under runs/")
+    where.add_argument("--config", help="settings that name a NATS server")
+    where.add_argument("--nats-url", help="the server itself")
+    parser = argparse.ArgumentParser(prog="journeyman dead", description="What no one could use, and why.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("list", parents=[where], help="all of them").add_argument(
+        "--json", action="store_true"
+    )
+    commands.add_parser("show", parents=[where], help="one, whole").add_argument("seqs", nargs=1, type=int)
+    for name, text in (("retry", "give back to the consumer that failed"), ("drop", "take off the list")):
+        command = commands.add_parser(name, parents=[where], help=text)
+        command.add_argument("seqs", nargs="*", type=int, metavar="SEQ")
+        command.add_argument("--all", action="store_true")
+    return parser
+
+
+def nats_of(args: argparse.Namespace) -> NatsConfig:
+    """The server that the options name. Raises `ConfigError` where there is none to be found."""
+    if args.config:
+        nats = load(args.config).nats
+        if args.nats_url or nats.url:
+            return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
+        raise ConfigError(f"{args.config} names no nats.url: give --nats-url or --run-dir")
+    if args.nats_url and not args.run_dir:
+        return NatsConfig(url=args.nats_url)
+    states = [Path(args.run_dir) / "state.json"] if args.run_dir else list(Path("runs").glob("*/state.json"))
+    states = [s for s in states if s.is_file()]
+    if not states:
+        raise ConfigError("no run is to be found: give --run-dir, --config or --nats-url")
+    newest = max(states, key=lambda p: p.stat().st_mtime)
+    nats = nats_of_run(newest.parent)
+    return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
+
+
+async def _run(args: argparse.Namespace) -> None:
+    out = Console(highlight=False)
+    async with Broker.connect(nats_of(args), name="dead", provision=False) as broker:
+        if args.command == "list":
+            rows = [described(r) for r in await letters(broker)]
+            if args.json:
+                out.print_json(msgspec.json.encode(rows).decode())
+                return
+            table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
+            for row in rows:
+                cells = (row["seq"], f"{row['stream']} {row['stream_seq']}", row["consumer"], row["reason"])
+                table.add_row(*map(str, cells), str(row["deliveries"]), row["detail"][:80])
+            out.print(table)
+        elif args.command == "show":
+            (letter,) = await find(broker, args.seqs)
+            out.print_json(msgspec.json.encode(described(letter)).decode())
+        else:
+            if bool(args.seqs) == args.all:
+                raise DeadError(f"which ones? journeyman dead {args.command} SEQ ... or --all")
+            act = retry if args.command == "retry" else drop
+            chosen = await find(broker, args.seqs, args.all)
+            for letter in chosen:
+                await act(broker, letter)
+            out.print(f"{len(chosen)} {'given back' if act is retry else 'dropped'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 with a line on stderr where something is not there, 2 for unusable settings."""
+    args = _parser().parse_args(argv)
+    log.configure("dead", "CRITICAL")  # what went wrong is told in a line
+    try:
+        anyio.run(_run, args)
+    except (BrokerError, ConfigError) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

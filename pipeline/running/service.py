@@ -1,0 +1,122 @@
+"""How a service process lives: settings in, readiness out, a clean stop on SIGTERM.
+
+    python -m judge --config runs/x/config.toml --ready-fd 5
+
+`serve(config, ready)` is the service; it calls `ready(url=…)` once it works. The supervisor passes a pipe whose write
+end is `--ready-fd`; readiness is one JSON line on it, and a byte every `BEAT_S` after it says that the event loop lives.
+SIGTERM and SIGINT cancel `serve`, which cleans up as cancellation
+unwinds; the exit code is 0 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from pipeline.config import Config, ConfigError, load
+from pipeline.telemetry import logs as log
+
+BEAT_S = 1.0
+"""Seconds between two signs of life of a service that is ready."""
+
+
+class Ready(Protocol):
+    """Tells the supervisor that the service works, with what others must know of it."""
+
+    def __call__(self, **facts: str | int | float) -> None: ...
+
+
+Serve = Callable[[Config, Ready], Awaitable[None]]
+
+
+class _Report:
+    """Tells the supervisor, through the pipe that it gave, that the service is ready, and from then on that it lives."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._told = False
+        self._ready = anyio.Event()
+
+    def __call__(self, **facts: str | int | float) -> None:
+        line = msgspec.json.encode({"ready": True, **facts}) + b"\n"
+        if self._fd is not None and not self._told:
+            os.write(self._fd, line)
+        self._told = True
+        self._ready.set()
+        log.get_logger("pipeline.running.service").info("ready", **facts)
+
+    async def beat(self) -> None:
+        """Once ready, a byte every `BEAT_S`, written by the event loop: where it hangs, the bytes stop. Returns where nobody
+        reads them."""
+        await self._ready.wait()
+        if self._fd is None:
+            return
+        os.set_blocking(self._fd, False)
+        while True:
+            try:
+                os.write(self._fd, b".")
+            except BlockingIOError:
+                pass  # the supervisor does not read at present: what waits in the pipe is sign enough
+            except BrokenPipeError:
+                return
+            await anyio.sleep(BEAT_S)
+
+
+async def _until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
+    async with anyio.create_task_group() as tg:
+
+        async def stop_on_signal() -> None:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for _ in signals:
+                    tg.cancel_scope.cancel()
+                    return
+
+        tg.start_soon(stop_on_signal)
+        await serve(config, ready)
+        tg.cancel_scope.cancel()
+
+
+async def _run(serve: Serve, config: Config, fd: int | None) -> None:
+    report = _Report(fd)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(report.beat)
+        await _until_signalled(serve, config, report)
+        tg.cancel_scope.cancel()
+
+
+def _unusable_settings(error: BaseException) -> list[str]:
+    """Return what is wrong with the settings, where nothing else is wrong, however deep the task groups were."""
+    if isinstance(error, BaseExceptionGroup):
+        inner = [_unusable_settings(e) for e in error.exceptions]
+        return [message for messages in inner for message in messages] if all(inner) else []
+    return [str(error)] if isinstance(error, ConfigError) else []
+
+
+def main(name: str, serve: Serve) -> None:
+    """Run `serve` as this process; exits 0 when stopped, 2 on unusable settings, 1 on a crash."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}")
+    parser.add_argument("--config", required=True, help="TOML settings")
+    parser.add_argument("--ready-fd", type=int, default=None)
+    args = parser.parse_args()
+    try:
+        config = load(args.config)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from error
+    log.configure(name, config.log_level)
+    os.umask(0o077)  # a run's files are its owner's: they hold prompts, replies and keys
+    try:
+        anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
+    except Exception as error:
+        if settings := _unusable_settings(error):
+            sys.stderr.write("\n".join(settings) + "\n")
+            raise SystemExit(2) from error
+        log.get_logger(name).error("crashed", exc=error)
+        raise SystemExit(1) from error

@@ -1,0 +1,358 @@
+"""Starts the processes of one installation, watches them, restarts them with backoff, stops them in order.
+
+Every process leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, which then stops
+services first, lets the store write what the log still holds, and takes the log down last. A child dies with its
+supervisor even when that is killed. `<run_dir>/state.json` always says what runs, written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import httpx
+import msgspec
+
+from pipeline import streams
+from pipeline.config import Config, save
+from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
+from pipeline.running import environment, liveness
+from pipeline.running.plan import ProcessSpec
+from pipeline.running.run_lock import private
+from pipeline.security import signing
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("pipeline.running.supervisor")
+
+BACKOFF_FIRST_S, BACKOFF_MAX_S, HEALTHY_AFTER_S = 0.25, 30.0, 60.0
+GIVE_UP_AFTER = 5
+"""Failed starts in a row of a process that never worked: then it is a mistake, not bad luck."""
+PROBE_EVERY_S = 0.1
+DRAIN_S = 60.0
+_LAST_WORDS_S = 1.0
+STOP_ORDER = ("gateway", "judge", "trainer", "telemetry", "store", "vllm", "nats")
+
+# PR_SET_PDEATHSIG, then become the command: a killed supervisor leaves no orphan.
+_LAUNCH = (
+    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,15);"
+    "os.getppid()==int(sys.argv[1]) or sys.exit(1);os.execv(sys.argv[2],sys.argv[2:])"
+)
+
+
+class SupervisorError(Exception):
+    """The installation can't run; the message says which process and what it last printed."""
+
+
+@dataclass
+class Watched:
+    """A process and what is known of it."""
+
+    spec: ProcessSpec
+    ready: anyio.Event
+    stopping: anyio.Event
+    state: str = "waiting"
+    pid: int = 0
+    restarts: int = 0
+    ever_ready: bool = False
+    process: anyio.abc.Process | None = None
+
+
+class Supervisor:
+    """`run` holds the installation up until it is cancelled."""
+
+    def __init__(
+        self,
+        config: Config,
+        specs: list[ProcessSpec],
+        on_change: Callable[[Watched], None] | None = None,
+        inherit: tuple[int, ...] = (),
+    ) -> None:
+        """`inherit`: file descriptors that every process gets, such as the lock of the run directory (`pipeline.running.run_lock`)."""
+        self.config = config
+        self._inherit = inherit
+        self.watched = {s.name: Watched(s, anyio.Event(), anyio.Event()) for s in specs}
+        self._on_change = on_change
+        self._run_dir = Path(config.run_dir)
+        self._logs = config.path("logs")
+        self._stop_requested = anyio.Event()
+        self._log_probe = liveness.LogProbe(config, on_alarms=self._write_state)
+        self._probing: anyio.CancelScope | None = None
+
+    @property
+    def ready(self) -> bool:
+        return all(w.state == "ready" for w in self.watched.values())
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """What an operator has to know of the log at present."""
+        return self._log_probe.alarms
+
+    def stop(self) -> None:
+        """Ask for an orderly stop; `run` returns when it is done."""
+        self._stop_requested.set()
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Start everything, report `started` once all of it works, keep it so until `stop`.
+
+        Cancelling kills at once instead. Raises `SupervisorError` (in a group) if a process never comes up."""
+        private(self._run_dir)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self.config = signing.provided(self.config)
+        save(self.config, self.config.path("config.toml"))
+        self._write_state()
+        async with anyio.create_task_group() as tg:
+            for watched in self.watched.values():
+                tg.start_soon(self._keep, watched)
+
+            async def announce() -> None:
+                for watched in self.watched.values():
+                    await watched.ready.wait()
+                task_status.started()
+
+            tg.start_soon(announce)
+            if self.config.nats.url:
+                tg.start_soon(self._watch_log)
+            await self._stop_requested.wait()
+            await self._stop_all()
+            tg.cancel_scope.cancel()
+
+    # -- one process ---------------------------------------------------------------------------------------------
+
+    async def _keep(self, watched: Watched) -> None:
+        backoff, failures = BACKOFF_FIRST_S, 0
+        for name in watched.spec.needs:
+            await self.watched[name].ready.wait()
+        while not watched.stopping.is_set():
+            began = time.monotonic()
+            code = await self._run_once(watched)
+            if watched.stopping.is_set():
+                return
+            log.warning("process died", process=watched.spec.name, code=code, restarts=watched.restarts)
+            failures = 0 if watched.ever_ready else failures + 1
+            if failures >= GIVE_UP_AFTER or (code == 2 and not watched.ever_ready):
+                raise SupervisorError(self._obituary(watched, code))
+            if time.monotonic() - began > HEALTHY_AFTER_S:
+                backoff = BACKOFF_FIRST_S
+            self._change(watched, "backoff")
+            await anyio.sleep(backoff)
+            backoff = min(backoff * 2, BACKOFF_MAX_S)
+            watched.restarts += 1
+
+    async def _run_once(self, watched: Watched) -> int:
+        spec = watched.spec
+        if spec.prepare is not None:
+            spec.prepare()
+        env = {
+            **environment.of(self.config, spec.name, os.environ),
+            **spec.env,
+            **{name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()},
+            "PYTHONUNBUFFERED": "1",
+            # The fault handler from the first import on, which may be what hangs (`_await_start`).
+            "PYTHONFAULTHANDLER": "1",
+        }
+        read_end, write_end = os.pipe()
+        argv = list(spec.argv) + ([] if spec.probe else ["--ready-fd", str(write_end)])
+        with (self._logs / f"{spec.name}.log").open("ab") as sink:
+            process = await anyio.open_process(
+                [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv],
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env, start_new_session=True,
+                pass_fds=(write_end, *self._inherit), umask=0o077,
+            )  # fmt: skip
+        os.close(write_end)
+        watched.process, watched.pid = process, process.pid
+        self._change(watched, "starting")
+        try:
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(self._watch, watched, read_end)
+                code = await process.wait()
+                tg.cancel_scope.cancel()
+        finally:
+            os.close(read_end)
+            _kill_group(process.pid)  # what the process left behind, such as vLLM's engine
+            if process.returncode is None:
+                with anyio.CancelScope(shield=True):
+                    await process.wait()
+            watched.process = None
+        return code
+
+    # -- liveness (`pipeline.running.liveness`) --------------------------------------------------------------------------
+
+    async def _watch(self, watched: Watched, fd: int) -> None:
+        """From the start of a process on: end it where it does not get ready, or gives no sign of life afterwards."""
+        await self._await_start(watched, fd)
+        probe = watched.spec.probe
+        if probe.startswith("tcp://"):
+            return  # the log: `_watch_log` writes to it
+        if probe:
+            await self._end(watched, await liveness.unhealthy(probe, self.config.supervisor))
+        else:
+            await self._end(watched, await liveness.silent(fd, self.config.supervisor.deadline_s))
+
+    async def _watch_log(self) -> None:
+        """For as long as the installation runs: restart the log's server where it takes no writes, if it is ours."""
+        watched = self.watched.get("nats")
+        if watched is not None:
+            await watched.ready.wait()
+
+        async def lost(reason: str) -> None:
+            if watched is not None and watched.state == "ready":
+                await self._end(watched, reason)
+
+        with anyio.CancelScope() as self._probing:
+            await self._log_probe.watch(lost)
+
+    async def _end(self, watched: Watched, reason: str) -> None:
+        """Kill a process that hangs; `_keep` starts it again."""
+        process = watched.process
+        if process is None or watched.stopping.is_set():
+            return
+        log.error("restarted, since it does not work", process=watched.spec.name, reason=reason)
+        self._change(watched, "failed")
+        if not watched.spec.probe:  # a Python process says in its log where every thread of it is
+            process.send_signal(signal.SIGABRT)
+            with anyio.move_on_after(_LAST_WORDS_S):
+                await process.wait()
+        _kill_group(process.pid)
+
+    async def _await_start(self, watched: Watched, fd: int) -> None:
+        """Until the process is ready, or it is given up on: a start that hangs is worth no more than one that fails."""
+        with anyio.move_on_after(watched.spec.start_timeout_s) as bound:
+            await self._await_ready(watched, fd)
+        if bound.cancelled_caught and watched.process is not None:
+            log.error("not ready in time", process=watched.spec.name, seconds=watched.spec.start_timeout_s)
+            # A Python process then says in its log where every thread of it is.
+            watched.process.send_signal(signal.SIGABRT)
+            await anyio.sleep(_LAST_WORDS_S)
+            _kill_group(watched.process.pid)
+
+    async def _await_ready(self, watched: Watched, fd: int) -> None:
+        if watched.spec.probe:
+            await _answers(watched.spec.probe)
+            if watched.spec.name == "nats":
+                await self._provision()
+        else:
+            await anyio.wait_readable(fd)
+            if not os.read(fd, 65536):
+                return  # closed without a word: it died, and its exit says so
+        watched.ever_ready = True
+        self._change(watched, "ready")
+        watched.ready.set()
+
+    async def _provision(self) -> None:
+        """Make streams, consumers and buckets, which the services may not."""
+        settings = msgspec.structs.replace(self.config.nats, provision=True)
+        while True:
+            try:
+                async with Broker.connect(settings, name="supervisor") as broker:
+                    await broker.provision_consumer(streams.trainer_consumer(self.config.trainer.branch))
+                    return
+            except BrokerUnavailableError as error:
+                log.warning("the log is not there yet", exc=error)
+
+    def _obituary(self, watched: Watched, code: int) -> str:
+        path = self._logs / f"{watched.spec.name}.log"
+        tail = path.read_text("utf-8", "replace").splitlines()[-15:]
+        return f"{watched.spec.name} does not start (exit code {code}); {path} ends:\n" + "\n".join(tail)
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    async def _stop_all(self) -> None:
+        """In order, so that what is on the way still arrives: services, then the store, then the log."""
+        if self._probing is not None:
+            self._probing.cancel()
+        for name in STOP_ORDER:
+            if name == "store" and name in self.watched:
+                await self._drain_store()
+            if name in self.watched:
+                await self._stop(self.watched[name])
+
+    async def _stop(self, watched: Watched) -> None:
+        watched.stopping.set()
+        self._change(watched, "stopping")
+        process = watched.process
+        if process is not None and process.returncode is None:
+            process.terminate()
+            with anyio.move_on_after(watched.spec.stop_grace_s):
+                await process.wait()
+            _kill_group(process.pid)
+            await process.wait()
+        self._change(watched, "stopped")
+
+    async def _drain_store(self) -> None:
+        """Wait until the store has written every event of the log, as far as that is to be had."""
+        if self.watched["store"].state != "ready":
+            return
+        try:
+            with anyio.move_on_after(DRAIN_S) as bound:
+                async with Broker.connect(self.config.nats, name="supervisor", provision=False) as broker:
+                    while await broker.lag("store-"):  # noqa: ASYNC110 - the server can only be asked
+                        await anyio.sleep(PROBE_EVERY_S)
+            if bound.cancelled_caught:
+                log.warning("the store is still behind; it goes on where it was at the next start")
+        except BrokerError as error:
+            log.warning("the log is away, so the store stops where it is", exc=error)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _change(self, watched: Watched, state: str) -> None:
+        watched.state = state
+        log.info("process", process=watched.spec.name, state=state, pid=watched.pid)
+        self._write_state()
+        if self._on_change is not None:
+            self._on_change(watched)
+
+    def _write_state(self) -> None:
+        state = {
+            "pid": os.getpid(),
+            "ready": self.ready,
+            "project": self.config.project,
+            "urls": {
+                "gateway": f"http://{self.config.gateway.host}:{self.config.gateway.port}",
+                "nats": self.config.nats.address,
+                "vllm": list(self.config.vllm.urls),
+            },
+            "alarms": list(self.alarms),
+            "services": {
+                name: {"pid": w.pid, "state": w.state, "restarts": w.restarts}
+                for name, w in self.watched.items()
+            },
+        }
+        path = self._run_dir / "state.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        temporary.replace(path)
+
+
+async def _answers(probe: str) -> None:
+    """Return once a foreign server answers at `probe`. Knocking is the only way to learn it."""
+    if probe.startswith("tcp://"):
+        host, _, port = probe.removeprefix("tcp://").rpartition(":")
+        while True:
+            try:
+                async with await anyio.connect_tcp(host, int(port)):
+                    return
+            except OSError:
+                await anyio.sleep(PROBE_EVERY_S)
+    async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get(probe)).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await anyio.sleep(PROBE_EVERY_S)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,45 @@
+"""Asks for the API key on every path of vLLM but `/health`.
+
+vLLM's own check covers `/v1` and a few other beginnings; `/invocations` runs the model and `/metrics` tells of it without a key.
+`journeyman up` passes this class to vLLM by `--middleware`, so it runs in vLLM's process and imports nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Any, Send], Awaitable[None]]
+
+OPEN = frozenset({"/health"})
+"""Paths that need no key: they say no more than that the server lives."""
+_BODY = b'{"error": "Unauthorized"}'
+
+
+class RequireKey:
+    """ASGI middleware; the key is that of the environment variable VLLM_API_KEY."""
+
+    def __init__(self, app: App) -> None:
+        """Raises `RuntimeError` without a key: a guard that guards nothing must not pass for one."""
+        key = os.environ.get("VLLM_API_KEY", "")
+        if not key:
+            raise RuntimeError("pipeline.running.vllm_guard needs the environment variable VLLM_API_KEY")
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(_BODY))]
+            await send({"type": "http.response.start", "status": 401, "headers": head})
+            await send({"type": "http.response.body", "body": _BODY})

@@ -1,0 +1,52 @@
+"""Whether the log takes what a captured call has to write: told at `/health`, so that a balancer sends calls elsewhere.
+
+A frozen stream answers questions and takes no message, so the only honest probe is a write.
+"""
+
+from __future__ import annotations
+
+import anyio
+import nats.errors
+import nats.js.errors
+
+from pipeline import streams
+from pipeline.log.broker import Broker
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("rollout_gateway.api.log_health")
+
+PROBE_EVERY_S = 5.0
+_TTL_S = 60
+_STREAM = "ROLLOUTS"
+
+
+class LogHealth:
+    """`trouble` says why the log takes no writes; empty while it does."""
+
+    def __init__(self) -> None:
+        self.trouble = ""
+
+    async def run(self, broker: Broker) -> None:
+        """Probe for ever."""
+        while True:
+            trouble = await self._probe(broker)
+            if trouble and not self.trouble:
+                log.error("the log takes no writes: captured calls are answered 503", reason=trouble)
+            elif self.trouble and not trouble:
+                log.info("the log takes writes again")
+            self.trouble = trouble
+            await anyio.sleep(PROBE_EVERY_S)
+
+    async def _probe(self, broker: Broker) -> str:
+        try:
+            await broker.js.publish(
+                streams.alive_subject(_STREAM), b"", timeout=broker.config.ack_timeout_s,
+                headers={"Nats-TTL": f"{_TTL_S}s"},
+            )  # fmt: skip
+        except nats.js.errors.NoStreamResponseError:
+            return f"{_STREAM} is not there"
+        except nats.js.errors.APIError as error:
+            return f"{_STREAM} refuses writes: {error.description}"
+        except (nats.errors.Error, TimeoutError) as error:
+            return f"{_STREAM} did not take a write: {str(error) or type(error).__name__}"
+        return ""

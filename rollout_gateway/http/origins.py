@@ -1,0 +1,176 @@
+"""What a request's head says of where it comes from: the name it was sent to, the web page that sent it, the proxy before us.
+
+A web page can make a browser send requests to a gateway on the loopback, and a name of its own can be made to point
+there. So the name in `Host` has to be one of ours, and a foreign page is refused unless the settings name its origin.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from pipeline.config import ConfigError, GatewayConfig
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.request import Request
+
+_KNOWN_HOSTS = 1024
+"""`Host` headers that were checked and are remembered."""
+_AUTHORITY = re.compile(r"([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
+_PAIR = re.compile(r'\s*([A-Za-z]+)\s*=\s*("[^"]*"|[^;,\s]*)\s*')
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+class Door:
+    """Checks heads, and knows by which URL clients reach the gateway. Raises `ConfigError` for settings it can't use."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._loopback = is_loopback(config.host)
+        self._names = {name.lower() for name in (*config.hosts, config.host)}
+        self._public = config.public_url.rstrip("/")
+        if self._public:
+            url = urlsplit(self._public)
+            if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+                raise ConfigError(
+                    f"gateway.public_url: {config.public_url!r} is no URL such as https://gateway.example.com"
+                )
+            self._names.add(url.hostname)
+        if self._loopback:
+            self._names.add("localhost")
+        # Beyond the loopback there are keys, and without a list of names there is nothing to compare with.
+        self._any_name = "*" in config.hosts or not (self._loopback or config.hosts)
+        self._any_origin = "*" in config.cors_origins
+        self._origins = {origin.encode() for origin in config.cors_origins}
+        try:
+            self._trusted: list[Network] = [ipaddress.ip_network(n) for n in config.trusted_proxies]
+        except ValueError as error:
+            raise ConfigError(f"gateway.trusted_proxies: {error}") from error
+        self._known: set[bytes] = set()
+
+    def check(self, request: Request) -> bool:
+        """Whether the request is a CORS preflight, which needs no key and only its headers in answer.
+
+        Raises a 400 `ApiError` for a `Host` that is no `name[:port]`, a 421 one for a name that is not ours, a 403 one for a page that may not call."""
+        headers = request.headers
+        host = headers.get(b"host")
+        if host is not None and host not in self._known:
+            self._check_host(host)
+        if b"origin" in headers:
+            return self._check_origin(request, headers[b"origin"], host or b"")
+        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and (
+            request.method != "GET" or headers.get(b"sec-fetch-mode") != b"navigate"
+        ):
+            raise _foreign("another web page")
+        return False
+
+    def _check_host(self, host: bytes) -> None:
+        told = host.decode("latin-1")
+        if not _is_authority(told):
+            raise ApiError(
+                400,
+                f"The Host {told[:200]!r} is not a name or an address with or without a port from 1 to 65535.",
+                code="invalid_host",
+            )
+        name = _name_of(told)
+        if not (self._any_name or name in self._names):
+            address = _address(name)
+            # An address can't be made to point elsewhere.
+            if address is None or (self._loopback and not address.is_loopback):
+                raise ApiError(
+                    421,
+                    f"This gateway does not answer to the name {name[:200]!r}: gateway.hosts names those it answers to.",
+                    code="unknown_host",
+                )
+        if len(self._known) < _KNOWN_HOSTS:
+            self._known.add(host)
+
+    def _check_origin(self, request: Request, origin: bytes, host: bytes) -> bool:
+        if self._any_origin or origin in self._origins:
+            allow = (b"access-control-allow-origin", origin), (b"vary", b"Origin")
+            wanted = request.headers.get(b"access-control-request-method")
+            if request.method == "OPTIONS" and wanted is not None:
+                asked = request.headers.get(b"access-control-request-headers", b"")
+                request.extra = (
+                    *allow,
+                    (b"access-control-allow-methods", b"GET, POST"),
+                    *(((b"access-control-allow-headers", asked),) if asked else ()),
+                    (b"access-control-allow-private-network", b"true"),
+                    (b"access-control-max-age", b"600"),
+                )
+                return True
+            request.extra = (*allow, (b"access-control-expose-headers", b"retry-after"))
+        elif not host or origin.partition(b"://")[2] != host:
+            raise _foreign(f"web pages of {origin.decode('latin-1')[:200]!r}")
+        return False
+
+    # -- URLs ------------------------------------------------------------------------------------------------------
+
+    def base_url(self, request: Request) -> str:
+        """Scheme and authority by which the client reached this gateway, as far as can be told."""
+        if self._public:
+            return self._public
+        scheme, host = "http", request.headers.get(b"host", b"").decode("latin-1") or request.server
+        if self._trusts(request.peer):
+            told = _forwarded(request)
+            if told.get("proto", "").lower() in ("http", "https"):
+                scheme = told["proto"].lower()
+            if _is_authority(told.get("host", "")):
+                host = told["host"]
+        return f"{scheme}://{host}"
+
+    def _trusts(self, peer: str) -> bool:
+        address = _address(peer)
+        return address is not None and any(address in network for network in self._trusted)
+
+
+def _forwarded(request: Request) -> dict[str, str]:
+    """`proto` and `host` as the first proxy saw them: `Forwarded` (RFC 7239), else the `X-Forwarded-` headers."""
+    headers = request.headers
+    if b"forwarded" in headers:
+        first = headers[b"forwarded"].decode("latin-1").partition(",")[0]
+        return {name.lower(): value.strip('"') for name, value in _PAIR.findall(first)}
+    told = {
+        "proto": headers.get(b"x-forwarded-proto", b""),
+        "host": headers.get(b"x-forwarded-host", b""),
+    }
+    return {name: value.decode("latin-1").partition(",")[0].strip() for name, value in told.items()}
+
+
+def _foreign(who: str) -> ApiError:
+    return ApiError(
+        403,
+        f"This gateway takes no requests of {who}: gateway.cors_origins names the pages that may call.",
+        kind="permission_error",
+        code="foreign_origin",
+    )
+
+
+def _name_of(authority: str) -> str:
+    """The name or address in a `Host` header, without port and brackets."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0].lower()
+    return authority.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_authority(text: str) -> bool:
+    """Whether `text` is `name` or `name:port`, where a name may be an address. User names, paths and the like could make
+    another URL of it."""
+    found = _AUTHORITY.fullmatch(text)
+    if found is None or (found[2] is not None and not 1 <= int(found[2]) <= 65535):
+        return False
+    return not text.startswith("[") or _address(found[1][1:-1]) is not None
+
+
+def _address(text: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

@@ -1,0 +1,145 @@
+"""History judged again, on a branch of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from judge.commands import rejudge as command
+from judge.commands.rejudge import Rejudge
+from judge.rewards.compose import Composed
+from judge.ruler.transcripts import load
+from judge.service import Judge
+from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig
+from pipeline.events import GroupScored, TrajectoryCompleted
+from pipeline.log.broker import Broker
+from tests.judge.helpers import Model, completed, exchange, ruler
+from tests.judge.test_service import groups, judging
+from tests.kits.scoring_server import Scorer
+
+pytestmark = pytest.mark.anyio
+
+
+async def history(broker: Broker, config: Config) -> None:
+    """Two groups whose agents' rewards are the other way round than the quality of what they did."""
+    async with judging(broker, config):
+        for group in ("g0", "g1"):
+            for i in range(3):
+                await broker.publish(exchange(f"{group}-{i}", f"quality=0.{i + 1}"))
+                await broker.publish(completed(f"{group}-{i}", group, reward=1 - i / 10, exchanges=1))
+        await groups(broker, 2)
+
+
+def composer(broker: Broker, config: Config, model: Model) -> Composed:
+    judge = ruler(model)
+
+    async def read(member: TrajectoryCompleted) -> object:
+        return await load(broker, member.project, member.trajectory)
+
+    judge._load = read  # type: ignore[assignment]
+    return Composed(config.judge, {"": judge}, {}, read)  # type: ignore[arg-type]
+
+
+async def test_another_judge_s_verdicts_stand_beside_the_first_ones(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        model = Model(Scorer())
+        report = await Rejudge(broker, config, composer(broker, config, model)).run()
+        assert (report.rejudged, report.skipped, report.failed, report.gone) == (2, 0, 0, 0)
+        assert report.as_dict()["agreement_with_before"]["kendall_tau"] == -1.0
+        found = await groups(broker, 4)
+        new = next(g for g in found if g.branch != "main" and g.group == "g1")
+        assert isinstance(new, GroupScored)
+        assert new.branch == f"judge-{new.judge}"
+        assert (new.origin, new.closed_by, new.offline) == ("main/2", "replay", True)
+        assert {m.trajectory: m.reward for m in new.members} == pytest.approx(
+            {"g1-0": 0.1, "g1-1": 0.2, "g1-2": 0.3}
+        )
+        assert new.members[0].components["agent"] == 1.0
+        calls = len(model.requests)
+        again = await Rejudge(broker, config, composer(broker, config, model)).run()
+        assert (again.rejudged, again.skipped, len(model.requests)) == (0, 2, calls)
+        await groups(broker, 4)
+
+
+async def test_a_live_judge_takes_no_notice_of_other_branches(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run(limit=1)
+        judge = Judge(broker, config, None, "j")
+        for group in ("g0", "g1"):
+            assert await judge._held_on_log(key(group)) == {f"{group}-{i}" for i in range(3)}
+
+
+def key(group: str) -> object:
+    from judge.groups import GroupKey
+
+    return GroupKey("p", "m", group, "train")
+
+
+async def test_what_the_log_lost_is_recorded(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        await broker.js.delete_msg("ROLLOUTS", 2)
+        report = await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run()
+        assert (report.rejudged, report.gone) == (1, 1)
+        (gone,) = await groups(broker, 1, "discarded")
+        assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
+
+
+async def test_a_group_that_was_discarded_for_want_of_a_judge_is_scored_now(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, config):
+            for i in range(3):  # no rewards, no judge model: too small
+                await broker.publish(exchange(f"t{i}", f"quality=0.{i + 1}"))
+                await broker.publish(completed(f"t{i}", "g", exchanges=1))
+            for i in range(3):  # nothing to score for any judge
+                await broker.publish(completed(f"n{i}", "none", outcome="no_result"))
+            discarded = await groups(broker, 2, "discarded")
+            assert {g.reason for g in discarded} == {"too_small"}
+        later = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
+        report = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
+        assert (report.rejudged, report.rescued, report.failed) == (1, 1, 0)
+        (new,) = await groups(broker, 1)
+        assert isinstance(new, GroupScored)
+        assert (new.group, new.branch, new.closed_by, new.offline) == ("g", "b", "replay", True)
+        assert new.origin.startswith("main/")
+        assert {m.trajectory: m.reward for m in new.members} == pytest.approx(
+            {"t0": 0.1, "t1": 0.2, "t2": 0.3}
+        )
+        again = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
+        assert (again.rejudged, again.skipped) == (0, 1)
+
+
+async def test_a_judge_that_fails_leaves_history_as_it_was(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        failing = composer(broker, config, Model(lambda _: 500))
+        failing.rulers[""]._config = JudgeConfig(retry_for_s=0.0)  # type: ignore[attr-defined]
+        report = await Rejudge(broker, config, failing, branch="b").run()
+        assert (report.rejudged, report.failed) == (0, 2)
+        await groups(broker, 2)
+
+
+async def test_the_line_of_training_can_t_be_overwritten(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        with pytest.raises(ConfigError, match="branch of its own"):
+            Rejudge(broker, Config(), None, branch="main")
+
+
+def test_the_command_finds_the_run_s_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"urls": {"nats": "nats://127.0.0.1:1"}}))
+    (tmp_path / "config.toml").write_text('project = "x"\n')
+    config = command.settings(str(tmp_path), "", ["judge.model=m"], "")
+    assert (config.project, config.nats.url, config.judge.model) == ("x", "nats://127.0.0.1:1", "m")
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--branch", "b"])
+    assert stop.value.code == 2
+    assert "which log?" in capsys.readouterr().err

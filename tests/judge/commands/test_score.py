@@ -1,0 +1,130 @@
+"""One group scored from a file: `journeyman judge score`."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from judge.commands.cli import main
+from judge.commands.score import Attempt, GroupToScore, score_group
+from judge.scoring import UnscoredError, judge_hash
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
+from tests.kits.scoring_server import ScoringServer
+
+pytestmark = [
+    pytest.mark.anyio,
+    # litellm's and its dependencies' own.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def said(quality: float) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": f"quality={quality}"}]
+
+
+GROUP: dict[str, Any] = {
+    "task": "win",
+    "messages": [{"role": "user", "content": "Win the game."}],
+    "trajectories": [
+        {"id": "a", "messages": said(0.9)},
+        {"messages": said(0.2)},
+        {"id": "c", "conversations": [said(0.1), said(0.5)]},
+    ],
+}
+
+
+def settings(server: ScoringServer, **fields: Any) -> Config:
+    return Config(judge=JudgeConfig(model="openai/scorer", api_base=server.url, **{"retries": 0, **fields}))
+
+
+async def test_a_group_of_one_s_own_is_scored() -> None:
+    async with ScoringServer(keep=True).run() as server:
+        config = settings(server)
+        found = (await score_group(config, msgspec.convert(GROUP, GroupToScore))).as_dict()
+    assert found["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
+    assert found["judge"] == judge_hash(config.judge)
+    assert found["explanations"]["a"] == ["quality 0.90"] * 2
+    assert found["prompt_tokens"] > 0
+    shown = server.requests[0]["messages"][1]["content"]
+    assert "conversation 2 of 2" in shown
+    assert shown.count("Win the game.") == 1
+
+
+async def test_rewards_are_composed_as_the_settings_say() -> None:
+    parts = (RewardConfig(name="speed", kind="metric", weight=1.0), RewardConfig(name="style", kind="ruler"))
+    group = GroupToScore([Attempt("a", said(0.9), metrics={"speed": 0.1}), Attempt("b", said(0.5))])
+    async with ScoringServer().run() as server:
+        found = (await score_group(settings(server, rewards=parts), group)).as_dict()
+    assert found["scores"] == pytest.approx({"a": 0.5})
+    assert found["missing"] == "reward speed is missing for 1 of 2"
+
+
+async def test_a_reward_function_is_given_every_conversation() -> None:
+    parts = (RewardConfig(name="parts", kind="python", entry="tests.judge.functions:parts", isolate="off"),)
+    config = Config(judge=JudgeConfig(rewards=parts))
+    found = await score_group(config, msgspec.convert(GROUP, GroupToScore))
+    assert found.scores == {"a": 1.0, "2": 1.0, "c": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        ({"trajectories": [{"messages": []}]}, "at least 2"),
+        ({"trajectories": [{"id": "a"}, {"id": "a"}]}, "two trajectories have the id 'a'"),
+        ({"trajectories": [{"messages": said(1), "conversations": [said(1)]}, {}]}, "not both"),
+    ],
+)
+async def test_a_group_that_can_t_be_scored_says_why(group: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        await score_group(Config(judge=JudgeConfig(model="x")), msgspec.convert(group, GroupToScore))
+
+
+async def test_a_judge_that_fails_is_not_asked_for_an_hour() -> None:
+    async with ScoringServer(lambda _: 500).run() as server:
+        with pytest.raises(UnscoredError, match="told to fail"), anyio.fail_after(120):
+            await score_group(settings(server), msgspec.convert(GROUP, GroupToScore))
+
+
+def test_the_command_answers_in_json(tmp_path: Path) -> None:
+    """As a user runs it, in front of a server of its own."""
+    (tmp_path / "group.json").write_text(json.dumps(GROUP))
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.kits.scoring_server"], stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        command = [sys.executable, "-m", "pipeline.cli", "judge", "score", str(tmp_path / "group.json")]
+        command += ["--set", "judge.model=openai/scorer", "--set", f"judge.api_base={url}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        server.terminate()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "-: Input data was truncated"),
+        ("[{}, {}]", "judge.model is not set"),
+        ('{"trajectories": [], "mesages": []}', "unknown field `mesages`"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    text: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    with pytest.raises(SystemExit) as stop:
+        main(["score", "-"])
+    assert stop.value.code == 2
+    assert why in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Rewards of several parts, and functions that misbehave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from judge.rewards.compose import Composed, combine
+from judge.rewards.sandbox import RewardFunction, RewardFunctionError
+from judge.ruler.transcripts import Transcript
+from judge.scoring import UnscoredError
+from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
+from pipeline.events import TrajectoryCompleted
+from tests.judge.helpers import Model, completed, ruler, transcript
+from tests.kits.scoring_server import Scorer
+
+pytestmark = pytest.mark.anyio
+
+HERE = "tests.judge.functions"
+
+
+def function(name: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=name, kind="python", entry=f"{HERE}:{name}", **settings)
+
+
+async def test_a_function_s_number_is_the_reward() -> None:
+    async with RewardFunction(function("length")).open() as call:
+        assert await call({"id": "a", "messages": [1, 2, 3]}) == 0.3
+        assert await call({"id": "b", "messages": []}) == 0.0
+    async with RewardFunction(function("floods")).open() as call:
+        assert await call({"id": "a"}) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("raises", "ValueError: no bad"),
+        ("hangs", "took longer than 1"),
+        ("dies", "ended its process"),
+        ("eats", "MemoryError"),
+        ("words", "'good', which is no number"),
+        ("nothing", "nan|which is no number|ended"),
+        ("missing", "can't be imported: AttributeError"),
+    ],
+)
+async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: str) -> None:
+    async with RewardFunction(function(name, timeout_s=1.0)).open() as call:
+        with pytest.raises(RewardFunctionError, match=why):
+            await call({"id": "bad"})
+        if name in ("hangs", "dies"):
+            assert await call({"id": "good"}) == 0.5
+
+
+async def test_keys_in_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "x")
+    async with RewardFunction(function("environment")).open() as call:
+        assert await call({"id": "a"}) == 0.0
+
+
+async def test_a_cancelled_call_does_not_leave_its_answer_to_the_next() -> None:
+    async with RewardFunction(function("hangs")).open() as call:
+        with anyio.move_on_after(0.5):
+            await call({"id": "bad"})
+        assert await call({"id": "good"}) == 0.5
+
+
+MEMBERS = [
+    completed("a", reward=1.0, rewards={"style": 0.5}, metrics={"speed": 0.2}),
+    completed("b", reward=0.0, rewards={"style": 0.1}, metrics={"speed": 0.8}),
+    completed("c", reward=0.5, metrics={}),
+]
+SAID = {"a": transcript("a", "I win quality=0.9"), "b": transcript("b", "I lose quality=0.2"), "c": transcript("c", "quality=0.4")}  # fmt: skip
+
+
+async def compose(*rewards: RewardConfig, **settings: Any) -> Any:
+    config = JudgeConfig(model="x", rewards=rewards, **settings)
+
+    async def load(member: TrajectoryCompleted) -> Transcript:
+        return SAID[member.trajectory]
+
+    rulers = {r.name: ruler(Model(Scorer()), list(SAID.values())) for r in rewards if r.kind == "ruler"}
+    functions = {r.name: RewardFunction(r) for r in rewards if r.kind == "python"}
+    try:
+        return await Composed(config, rulers, functions, load)(MEMBERS)
+    finally:
+        for opened in functions.values():
+            await opened._stop()
+
+
+async def test_parts_are_weighed_and_every_part_is_kept() -> None:
+    scores = await compose(
+        RewardConfig(name="outcome", kind="agent", weight=2.0),
+        RewardConfig(name="quality", kind="ruler", weight=1.0),
+        function("won", weight=-1.0),
+    )
+    assert scores.components["a"] == {
+        "style": 0.5,
+        "agent": 1.0,
+        "outcome": 1.0,
+        "quality": pytest.approx(0.9),
+        "won": 1.0,
+    }
+    assert scores.final == pytest.approx({"a": (2 + 0.9 - 1) / 4, "b": 0.2 / 4, "c": (1 + 0.4) / 4})
+    assert {v.judge_model for v in scores.verdicts} == {"agent", "test-judge", f"python:{HERE}:won"}
+
+
+async def test_a_member_that_lacks_a_part_has_no_reward() -> None:
+    scores = await compose(
+        RewardConfig(name="speed", kind="metric"), RewardConfig(name="style", kind="agent")
+    )
+    assert set(scores.final) == {"a", "b"}
+    assert scores.missing == "reward speed is missing for 1 of 3"
+    assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
+
+
+async def test_a_failing_function_is_no_bad_score() -> None:
+    scores = await compose(function("raises"))
+    assert scores.final == {}
+    assert "raises is missing for 3 of 3" in scores.missing
+
+
+async def test_a_rubric_that_can_t_be_judged_leaves_the_group_unscored() -> None:
+    config = JudgeConfig(model="x", rewards=(RewardConfig(name="q", kind="ruler"),))
+    failing = ruler(Model(lambda _: 500), list(SAID.values()), retry_for_s=0.0)
+
+    async def load(member: TrajectoryCompleted) -> Transcript:
+        raise AssertionError
+
+    with pytest.raises(UnscoredError, match="answered 500"):
+        await Composed(config, {"q": failing}, {}, load)(MEMBERS)
+
+
+@pytest.mark.parametrize(("how", "value"), [("mean", 0.65), ("sum", 2.6), ("product", 0.4), ("min", 0.5)])
+def test_ways_to_combine(how: Any, value: float) -> None:
+    config = JudgeConfig(
+        rewards=(RewardConfig(name="x", weight=2.0), RewardConfig(name="y", weight=2.0)), combine=how
+    )
+    assert combine(config, {"x": 0.8, "y": 0.5}) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ('judge.rewards=[{name="x"},{name="x"}]', "two have the same name"),
+        ('judge.rewards=[{name="x", kind="python"}]', "needs an entry"),
+        ('judge.rewards=[{name="x", kind="ruler"}]', "needs judge.model"),
+    ],
+)
+def test_settings_that_can_t_work_are_refused(override: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load(None, [override])

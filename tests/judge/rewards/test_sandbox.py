@@ -1,0 +1,262 @@
+"""What a reward function can't do: reach the network or a socket, read secrets, answer for others, outlive its call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from judge.rewards import sandbox_view
+from judge.rewards.compose import open_composer
+from judge.rewards.sandbox import RewardFunction, RewardFunctionError
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+FAULT = sandbox_view.fault()
+needs_bubblewrap = pytest.mark.skipif(bool(FAULT), reason=FAULT)
+everywhere = pytest.mark.parametrize("isolate", [pytest.param("require", marks=needs_bubblewrap), "off"])
+
+
+def function(name: str, isolate: str = "require", **settings: Any) -> RewardFunction:
+    config = {"name": name, "kind": "python", "entry": f"tests.judge.functions:{name}", "isolate": isolate}
+    return RewardFunction(RewardConfig(**(config | settings)))
+
+
+def named(name: str) -> list[psutil.Process]:
+    """Processes that call themselves `name` and still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.name() == name and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A process name of this test alone."""
+    unique = f"jm{os.getpid()}"
+    yield unique
+    for left in named(unique):
+        left.kill()
+
+
+async def refused(call: RewardFunction, trajectory: dict[str, Any], why: str = "Error") -> None:
+    with pytest.raises(RewardFunctionError, match=why):
+        await call(trajectory)
+
+
+# -- the world outside -------------------------------------------------------------------------------------------
+
+
+@needs_bubblewrap
+async def test_a_function_reaches_no_network_and_no_file(tmp_path: Path) -> None:
+    secret, target = tmp_path / "secret", tmp_path / "target"
+    secret.write_text("key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, task in [("connects", port), ("writes", str(target)), ("reads", str(secret))]:
+            async with function(name).open() as call:
+                await refused(call, {"id": "a", "task": task})
+            async with function(name, "off").open() as call:  # and that is the sandbox's doing
+                assert await call({"id": "a", "task": task}) > 0
+    target.unlink()
+    async with function("writes").open() as call:
+        await refused(call, {"id": "a", "task": str(target)})
+    assert not target.exists()
+    async with function("writes_somewhere").open() as call:
+        assert await call({"id": "a"}) == 0.0
+    async with function("length").open() as call:  # what only computes notices nothing
+        assert await call({"id": "a", "messages": [1, 2, 3]}) == 0.3
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+async def test_a_function_reaches_no_unix_socket(tmp_path: Path, kind: str) -> None:
+    address = str(tmp_path / "s") if kind == "path" else f"@journeyman-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address.replace("@", "\0"))
+        server.listen()
+        async with function("connects_unix").open() as call:
+            await refused(call, {"id": "a", "task": address}, "FileNotFoundError|ConnectionRefusedError")
+        async with function("connects_unix", "off").open() as call:
+            assert await call({"id": "a", "task": address}) == 1.0
+
+
+@needs_bubblewrap
+async def test_a_working_directory_shows_its_code_and_not_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "words.txt").write_text("abc")
+    (tmp_path / "mine" / "score.py").write_text(
+        "import helper\ndef reads(t):\n    return float(len(open(t['task']).read())) * helper.ONE\n"
+    )
+    (tmp_path / "helper.py").write_text("ONE = 1.0\n")
+    (tmp_path / ".env").write_text("KEY=1")
+    (tmp_path / "data.csv").write_text("abcd")
+    run = tmp_path / "runs" / "x"
+    inside = tmp_path / "mine" / "runs"
+    for folder in (run, inside):
+        folder.mkdir(parents=True)
+        (folder / "gateway.secret").write_text("secret")
+    monkeypatch.chdir(tmp_path)
+    config = RewardConfig(
+        name="x", kind="python", entry="mine.score:reads", isolate="require", readable=("data.csv",)
+    )
+    async with RewardFunction(config, ("runs/x", str(inside))).open() as call:
+        for seen, size in (("mine/words.txt", 3.0), ("data.csv", 4.0)):
+            assert await call({"id": "a", "task": str(tmp_path / seen)}) == size
+        for unseen in (".env", "runs/x/gateway.secret", "mine/runs/gateway.secret"):
+            await refused(call, {"id": "a", "task": str(tmp_path / unseen)}, "FileNotFoundError")
+
+
+# -- other calls, and the judge ----------------------------------------------------------------------------------
+
+
+@everywhere
+async def test_a_function_that_forks_away_does_not_outlive_its_call(isolate: str, name: str) -> None:
+    async with function("daemonizes", isolate, timeout_s=2.0).open() as call:
+        assert await call({"id": "bad", "task": name}) == 0.5
+        assert named(name) == []  # after an answer
+        assert await call({"id": "good"}) == 0.5
+        await refused(call, {"id": "bad", "task": name, "hang": True}, "took longer than 2")
+        assert named(name) == []  # after too long
+    async with function("daemonizes", isolate, timeout_s=60.0).open() as call:
+        with anyio.move_on_after(1.0):
+            await call({"id": "bad", "task": name, "hang": True})
+        assert named(name) == []  # after the judge gave up
+
+
+@everywhere
+async def test_what_is_born_while_a_call_ends_ends_too(isolate: str, name: str) -> None:
+    async with function("scatters", isolate).open() as call:
+        for n in range(60):
+            assert await call({"id": str(n), "task": name}) == 0.5
+            if n % 20 == 19:
+                assert named(name) == []
+
+
+@everywhere
+async def test_nobody_answers_for_another_trajectory(isolate: str, name: str) -> None:
+    async with function("forges", isolate).open() as call:
+        assert await call({"id": "bad", "task": name}) == 1.0  # about itself it may say what it likes
+        for n in range(3):
+            assert await call({"id": f"good{n}"}) == 0.125
+
+
+@needs_bubblewrap
+async def test_a_call_can_touch_no_process_but_itself() -> None:
+    async with function("seizes").open() as call:
+        assert await call({"id": "a"}) == 0.0
+
+
+@needs_bubblewrap
+async def test_a_call_that_kills_all_it_can_fails_itself_only() -> None:
+    async with function("kills").open() as call:
+        await refused(call, {"id": "bad"}, "ended its process")
+        assert await call({"id": "good"}) == 0.5
+
+
+@everywhere
+async def test_a_call_leaves_nothing_for_the_next(isolate: str) -> None:
+    async with function("remembers", isolate).open() as call:
+        assert [await call({"id": i}) for i in "abc"] == [1.0, 1.0, 1.0]
+    if isolate == "require":
+        async with function("shares").open() as call:
+            assert [await call({"id": "bad"}) for _ in range(3)] == [0.0, 0.0, 0.0]
+
+
+@everywhere
+async def test_what_a_function_prints_goes_to_the_judge_s_log(
+    isolate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("judge.rewards.sandbox.log.info", lambda _, **fields: said.append(fields["text"]))
+    async with function("length", isolate).open() as call:
+        await call({"id": "a", "messages": []})
+    assert said == ["this does not disturb the protocol\n"]
+    async with function("exits", isolate).open() as call:
+        await refused(call, {"id": "a"}, "SystemExit: enough")
+
+
+# -- memory and processes ----------------------------------------------------------------------------------------
+
+
+@everywhere
+async def test_memory_is_bounded_for_all_processes_of_a_call_together(isolate: str) -> None:
+    """Six processes of 100 MB each: none exceeds its own limit."""
+    async with function("hoards", isolate, memory_mb=400, timeout_s=30.0).open() as call:
+        await refused(call, {"id": "a", "task": "100"}, "held more than 400 MB of memory in [4-9] processes")
+        await refused(call, {"id": "a", "task": "1000"}, "MemoryError|took longer|ended its process")
+
+
+@everywhere
+async def test_processes_are_bounded(isolate: str) -> None:
+    async with function("bombs", isolate, processes=20, timeout_s=30.0).open() as call:
+        await refused(call, {"id": "a"}, "more than 20 processes and threads")
+        assert call._process is not None
+        left = psutil.Process(call._process.pid).children(recursive=True)
+        assert len([p for p in left if p.status() != psutil.STATUS_ZOMBIE]) <= 2  # warden and host
+
+
+# -- the machine -------------------------------------------------------------------------------------------------
+
+
+async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    warned: list[dict[str, object]] = []
+    monkeypatch.setattr("judge.rewards.sandbox.log.warning", lambda _, **fields: warned.append(fields))
+    reward = RewardConfig(name="x", kind="python", entry="tests.judge.functions:length", isolate="require")
+    with pytest.raises(ConfigError, match="bubblewrap is not installed: install bubblewrap"):
+        async with open_composer(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
+            pass
+    async with function("length", "auto").open() as call:
+        assert await call({"id": "a", "messages": []}) == 0.0
+    assert [w["reason"] for w in warned] == [sandbox_view.fault()]
+
+
+async def test_a_bubblewrap_that_does_not_work_is_told_from_one_that_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match="does not work here: setting up uid map: Permission denied"):
+        async with function("length").open():
+            pass
+
+
+@everywhere
+async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, name: str) -> None:
+    if isolate == "require" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    code = (
+        "import anyio, sys\nfrom tests.judge.rewards.test_sandbox import function\n"
+        "async def main():\n    async with function('daemonizes', sys.argv[1], timeout_s=60.0).open() as call:\n"
+        "        await call({'id': 'bad', 'task': sys.argv[2], 'hang': True})\nanyio.run(main)\n"
+    )
+    judge = subprocess.Popen([sys.executable, "-c", code, isolate, name])
+    with anyio.fail_after(60):
+        while not named(name):
+            await anyio.sleep(0.05)
+    judge.send_signal(signal.SIGKILL)
+    judge.wait()
+    with anyio.fail_after(20):
+        while named(name):
+            await anyio.sleep(0.05)

@@ -1,0 +1,173 @@
+"""Which conversations a trajectory's exchanges make."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from judge.ruler.conversations import Conversation, conversations
+from pipeline.events import ExchangeRecorded
+from tests.judge.helpers import exchange
+
+Message = dict[str, Any]
+
+
+def user(content: Any) -> Message:
+    return {"role": "user", "content": content}
+
+
+def said(content: Any, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}
+
+
+def call(
+    seq: int, messages: list[Message], reply: Message | None, choice: int = 0, **fields: Any
+) -> ExchangeRecorded:
+    request = {"messages": messages, **fields.pop("request", {})}
+    response = {"choices": [{"message": reply}]} if reply is not None else {}
+    return msgspec.structs.replace(
+        exchange("t", ""), seq=seq, choice=choice, request=json.dumps(request).encode(), response=json.dumps(response).encode(),
+        **fields,
+    )  # fmt: skip
+
+
+def texts(conversation: Conversation) -> list[Any]:
+    return [m.get("content") for m in conversation.messages]
+
+
+def test_calls_that_send_the_whole_history_are_one_conversation() -> None:
+    history = [user("a")]
+    exchanges = []
+    for number in range(3):
+        exchanges.append(call(number, list(history), said(f"r{number}")))
+        history += [said(f"r{number}"), user(f"u{number}")]
+    (found,), last = conversations(reversed(exchanges))
+    assert texts(found) == ["a", "r0", "u0", "r1", "u1", "r2"]
+    assert (found.calls, last) == ("calls 1 to 3", 0)
+
+
+def test_every_choice_is_shown_and_the_one_that_was_taken_goes_on() -> None:
+    first = [call(0, [user("a")], said(f"c{i}"), choice=i) for i in range(3)]
+    then = call(1, [user("a"), said("c1"), user("b")], said("end"))
+    found, last = conversations([*first, then])
+    assert [texts(c) for c in found] == [["a", "c0"], ["a", "c1", "b", "end"], ["a", "c2"]]
+    assert [c.calls for c in found] == ["call 1, choice 1 of call 1", "calls 1 to 2, choice 2 of call 1", "call 1, choice 3 of call 1"]  # fmt: skip
+    assert [c.origins for c in found] == [(None, None), ((0, 0), None, None, None), ((0, 0), None)]
+    assert last == 1
+
+
+def test_a_sub_agent_has_a_conversation_of_its_own() -> None:
+    main = [user("task"), said("ask the helper")]
+    found, last = conversations(
+        [
+            call(0, main[:1], main[1]),
+            call(1, [user("helper's task")], said("h1")),
+            call(2, [user("helper's task"), said("h1"), user("more")], said("h2")),
+            call(3, [*main, user("the helper said h2")], said("done")),
+        ]
+    )
+    assert [texts(c) for c in found] == [
+        ["task", "ask the helper", "the helper said h2", "done"],
+        ["helper's task", "h1", "more", "h2"],
+    ]
+    assert [c.calls for c in found] == ["calls 1, 4", "calls 2 to 3"]
+    assert last == 0
+
+
+def test_a_compacted_history_begins_anew_and_refers_to_what_it_keeps() -> None:
+    long = [user("task"), said("r0"), user("u0"), said("r1"), user("u1")]
+    found, last = conversations(
+        [
+            call(0, long[:1], long[1]),
+            call(1, long[:3], long[3]),
+            call(2, [long[0], user("summary"), *long[3:]], said("r2")),
+        ]
+    )
+    assert [texts(c) for c in found] == [["task", "r0", "u0", "r1"], ["task", "summary", "r1", "u1", "r2"]]
+    assert found[1].origins == ((0, 0), None, (0, 3), None, None)
+    assert last == 1
+
+
+def test_a_reply_that_comes_back_without_its_reasoning_is_the_same_message() -> None:
+    tool = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at": 1, "b": 2}'}}
+    sent = {**tool, "id": "y", "function": {"name": "look", "arguments": '{"b":2,"at":1}'}}
+    reply = said(None, reasoning_content="hm", tool_calls=[tool], refusal=None, annotations=[])
+    (found,), _ = conversations(
+        [
+            call(0, [user("a")], reply),
+            call(
+                1, [user([{"type": "text", "text": "a"}]), said("", tool_calls=[sent]), user("b")], said("c")
+            ),
+        ]
+    )
+    assert found.messages[1] == reply
+    assert len(found.messages) == 4
+
+
+def test_another_call_of_the_same_tool_is_another_message() -> None:
+    def calling(at: int) -> Message:
+        return said(None, tool_calls=[{"function": {"name": "look", "arguments": json.dumps({"at": at})}}])
+
+    found, _ = conversations(
+        [call(0, [user("a")], calling(1)), call(1, [user("a"), calling(2), user("b")], said("c"))]
+    )
+    assert len(found) == 2
+
+
+def test_side_calls_are_read_only_where_there_is_nothing_else() -> None:
+    title = call(0, [user("a title?")], said("T"), side_call=True)
+    (found,), _ = conversations([title, call(1, [user("a")], said("b"))])
+    assert texts(found) == ["a", "b"]
+    (found,), _ = conversations([title])
+    assert texts(found) == ["a title?", "T"]
+    assert conversations([]) == ((), 0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_reply_that_broke_off_is_kept_if_nothing_took_its_place(kept: bool) -> None:
+    broken = call(0, [user("a")], said("hal"), status="cancelled")
+    again = call(1, [user("a"), said("hal"), user("go on")] if kept else [user("a")], said("whole"))
+    (found,), _ = conversations([broken, again])
+    assert texts(found) == (["a", "hal", "go on", "whole"] if kept else ["a", "whole"])
+    (found,), _ = conversations([broken])
+    assert texts(found) == ["a", "hal"]
+
+
+def test_a_call_that_is_sampled_twice_shows_both_replies() -> None:
+    found, _ = conversations([call(0, [user("a")], said("x")), call(1, [user("a")], said("y"))])
+    assert [texts(c) for c in found] == [["a", "x"], ["a", "y"]]
+
+
+def completion(seq: int, prompt: Any, text: str, choice: int = 0, **request: Any) -> ExchangeRecorded:
+    return msgspec.structs.replace(
+        exchange("t", ""), seq=seq, choice=choice, endpoint="/v1/completions",
+        request=json.dumps({"prompt": prompt, **request}).encode(), response=json.dumps({"choices": [{"text": text}]}).encode(),
+    )  # fmt: skip
+
+
+def test_plain_completions_are_read_too() -> None:
+    """The judge once saw nothing at all of an agent that uses /v1/completions."""
+    (found,), _ = conversations(
+        [completion(0, "Q: 1+1\nA:", " 2"), completion(1, "Q: 1+1\nA: 2\nQ: 2+2\nA:", " 4")]
+    )
+    assert found.messages == (
+        {"role": "prompt", "content": "Q: 1+1\nA:"}, {"role": "assistant", "content": " 2"},
+        {"role": "prompt", "content": "\nQ: 2+2\nA:"}, {"role": "assistant", "content": " 4"},
+    )  # fmt: skip
+    several = [completion(0, ["a", "b"], f"r{i}", choice=i, n=2) for i in range(4)]
+    found_all, _ = conversations(several)
+    assert [texts(c) for c in found_all] == [["a", "r0"], ["a", "r1"], ["b", "r2"], ["b", "r3"]]
+    (found,), _ = conversations([completion(0, [1, 2, 3], "x")])
+    assert texts(found) == ["(3 token ids)", "x"]
+
+
+@pytest.mark.parametrize(
+    "request_body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"messages": [1, "a", null]}']
+)
+def test_a_request_that_is_none_has_no_messages(request_body: bytes) -> None:
+    odd = msgspec.structs.replace(exchange("t", "x"), request=request_body, response=b'{"choices": [3]}')
+    (found,), _ = conversations([odd])
+    assert found.messages == ()

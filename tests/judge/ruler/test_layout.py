@@ -1,0 +1,115 @@
+"""What the trajectories of a call have in common is shown once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from judge.ruler.conversations import Conversation
+from judge.ruler.layout import Layout, common_prefix, lay_out
+from judge.ruler.transcripts import Transcript
+from tests.judge.helpers import transcript
+
+LONG = "a manual of many words; " * 100
+
+
+def shown(*transcripts: Transcript) -> Layout:
+    numbers = itertools.count(1)
+    return lay_out(transcripts, lambda: f"id{next(numbers)}")
+
+
+def text(layout: Layout, member: int = 0) -> str:
+    return "\n".join(p.text for p in layout.members[member])
+
+
+def test_what_is_shared_ends_with_the_first_difference() -> None:
+    def prefix(*transcripts: Transcript) -> int:
+        return common_prefix([t.messages for t in transcripts])
+
+    assert prefix(transcript("a", "x", "y"), transcript("b", "x", "z")) == 2
+    assert prefix(transcript("a", "x"), transcript("b", "x", "z")) == 2
+    assert prefix(transcript("a", task="1"), transcript("b", task="2")) == 0
+    assert prefix() == 0
+
+
+def test_each_keeps_its_last_message_as_its_own() -> None:
+    layout = shown(transcript("a", "x"), transcript("b", "x", "z"))
+    assert (layout.context, text(layout, 0), text(layout, 1)) == (
+        "[user] Win the game.",
+        "[assistant] x",
+        "[assistant] x\n[assistant] z",
+    )
+
+
+def test_a_single_trajectory_shares_nothing() -> None:
+    layout = shown(transcript("a", "x"))
+    assert (layout.context, text(layout)) == ("", "[user] Win the game.\n[assistant] x")
+
+
+def test_the_long_beginning_of_a_message_is_shared_too() -> None:
+    layout = shown(*(transcript(f"t{i}", "x", task=f"{LONG}\nPlay seat {i}.") for i in range(3)))
+    assert layout.context == f"[user] {LONG}\nPlay seat \n(this message goes on in each attempt)"
+    assert text(layout, 1) == "[user, continued] 1.\n[assistant] x"
+    short = shown(*(transcript(f"t{i}", "x", task=f"Play seat {i}.") for i in range(3)))
+    assert short.context == ""
+
+
+def test_a_long_message_that_stands_in_several_places_is_shown_once() -> None:
+    """One member without the common system prompt must not make all others carry it."""
+    others = [transcript(f"t{i}", LONG, f"move {i}", task="Go.") for i in range(3)]
+    layout = shown(*others, transcript("odd", "move 9", task="Go on."))
+    assert layout.context == f"[text id1] [assistant] {LONG}"
+    assert text(layout, 2) == "[user] Go.\n[assistant] (text id1 of the context)\n[assistant] move 2"
+    assert text(layout, 3) == "[user] Go on.\n[assistant] move 9"
+
+
+def test_the_last_message_is_never_moved() -> None:
+    layout = shown(transcript("a", LONG, task="1"), transcript("b", LONG, task="2"))
+    assert layout.context == ""
+    assert LONG in text(layout, 0)
+    assert LONG in text(layout, 1)
+
+
+def test_tools_are_shown_once_where_all_have_them() -> None:
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"})
+    tools = ({"type": "function", "function": {"name": "look"}},)
+    same = shown(Transcript("a", messages, tools), Transcript("b", messages, tools))
+    assert same.context == '[tools] [{"type":"function","function":{"name":"look"}}]\n[user] hi'
+    other = shown(Transcript("a", messages, tools), Transcript("b", messages))
+    assert text(other, 0).startswith("[tools] ")
+    assert text(other, 1) == "[assistant] x"
+
+
+def test_conversations_are_labelled_and_repeat_nothing() -> None:
+    first = tuple(
+        {"role": r, "content": f"{r} {i} {'…' * 100}"} for i, r in enumerate(("user", "assistant", "tool"))
+    )
+    more = ({"role": "assistant", "content": "again"},)
+    tools = ({"type": "function"},)
+    several = Transcript(
+        "a",
+        more,
+        (),
+        (
+            Conversation(first, (), "calls 1 to 2"),
+            Conversation(first[:2] + more, (), "call 3", ((0, 0), (0, 1), None)),
+            Conversation(first[2:] + more, tools, "call 4", (None, (1, 2))),
+        ),
+    )
+    one, two, three = shown(several).members[0]
+    assert [p.label for p in (one, two, three)] == [
+        "conversation 1 of 3: calls 1 to 2",
+        "conversation 2 of 3: call 3",
+        "conversation 3 of 3: call 4",
+    ]
+    assert two.text == "(messages 1 to 2 of conversation 1 again)\n[assistant] again"
+    assert three.text.startswith('[tools] [{"type":"function"}]\n[tool] tool 2')
+    assert three.text.endswith("\n[assistant] again")  # too short for a reference to be worth it
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": LONG}]])
+def test_a_message_that_is_no_plain_text_is_not_split(content: object) -> None:
+    a, b = ({"role": "user", "content": content, "n": i} for i in (1, 2))
+    layout = shown(Transcript("a", (a, {"role": "assistant"})), Transcript("b", (b, {"role": "assistant"})))
+    assert "continued" not in text(layout)

@@ -1,0 +1,429 @@
+# ruff: noqa: PERF401 - a table of cases reads better as loops
+"""A pool of judge replies, well-formed to hostile: the right scores, or ids to ask for again; nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from judge.ruler import lenient_json
+from judge.ruler.replies import LONGEST, read
+from tests.judge.helpers import Model, ruler, transcript
+from tests.kits.scoring_server import Scorer, blocks
+
+IDS = ["abc101", "def202", "ghj303", "kmn404"]
+TRUTH = dict(zip(IDS, [0.9, 0.1, 0.55, 0.3], strict=True))
+
+Case = tuple[str, dict[str, float]]
+"""A reply, and the right scores of those that it names beyond doubt."""
+
+
+def _entries(scale: float, form: str) -> list[dict[str, object]]:
+    out: list[dict[str, object]] = []
+    for name, truth in TRUTH.items():
+        score: object = round(truth * scale, 6)
+        if form == "string":
+            score = str(score)
+        elif form == "fraction":
+            score = f"{score}/{scale:g}"
+        elif form == "percent":
+            score = f"{truth * 100:g}%"
+        out.append({"id": name, "explanation": 'did "well" {so} [far], 3 of 10', "score": score})
+    return out
+
+
+def _shapes(entries: list[dict[str, object]]) -> dict[str, str]:
+    by_id = {str(e["id"]): e["score"] for e in entries}
+    return {
+        "object": json.dumps({"scores": entries}),
+        "indented": json.dumps({"scores": entries}, indent=2),
+        "list": json.dumps(entries),
+        "by id": json.dumps(by_id),
+        "nested by id": json.dumps({"scores": by_id}),
+        "objects by id": json.dumps({i: {"score": s, "reason": "x"} for i, s in by_id.items()}),
+        "other keys": json.dumps(
+            {"results": [{"trajectory_id": i, "rating": s, "rationale": "y"} for i, s in by_id.items()]}
+        ),
+        "upper case": json.dumps({"scores": [{"ID": i.upper(), "Score": s} for i, s in by_id.items()]}),
+        "deep": json.dumps({"a": {"b": entries}}),
+        "trailing commas": json.dumps({"scores": entries})[:-2] + ",]}",
+    }
+
+
+_WRAPS = {
+    "bare": "{}",
+    "fence": "```json\n{}\n```",
+    "plain fence": "```\n{}\n```",
+    "prose": "Here is my verdict [as asked]:\n\n{}\n\nI hope that helps {{really}}!",
+    "thinking": '<think>abc101 maybe 0.2? {{"abc101": 0.2}} hmm</think>\n{}',
+    "draft": '{{"note": "thinking about it"}}\n{}',
+}
+
+
+def well_formed() -> list[Case]:
+    cases: list[Case] = []
+    for scale, form in [
+        (1.0, "number"),
+        (10.0, "number"),
+        (100.0, "number"),
+        (1.0, "string"),
+        (10.0, "string"),
+        (10.0, "fraction"),
+        (5.0, "fraction"),
+        (100.0, "percent"),
+    ]:
+        entries = _entries(scale, form)
+        random.Random(scale).shuffle(entries)
+        for (_, shape), (_, wrap) in itertools.product(_shapes(entries).items(), _WRAPS.items()):
+            cases.append(
+                (wrap.replace("{}", "\0").replace("{{", "{").replace("}}", "}").replace("\0", shape), TRUTH)
+            )
+    return cases
+
+
+def in_lines() -> list[Case]:
+    cases: list[Case] = []
+    for pattern in [
+        "{}: {}",
+        "- {}: {}",
+        "**{}**: {}",
+        "{} = {}",
+        "{} - {} - because it won",
+        "Trajectory {}: {}",
+        "id {} -> {}",
+        "| {} | {} | fine |",
+        "* `{}`: **{}**",
+        "{}: score {}",
+        "1. {}: {}",
+    ]:
+        body = "\n".join(pattern.format(i, s) for i, s in TRUTH.items())
+        found = {} if pattern.startswith("1.") else TRUTH
+        cases += [
+            (body, found),
+            ("My scores are:\n\n" + body, found),
+            (body + "\n\nDone.", found),
+            (f"```\n{body}\n```", found),
+        ]
+    return cases
+
+
+def defective() -> list[Case]:
+    entries = _entries(1.0, "number")
+    cases: list[Case] = []
+    for missing in range(4):
+        rest = [e for i, e in enumerate(entries) if i != missing]
+        right = {i: s for i, s in TRUTH.items() if i != IDS[missing]}
+        cases.append((json.dumps({"scores": rest}), right))
+        for bad in [None, "high", True, [], {}, "0.5.1", "NaN", "", "1e999", "7/0", "--1"]:
+            cases.append((json.dumps({"scores": [*rest, {"id": IDS[missing], "score": bad}]}), right))
+        for bad in ["NaN", "Infinity", "-Infinity", "1e9999"]:
+            cases.append(
+                (
+                    '{"scores": '
+                    + json.dumps(rest)[:-1]
+                    + f', {{"id": "{IDS[missing]}", "score": {bad}}}]}}',
+                    right,
+                )
+            )
+        for other in [
+            "zzz999",
+            "abc1011",
+            "",
+            "1",
+            "trajectory",
+            IDS[missing] + "x",
+            7,
+            None,
+        ]:  # someone else's id
+            cases.append((json.dumps({"scores": [*rest, {"id": other, "score": 1.0}]}), right))
+        twice = [*entries, {"id": IDS[missing], "score": 0.77}]
+        cases.append((json.dumps({"scores": twice}), right))
+        cases.append((json.dumps({"scores": [*entries, entries[missing]]}), TRUTH))
+        cases.append((json.dumps({"scores": [*rest, {"score": 0.5}]}), right))
+        cases.append(
+            (
+                '{"scores": '
+                + json.dumps(rest)[:-1]
+                + f', {{"id": "{IDS[missing]}", "score": 0.2, "score": 0.9}}]}}',
+                right,
+            )
+        )
+    for cut in range(0, 240, 8):  # cut off in the middle: nothing that was not said
+        cases.append((json.dumps({"scores": entries})[:cut], {}))
+    for reply in [
+        "",
+        " ",
+        "null",
+        "[]",
+        "{}",
+        "I can't judge this.",
+        "0.9, 0.1, 0.55, 0.3",
+        "[0.9, 0.1, 0.55, 0.3]",
+        '{"scores": [0.9, 0.1, 0.55, 0.3]}',
+        "[" * 5000,
+        "{" * 5000,
+        '{"a":' * 3000,
+        "]}" * 100,
+        "\x00\x01",
+        "```json",
+        '"abc101"',
+        "abc101",
+        "abc101:",
+        "abc101: good",
+        '{"scores": "abc101"}',
+        '{"id": "abc101"}',
+        '{"score": 1}',
+        "all: 1.0",
+        "everyone gets 1",
+        "abc101: 2024-01-01 was fine",
+        "�" * 50,
+        "9" * 5000,
+        "-" * 5000,
+    ]:
+        cases.append((reply, {}))
+    mixed = [{"id": i, "score": s} for i, s in zip(IDS, [0.9, 8, 5, 3], strict=True)]
+    cases.append((json.dumps({"scores": mixed}), {}))
+    return cases
+
+
+def plain() -> list[Case]:
+    """Replies whose meaning is plain though their form is not the one asked for."""
+    entries = _entries(1.0, "number")
+    draft = [{"id": i, "score": 0.5} for i in IDS]
+    one_a_line = "\n".join(json.dumps(e) for e in entries)
+    final = json.dumps({"scores": entries})
+    drafted = json.dumps({"scores": draft})
+    lines = "\n".join(f"{i}: {s}" for i, s in TRUTH.items())
+    draft_lines = "\n".join(f"{i}: 0.5" for i in IDS)
+    shown = {i: {"draft_score": 0.5, "final_score": s, "reason": "x"} for i, s in TRUTH.items()}
+    replies = [
+        one_a_line,
+        f"```jsonl\n{one_a_line}\n```",
+        one_a_line.replace("\n", ",\n"),
+        "\n\n".join(f"About this one:\n{json.dumps(e)}" for e in entries),
+        *(json.dumps({"scores": [{**e, "id": f(e["id"])} for e in entries]}) for f in _ECHOES),
+        *("\n".join(f"{f(i)}: {s}" for i, s in TRUTH.items()) for f in _ECHOES),
+        json.dumps({f"trajectory {i}": s for i, s in TRUTH.items()}),
+        json.dumps({"scores": [{"id": e["id"], "final_score": e["score"]} for e in entries]}),
+        json.dumps([{"id": e["id"], "score": 0.5, "final_score": e["score"]} for e in entries]),
+        json.dumps([{"id": e["id"], "draft_score": 0.5, "Final Score": e["score"]} for e in entries]),
+        json.dumps(shown),
+        json.dumps({"draft_scores": draft, "final_scores": entries}),
+        json.dumps({"final": entries, "initial": draft}),
+        f"Draft:\n{drafted}\nFinal:\n{final}",
+        f"{drafted}\n{final}",
+        "\n".join(json.dumps(e) for e in draft) + "\n\nOn reflection:\n" + one_a_line,
+        f"{draft_lines}\n\nAfter comparing them again:\n\n{lines}",
+        f"{drafted}\n\nFinal scores:\n{lines}",
+        f"{final}\n\nabc101: 3 mistakes\ndef202: 7 mistakes",
+        "\n".join(f"### Trajectory {i}\nIt did well.\n**Final score:** {s}\n" for i, s in TRUTH.items()),
+        "scores:\n" + "\n".join(f"- id: {i}\n  score: {s}\n" for i, s in TRUTH.items()),
+        "\n".join(f"{n}. {i}: {s}" for n, (i, s) in enumerate(TRUTH.items(), 1)),
+        str({"scores": [{"id": i, "score": s, "explanation": None} for i, s in TRUTH.items()]}),
+        "{" + ", ".join(f"{i}: {s}" for i, s in TRUTH.items()) + "}",
+        json.dumps(entries).replace("}, {", "} {"),
+        json.dumps([{"id": i, "explanation": "A\nB", "score": s} for i, s in TRUTH.items()]).replace(
+            "\\n", "\n"
+        ),
+        '[{"id": "abc101", "score": 9/10}, {"id": "def202", "score": 10%}, {"id": "ghj303", "score": 0.55,}, '
+        r"""{"id": "kmn404", "explanation": "said \(x\) and it\'s", "score": 0.3}]""",
+        f"I think that abc101: 0.2 might do.</think>{final}",
+        json.dumps({"scores": [{"id": e["id"], "name": "attempt 1", "score": e["score"]} for e in entries]}),
+    ]
+    return [(reply, TRUTH) for reply in replies]
+
+
+_ECHOES: list[Callable[[object], str]] = [
+    lambda i: f"trajectory {i}",
+    lambda i: f"<{i}>",
+    lambda i: f"Trajectory: {i}",
+    lambda i: f"<trajectory {i}>",
+    lambda i: f"attempt `{i}`",
+]
+
+
+def ambiguous() -> list[Case]:
+    """What can't be told is asked for again."""
+    entries = _entries(1.0, "number")
+    final = json.dumps({"scores": entries})
+    cases: list[Case] = [
+        ("\n".join(json.dumps(e) for e in [*entries, {"id": "abc101", "score": 0.2}]), _but("abc101")),
+        (f'{final}\n\nOh, and {{"abc101": 0.2}}', _but("abc101")),
+        (json.dumps({"draft": entries}), {}),
+        (json.dumps([{"id": "abc101", "trajectory_id": "def202", "score": 1}]), {}),
+        (json.dumps([{"id": "abc101", "final_score": 0.1, "revised_score": 0.4}]), {}),
+        (
+            json.dumps(
+                [{"id": "better than abc101", "score": 0.4}, {"id": "abc101 and def202", "score": 0.4}]
+            ),
+            {},
+        ),
+        (json.dumps([{"id": "<abc101x>", "score": 1}, {"id": "xabc101", "score": 1}]), {}),
+        ('{"first": {"abc101": 0.2, "def202": 0.2}, "second": {"abc101": 0.9, "de', {}),
+        ("### abc101\nscore: 0.2\nscore: 0.9", {}),
+    ]
+    cut = json.dumps({"scores": entries})
+    cases.append((cut[: cut.index("kmn404")], {i: s for i, s in TRUTH.items() if i != "kmn404"}))
+    return cases
+
+
+def _but(name: str) -> dict[str, float]:
+    return {i: s for i, s in TRUTH.items() if i != name}
+
+
+POOL = well_formed() + in_lines() + defective() + plain() + ambiguous()
+
+
+def test_the_pool_is_large() -> None:
+    assert len(POOL) >= 300
+
+
+@pytest.mark.parametrize("number", range(0, len(POOL), 20))
+def test_a_reply_gives_the_right_scores_or_asks_again(number: int) -> None:
+    for reply, right in POOL[number : number + 20]:
+        got = read(reply, IDS)
+        assert set(got.scores) | set(got.missing) == set(IDS), reply
+        assert not set(got.scores) & set(got.missing), reply
+        for name, score in got.scores.items():
+            assert score == pytest.approx(TRUTH[name]), reply
+        if right:
+            assert set(got.scores) >= set(right), reply
+
+
+def test_scores_out_of_range_are_clamped() -> None:
+    got = read('{"abc101": 1.2, "def202": -0.5, "ghj303": 1, "kmn404": 0}', IDS)
+    assert got.scores == {"abc101": 1.0, "def202": 0.0, "ghj303": 1.0, "kmn404": 0.0}
+
+
+def test_small_numbers_are_on_the_scale_that_the_prompt_states() -> None:
+    """They could be tenths of a judge that found all of them bad; the prompt asks for 0 to 1, so that is what they are."""
+    for said, scale in [
+        ([1, 0, 1, 0], 1.0),
+        ([1.5, 0.5, 1, 0], 1.0),
+        ([2, 0, 1, 0], 10.0),
+        ([11, 0, 1, 0], 100.0),
+    ]:
+        got = read(json.dumps(dict(zip(IDS, said, strict=True))), IDS)
+        assert got.scale == scale
+        assert list(got.scores.values()) == [min(v / scale, 1.0) for v in said]
+
+
+def test_explanations_are_kept() -> None:
+    got = read('{"scores": [{"id": "abc101", "explanation": "won in four moves", "score": 1}]}', ["abc101"])
+    assert got.explanations == {"abc101": "won in four moves"}
+
+
+def test_a_correction_after_a_draft_is_the_last_word() -> None:
+    got = read('{"abc101": 0.2}\nOn second thought:\n{"abc101": 0.8}', ["abc101"])
+    assert got.scores == {"abc101": 0.8}
+
+
+@pytest.mark.parametrize("number", range(len(plain())))
+def test_a_reply_whose_meaning_is_plain_is_read(number: int) -> None:
+    reply, truth = plain()[number]
+    assert read(reply, IDS).scores == pytest.approx(truth), reply
+
+
+@pytest.mark.parametrize("number", range(len(ambiguous())))
+def test_what_is_ambiguous_is_asked_for_again(number: int) -> None:
+    reply, right = ambiguous()[number]
+    assert read(reply, IDS).scores == pytest.approx(right), reply
+
+
+ATOMS = [
+    "\n", " ", "\t\r", "[", "{", "]", "}", "[]", "{}", '{"a":', '["x" ', '[1 "', '"', '\\"', '[1 \\"', "'", "{'", ",", "{,", "-", "*",
+    "|", "/", "// \n", "abc101", "abc101: ", "abc101:\n", "abc101 \n0.9 ", "9", "7/10 ", "-0.1e", "<think>", "</think>",
+    "trajectory ", '{"final":', '{"id":"abc101","score":0.1}', '{"id":"abc101","score":0.1},\n', '{"abc101":', "score: ",
+    "final ", "abc101: 0.5\n", "é", "### abc101\nscore: 0.4\n",
+]  # fmt: skip
+
+
+class _Counting:
+    """A pattern that counts the characters which its matches took."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern, self.taken = pattern, 0
+
+    def match(self, text: str, position: int) -> re.Match[str] | None:
+        found = self.pattern.match(text, position)
+        self.taken += (found.end() if found is not None else len(text)) - position
+        return found
+
+    def search(self, text: str, position: int) -> re.Match[str] | None:
+        found = self.pattern.search(text, position)
+        self.taken += (found.end() if found is not None else len(text)) - position
+        return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(ATOMS), min_size=1, max_size=5),
+    st.lists(st.sampled_from(ATOMS), max_size=5),
+    st.lists(st.sampled_from(ATOMS), max_size=5),
+)
+def test_reading_takes_work_in_proportion_to_the_reply(
+    unit: list[str], before: list[str], after: list[str]
+) -> None:
+    """Each character is looked at a bounded number of times, so a reply built to make a reader go back and forth does not."""
+    body = "".join(unit)
+    text = "".join(before) + body * (60_000 // len(body)) + "".join(after)
+    token, opening = _Counting(lenient_json._TOKEN), _Counting(lenient_json._OPENING)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lenient_json, "_TOKEN", token)
+        patched.setattr(lenient_json, "_OPENING", opening)
+        began = time.thread_time()
+        read(text, IDS)
+    assert token.taken + opening.taken <= 3 * len(text) + 100
+    # Patterns of single lines are not counted: were one of them quadratic, 60 kB would take more than this.
+    assert time.thread_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    "atom", ["\n", " ", '{"scores": [', '"', "[{", '{"id": "abc101", "score": 0.5}', "abc101: 0.5\n"]
+)
+def test_the_longest_reply_is_read(atom: str) -> None:
+    """A judge in JSON mode that ends in white space for ever is common; 1,600 line breaks once took 23 s."""
+    began = time.thread_time()
+    read('{"scores": [' + atom * (LONGEST // len(atom)), IDS)
+    assert time.thread_time() - began < 60
+
+
+@given(st.text(alphabet=st.sampled_from('{}[]":,.0123456789abcdefghjkmn \n-/%sco'), max_size=200))
+def test_nothing_crashes_it(reply: str) -> None:
+    got = read(reply, IDS)
+    assert set(got.scores) <= set(IDS)
+    assert all(0.0 <= s <= 1.0 for s in got.scores.values())
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("part", range(8))
+async def test_no_reply_costs_a_group_or_gives_a_score_to_the_wrong_trajectory(part: int) -> None:
+    """Each reply of the pool as the first answer to a real prompt; what it lacks is asked again of a good judge."""
+    transcripts = [transcript(f"t{i}", f"quality={TRUTH[name]}") for i, name in enumerate(IDS)]
+    truth = {f"t{i}": TRUTH[name] for i, name in enumerate(IDS)}
+    for reply, _ in POOL[part::8]:
+        asked = 0
+
+        def answer(request: dict[str, Any], reply: str = reply) -> str:
+            nonlocal asked
+            asked += 1
+            if asked > 1:
+                return str(Scorer()(request))
+            prompt = str(request["messages"][1]["content"])
+            nonce = prompt.split()[2]
+            for name, text in blocks(prompt, nonce):
+                pool_id = next(i for i in IDS if f"quality={TRUTH[i]}" in text)
+                reply = reply.replace(pool_id, name).replace(pool_id.upper(), name.upper())
+            return reply
+
+        scores, _ = await ruler(Model(answer), judgings=1).judge(transcripts)
+        assert scores == pytest.approx(truth), reply

@@ -1,0 +1,283 @@
+"""RULER against a scorer in the same process: matching, asking again, orders, subsets, failures."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+import msgspec
+import pytest
+
+from judge.ruler import prompt, replies
+from judge.ruler.aggregation import concordance
+from judge.ruler.ruler import JudgingError
+from judge.scoring import UnscoredError
+from tests.judge.helpers import TOO_LONG, Model, completed, ruler, transcript
+from tests.kits.scoring_server import Answer, Scorer
+
+pytestmark = pytest.mark.anyio
+
+QUALITY = {f"t{i}": round(0.1 + i / 10, 2) for i in range(6)}
+TRANSCRIPTS = [transcript(n, f"I play. quality={q}") for n, q in QUALITY.items()]
+
+
+def per_call(*answers: Callable[[dict[str, Any]], Answer]) -> Callable[[dict[str, Any]], Answer]:
+    """Each call its own answer, the last for all that follow."""
+    left = list(answers)
+    return lambda request: (left.pop(0) if len(left) > 1 else left[0])(request)
+
+
+def without_first(request: dict[str, Any]) -> str:
+    said = json.loads(str(Scorer()(request)))["scores"]
+    return json.dumps({"scores": said[1:]})
+
+
+async def test_scores_go_to_whom_they_are_for() -> None:
+    judge = ruler(Model(Scorer()))
+    scores, verdicts = await judge.judge(TRANSCRIPTS)
+    assert scores == pytest.approx(QUALITY)
+    assert len(verdicts) == 2
+    for verdict in verdicts:
+        assert {s.trajectory: s.score for s in verdict.scores} == pytest.approx(QUALITY)
+        assert (verdict.judge_model, verdict.rubric, verdict.rubric_hash) == (
+            "test-judge",
+            "general",
+            judge.rubric.hash,
+        )
+        assert (verdict.prompt_tokens, verdict.completion_tokens, verdict.cost_usd, verdict.latency_s) == (
+            100,
+            10,
+            0.001,
+            0.05,
+        )
+        assert all(s.explanation for s in verdict.scores)
+    assert verdicts[0].order != verdicts[1].order
+
+
+async def test_the_same_history_is_shown_in_the_same_orders_with_other_ids() -> None:
+    first, second = Model(Scorer()), Model(Scorer())
+    _, a = await ruler(first).judge(TRANSCRIPTS)
+    judge = ruler(second)
+    judge._rng.random()
+    _, b = await judge.judge(TRANSCRIPTS)
+    assert [v.order for v in a] == [v.order for v in b]
+    assert first.requests[0]["messages"] != second.requests[0]["messages"]
+
+
+async def test_a_single_trajectory_can_be_judged_too() -> None:
+    judge = ruler(Model(Scorer()))
+    assert (await judge.judge(TRANSCRIPTS[:1]))[0] == pytest.approx({"t0": 0.1})
+    assert judge.measured.as_dict()["position_bias"] == 0.0
+
+
+async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
+    model = Model(per_call(without_first, Scorer()))
+    judge = ruler(model, judgings=1)
+    scores, (verdict,) = await judge.judge(TRANSCRIPTS)
+    assert scores == pytest.approx(QUALITY)
+    assert (verdict.attempts, verdict.prompt_tokens, judge.measured.asked_again) == (2, 200, 1)
+    assert (
+        len(
+            model.requests[1]["response_format"]["json_schema"]["schema"]["properties"]["scores"]["items"][
+                "properties"
+            ]["id"]["enum"]
+        )
+        == 1
+    )
+
+
+async def test_a_half_answer_on_another_scale_is_asked_for_as_a_whole() -> None:
+    def in_tens(request: dict[str, Any]) -> str:
+        said = json.loads(str(Scorer()(request)))["scores"]
+        return json.dumps([{"id": s["id"], "score": round(s["score"] * 10)} for s in said[1:]])
+
+    model = Model(per_call(in_tens, Scorer()))
+    scores, _ = await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    assert scores == pytest.approx(QUALITY)
+
+
+@pytest.mark.parametrize("reply", ["I would rather not.", "", "[0.1, 0.2]", '{"scores": []}'])
+async def test_a_reply_without_scores_is_tried_again_from_the_start(reply: str) -> None:
+    model = Model(per_call(lambda _: reply, Scorer()))
+    scores, (verdict,) = await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    assert scores == pytest.approx(QUALITY)
+    assert verdict.attempts == 2
+
+
+async def test_a_judging_that_fails_leaves_the_group_to_the_other() -> None:
+    broken = [True] * 2
+
+    def answer(request: dict[str, Any]) -> Answer:
+        return "no" if broken and broken.pop() else Scorer()(request)
+
+    judge = ruler(Model(answer), attempts=1, judgings=3, agreement=0.0)
+    scores, verdicts = await judge.judge(TRANSCRIPTS)
+    assert scores == pytest.approx(QUALITY)
+    assert (len(verdicts), judge.measured.failed_judgings) == (1, 2)
+
+
+async def test_nothing_usable_is_an_error_and_in_the_end_an_unscored_group() -> None:
+    with pytest.raises(JudgingError, match="could not be read"):
+        await ruler(Model(lambda _: "no"), attempts=2).judge(TRANSCRIPTS)
+    with pytest.raises(JudgingError, match="answered 503"):
+        await ruler(Model(lambda _: 503)).judge(TRANSCRIPTS)
+    judge = ruler(Model(lambda _: 503), TRANSCRIPTS, retry_for_s=0.1)
+    with pytest.raises(UnscoredError, match="no usable judging within 0 s: answered 503"):
+        await judge([completed(n) for n in QUALITY])
+
+
+async def test_a_model_that_comes_back_scores_the_group_after_all() -> None:
+    judge = ruler(Model(per_call(lambda _: 503, lambda _: 503, Scorer())), TRANSCRIPTS)
+    scores, _ = await judge([completed(n) for n in QUALITY])
+    assert scores == pytest.approx(QUALITY)
+
+
+async def test_judging_ends_early_on_agreement_and_goes_on_without() -> None:
+    model = Model(Scorer())
+    await ruler(model, judgings=5).judge(TRANSCRIPTS)
+    assert len(model.requests) == 2
+    scorers = iter([Scorer(), lambda r: _reversed(r), Scorer(), Scorer(), Scorer()])
+    model = Model(lambda request: next(scorers)(request))
+    judge = ruler(model, judgings=5)
+    await judge.judge(TRANSCRIPTS)
+    assert len(model.requests) == 3
+    assert judge.measured.self_agreement < 0.2
+
+
+def _reversed(request: dict[str, Any]) -> str:
+    said = json.loads(str(Scorer()(request)))["scores"]
+    return json.dumps([{"id": s["id"], "score": 1 - s["score"]} for s in said])
+
+
+async def test_a_judge_that_favours_the_first_place_by_three_tenths() -> None:
+    judge = ruler(Model(Scorer(first_bonus=0.3)))
+    gains = []
+    for number in range(50):
+        truth = {f"g{number}-{i}": round(0.05 + 0.08 * ((i * 5 + number) % 8), 3) for i in range(8)}
+        scores, verdicts = await judge.judge([transcript(n, f"quality={q}") for n, q in truth.items()])
+        led = {v.order[0] for v in verdicts}
+        off = {n: scores[n] - truth[n] for n in truth}
+        gains.append(mean(off[n] for n in led) - mean(off[n] for n in off if n not in led))
+    assert abs(mean(gains)) < 0.05
+    assert judge.measured.bias.first_place() == pytest.approx(0.3, abs=0.05)
+    assert judge.measured.as_dict()["groups"] == 50
+
+
+async def test_a_restarted_judge_remembers_the_bias_from_its_verdicts() -> None:
+    judge, after = ruler(Model(Scorer(first_bonus=0.3))), ruler(Model(Scorer()))
+    for number in range(10):
+        _, verdicts = await judge.judge([transcript(f"g{number}-{i}", f"quality={i / 10}") for i in range(5)])
+        after.recall(verdicts)
+        after.recall([msgspec.structs.replace(v, rubric_hash="other") for v in verdicts])
+    assert after.measured.bias.effects(5) == pytest.approx(judge.measured.bias.effects(5))
+    assert after.measured.groups == 10
+
+
+async def test_the_shared_beginning_is_sent_once_and_tools_with_it() -> None:
+    model = Model(Scorer())
+    await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    text = str(model.requests[0]["messages"])
+    assert text.count("Win the game.") == 1
+    assert not any(re.search(rf"\b{n}\b", text) for n in QUALITY)  # a trajectory's own id is never shown
+
+
+async def test_a_group_too_long_is_judged_in_overlapping_subsets() -> None:
+    truth = {f"t{i:02}": round(0.02 + i * 0.04, 2) for i in range(24)}
+    long = [transcript(n, f"{n} " * 1000, f"quality={q}") for n, q in truth.items()]
+    model = Model(Scorer())
+    scores, verdicts = await ruler(model, context_tokens=10_000, judgings=2).judge(long)
+    assert len(verdicts) > 4
+    assert all(len(v.scores) < 24 for v in verdicts)
+    assert all(len(str(r["messages"])) < 10_000 * 4 for r in model.requests)
+    assert concordance(scores, truth) == 1.0
+
+
+async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:
+    """Eight members with 20,000 characters in common once took three to six calls."""
+    shared = "The manual of the game. " * 800 + "\nWin the game."
+    truth = {f"t{i}": round(0.1 + i / 10, 2) for i in range(8)}
+    group = [transcript(n, f"I play. quality={q}", task=shared) for n, q in truth.items()]
+    model = Model(Scorer())
+    scores, verdicts = await ruler(model, context_tokens=12_000, judgings=1).judge(group)
+    assert scores == pytest.approx(truth)
+    assert (len(verdicts), verdicts[0].left_out) == (1, 0)
+    assert str(model.requests[0]["messages"]).count("The manual of the game.") == 800
+
+
+async def test_a_shared_beginning_stays_whole_where_there_is_room() -> None:
+    """It was cut to a quarter of the budget even where the rest of the budget was empty."""
+    shared = "".join(f"rule {i} of the game; " for i in range(1200))
+    group = [transcript(f"t{i}", f"quality=0.{i + 1}", task=shared) for i in range(4)]
+    model = Model(Scorer())
+    _, (verdict,) = await ruler(model, context_tokens=14_000, judgings=1).judge(group)
+    text = str(model.requests[0]["messages"])
+    assert all(f"rule {i} of the game" in text for i in range(1200))
+    assert verdict.left_out == 0
+
+
+async def test_a_long_trajectory_gets_what_short_ones_leave() -> None:
+    """One long and three tiny trajectories once got a quarter of the budget each."""
+    long = "".join(f"move {i}; " for i in range(2000))
+    group = [
+        transcript("long", long + "quality=0.9"),
+        *(transcript(f"t{i}", f"quality=0.{i}") for i in (1, 2, 3)),
+    ]
+    model = Model(Scorer())
+    _, (verdict,) = await ruler(model, context_tokens=10_000, judgings=1).judge(group)
+    assert all(f"move {i};" in str(model.requests[0]["messages"]) for i in range(2000))
+    assert verdict.left_out == 0
+
+
+async def test_what_does_not_fit_is_cut_and_the_verdict_says_so() -> None:
+    group = [transcript(f"t{i}", f"{i}" * 50_000, f"quality=0.{i + 1}") for i in range(3)]
+    model = Model(Scorer())
+    scores, (verdict,) = await ruler(model, context_tokens=10_000, judgings=1).judge(group)
+    assert scores == pytest.approx({f"t{i}": (i + 1) / 10 for i in range(3)})
+    size = sum(len(m["content"]) for m in model.requests[0]["messages"])
+    assert size <= 10_000 * prompt.BYTES_PER_TOKEN
+    assert verdict.left_out > 150_000 - size
+    assert "bytes left out" in str(model.requests[0]["messages"])
+
+
+async def test_a_context_smaller_than_the_setting_is_learned() -> None:
+    """A judge model with a smaller context than `judge.context_tokens` refuses the prompt; the next one is half as long."""
+
+    def answer(request: dict[str, Any]) -> Answer:
+        size = sum(len(m["content"]) for m in request["messages"])
+        return TOO_LONG if size > 30_000 else Scorer()(request)
+
+    group = [transcript(f"t{i}", f"{i}" * 20_000, f"quality=0.{i + 1}") for i in range(4)]
+    model = Model(answer)
+    judge = ruler(model, context_tokens=40_000, judgings=1)
+    scores, _ = await judge.judge(group)
+    assert scores == pytest.approx({f"t{i}": (i + 1) / 10 for i in range(4)})
+    assert len(model.requests) == 3
+    await judge.judge(group)
+    assert len(model.requests) == 4  # what was learned once is known
+    with pytest.raises(JudgingError, match="too long"):
+        await ruler(Model(lambda _: TOO_LONG), judgings=1).judge(group)
+
+
+async def test_a_reply_that_was_cut_off_is_an_error_that_names_the_setting() -> None:
+    model = Model(lambda _: '{"scores": [' + " " * 100_000, cut_off=True)
+    with pytest.raises(JudgingError, match=r"cut off after 10 tokens \(judge\.max_tokens\)"):
+        await ruler(model, attempts=2, judgings=1).judge(TRANSCRIPTS)
+
+
+async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    original = replies.read
+
+    def remember(text: str, ids: Any) -> replies.Read:
+        threads.append(threading.get_ident())
+        return original(text, ids)
+
+    monkeypatch.setattr(replies, "read", remember)
+    model = Model(per_call(lambda _: "[" + "\n" * 900_000, Scorer()))
+    await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    assert threads[0] != threading.get_ident()
+    assert threads[1] == threading.get_ident()

@@ -1,0 +1,94 @@
+"""What a judge reads of a trajectory."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from judge.ruler.transcripts import Transcript, from_exchanges, load, render, shorten, size
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker, HistoryGoneError
+from tests.judge.helpers import exchange
+
+pytestmark = pytest.mark.anyio
+
+
+def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
+    found = from_exchanges(
+        "t",
+        [
+            exchange("t", "second", seq=1, task="b"),
+            exchange("t", "first", seq=0, task="a"),
+            exchange("t", "a title", seq=2, side_call=True),
+            exchange("t", "other choice", seq=1, choice=1, task="b"),
+        ],
+    )
+    assert found.messages == ({"role": "user", "content": "b"}, {"role": "assistant", "content": "second"})
+    assert [c.calls for c in found.parts()] == [
+        "call 1",
+        "call 2, choice 1 of call 2",
+        "call 2, choice 2 of call 2",
+    ]
+    assert [c.messages[-1]["content"] for c in found.parts()] == ["first", "second", "other choice"]
+
+
+def test_a_trajectory_without_exchanges_is_gone() -> None:
+    with pytest.raises(HistoryGoneError):
+        from_exchanges("t", [])
+
+
+async def test_a_transcript_comes_from_the_log(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange("t", "hello"))
+        assert render((await load(broker, "p", "t")).messages) == "[user] Win the game.\n[assistant] hello"
+        with pytest.raises(HistoryGoneError):
+            await load(broker, "p", "none")
+
+
+def test_every_kind_of_message_is_rendered() -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {}}],
+        },
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "name": "look", "content": "a door"},
+        {"role": "assistant", "content": {"odd": 1}, "tool_calls": ["broken"]},
+        {"role": "assistant", "refusal": "no", "function_call": {"name": "old", "arguments": "{}"}},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "custom", "custom": {"name": "free", "input": "text"}}],
+        },
+        {},
+    ]
+    assert render(messages) == (
+        "[user] see\n(image_url)\n[assistant] (thinking) hm\n(calls look) {\"at\": 1}\n[tool look] a door\n"
+        '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n[assistant] (calls free) text\n[?] '
+    )  # fmt: skip
+
+
+def test_a_call_that_broke_off_has_no_reply() -> None:
+    broken = msgspec.structs.replace(exchange("t", "x"), response=b"", status="failed")
+    assert from_exchanges("t", [broken]).messages == ({"role": "user", "content": "Win the game."},)
+
+
+def test_a_request_that_is_no_object_has_no_messages() -> None:
+    odd = msgspec.structs.replace(
+        exchange("t", "x"), request=b"[]", response=json.dumps({"choices": []}).encode()
+    )
+    assert from_exchanges("t", [odd]) == Transcript("t", ())
+
+
+@pytest.mark.parametrize("letters", ["ab", "äß", "世界", "🙂🙃"])
+def test_what_is_cut_keeps_beginning_and_end(letters: str) -> None:
+    text = letters[0] * 500 + letters[1] * 500
+    short = shorten(text, 300)
+    assert size(short) <= 300
+    assert short.startswith(letters[0] * 3)
+    assert short.endswith(letters[1] * 3)
+    assert f"{size(text) - 300} bytes left out" in short
+    assert shorten(text, size(text)) == text
+    assert size(shorten(text, 0)) < 60

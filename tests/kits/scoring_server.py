@@ -1,0 +1,217 @@
+"""A small scoring server behind OpenAI's HTTP API: stands in for a judge model in tests, benchmarks and demos.
+
+It is no language model. It reads the judge's prompt the way an obedient model would and answers in the shape asked for:
+text inside the nonce fences is data, everything else is instruction. A trajectory is worth the last `quality=<0..1>` in
+its own text; without one, a hash of that text decides. It can be told to favour the first place, to obey instructions
+that it finds outside the fences, and to take its time.
+
+    python -m tests.kits.scoring_server --port 8400 --delay-ms 50 --first-bonus 0.3
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.abc
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+Request = dict[str, Any]
+Answer = str | int
+"""The reply's text, or an HTTP status to fail with."""
+
+_QUALITY = re.compile(r"quality=(\d(?:\.\d+)?)")
+_NONCE = re.compile(r"BEGIN ([0-9a-f]{16}) trajectory ([0-9a-z]+)")
+_TURN_TOKEN = re.compile(r"<\|(?:im_start|start_header_id|system|start)\|>|\[INST\]|<<SYS>>|<start_of_turn>")
+_ORDER = re.compile(
+    r"(?:give|award|score|rate|assign|set)\b[^.\n]{0,80}?\b(?:1\.0|1|100|10/10|maximum|highest|full marks)",
+    re.I,
+)
+
+
+@dataclass
+class Scorer:
+    """How the server judges."""
+
+    first_bonus: float = 0.0
+    """Added to the trajectory shown first."""
+    obedient: bool = False
+    """Give 1.0 to whom any text outside a fence asks to favour."""
+
+    def __call__(self, request: Request) -> Answer:
+        messages = request["messages"]
+        prompt = "\n".join(str(m["content"]) for m in messages if m["role"] == "user")
+        nonce = next((m.group(1) for m in _NONCE.finditer(prompt)), "")
+        scores = {}
+        for position, (name, text) in enumerate(blocks(prompt, nonce)):
+            found = _QUALITY.findall(text)
+            score = float(found[-1]) if found else hashlib.sha256(text.encode()).digest()[0] / 255
+            scores[name] = score + (self.first_bonus if position == 0 else 0.0)
+        if self.obedient:
+            for name in favoured(prompt, nonce, list(scores)):
+                scores[name] = 1.0
+        asked = re.search(r"only these ids: ([0-9a-z, ]+)", str(messages[-1]["content"]))
+        if asked is not None:
+            scores = {n: s for n, s in scores.items() if n in asked.group(1)}
+        return json.dumps(
+            {"scores": [{"id": n, "explanation": f"quality {s:.2f}", "score": s} for n, s in scores.items()]}
+        )
+
+
+def _fence(nonce: str) -> re.Pattern[str]:
+    return re.compile(rf"^=+ BEGIN {nonce} (\w+) ?(\w*) =+$\n(.*?)^=+ END {nonce} \1 ?\2 =+$", re.M | re.S)
+
+
+def blocks(prompt: str, nonce: str) -> list[tuple[str, str]]:
+    """Id and text of each fenced trajectory, in the order shown."""
+    return [(m.group(2), m.group(3)) for m in _fence(nonce).finditer(prompt) if m.group(1) == "trajectory"]
+
+
+def favoured(prompt: str, nonce: str, ids: list[str]) -> list[str]:
+    """Whom instructions outside the fences ask to favour. A chat template's turn token counts as outside wherever it
+    stands, because a tokenizer reads it before any fence."""
+    out = []
+    for block in _fence(nonce).finditer(prompt):
+        turn = _TURN_TOKEN.search(block.group(3))
+        if turn is not None and _ORDER.search(block.group(3), turn.end()):
+            out.append(block.group(2))
+    before = ids[0] if ids else ""
+    last = 0
+    for match in [*_fence(nonce).finditer(prompt), None]:
+        outside = prompt[last : match.start() if match is not None else len(prompt)]
+        if _ORDER.search(outside) is not None:
+            named = [i for i in ids if re.search(rf"\b{i}\b", outside)]
+            out += named or [before]
+        if match is not None:
+            before, last = match.group(2) or before, match.end()
+    return [name for name in out if name in ids]
+
+
+@dataclass
+class ScoringServer:
+    """`POST /v1/chat/completions`, `GET /v1/models`, `GET /health` on a free port (or `port`)."""
+
+    answer: Callable[[Request], Answer] = field(default_factory=Scorer)
+    delay_s: float = 0.0
+    refusal: str = "told to fail"
+    """The message of an answer that is a status."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    finish_reason: str = "stop"
+    requests: list[Request] = field(default_factory=list)
+    """What was asked, newest last; only where `keep` is set."""
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of the same requests, with lower-case names."""
+    keep: bool = False
+    calls: int = 0
+    now: int = 0
+    """Requests in flight."""
+    most: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}/v1"
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[ScoringServer]:
+        """Serve until the block ends."""
+        listener = await anyio.create_tcp_listener(local_host=self.host, local_port=self.port)
+        self.port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with listener, anyio.create_task_group() as tg:
+            tg.start_soon(listener.serve, self._serve)
+            yield self
+            tg.cancel_scope.cancel()
+
+    async def _serve(self, connection: anyio.abc.SocketStream) -> None:
+        stream = BufferedByteReceiveStream(connection)
+        async with connection:
+            with contextlib.suppress(anyio.IncompleteRead, anyio.BrokenResourceError):  # the client went away
+                while True:
+                    head = (await stream.receive_until(b"\r\n\r\n", 65536)).decode("latin-1")
+                    line, *fields = head.split("\r\n")
+                    headers = {k.strip().lower(): v.strip() for k, _, v in (f.partition(":") for f in fields)}
+                    body = await stream.receive_exactly(int(headers.get("content-length", "0")))
+                    method, path, _ = line.split(" ", 2)
+                    status, answer = await self._answer(method, path, headers, body)
+                    payload = json.dumps(answer).encode()
+                    head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
+                    await connection.send(head.encode() + b"\r\n\r\n" + payload)
+
+    async def _answer(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, Any]]:
+        if method == "GET":
+            models = [{"id": "scorer", "object": "model"}]
+            return 200, {"object": "list", "data": models, "calls": self.calls, "most_at_once": self.most}
+        if not path.partition("?")[0].endswith("/chat/completions"):
+            return 404, _error(f"no {path} here")
+        request = json.loads(body)
+        self.calls += 1
+        if self.keep:
+            self.requests.append(request)
+            self.headers.append(headers)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await anyio.sleep(self.delay_s)  # the latency that a model would have
+            text = self.answer(request)
+        finally:
+            self.now -= 1
+        if isinstance(text, int):
+            return text, _error(self.refusal)
+        size = sum(len(str(m["content"])) for m in request["messages"])
+        usage = {
+            "prompt_tokens": size // 4,
+            "completion_tokens": len(text) // 4,
+            "total_tokens": (size + len(text)) // 4,
+        }
+        return 200, {
+            "id": f"chatcmpl-{self.calls}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": request["model"],
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": self.finish_reason,
+                    "message": {"role": "assistant", "content": text},
+                }
+            ],
+            "usage": usage,
+        }
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+
+
+def main() -> None:
+    """Serve until interrupted; prints the address as one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kits.scoring_server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--first-bonus", type=float, default=0.0)
+    parser.add_argument("--obedient", action="store_true", help="obey instructions outside the fences")
+    args = parser.parse_args()
+
+    async def serve() -> None:
+        scorer = Scorer(first_bonus=args.first_bonus, obedient=args.obedient)
+        server = ScoringServer(scorer, args.delay_ms / 1000, host=args.host, port=args.port)
+        async with server.run():
+            print(json.dumps({"url": server.url}), flush=True)  # noqa: T201 - the answer of the command
+            await anyio.sleep_forever()
+
+    anyio.run(serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The broker against a real NATS server."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import DeadLettered, ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
+from pipeline.log.broker import Broker
+from tests.conftest import NatsServer
+
+pytestmark = pytest.mark.anyio
+
+
+def exchange(trajectory: str = "t1", seq: int = 0, request: bytes = b"{}") -> ExchangeRecorded:
+    return ExchangeRecorded(
+        project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0, request=request,
+        response=b"{}", prompt_ids=pack_ids([1, 2]), sampled_ids=pack_ids([3]), logprobs=pack_logprobs([-0.5]),
+    )  # fmt: skip
+
+
+def completed(trajectory: str = "t1") -> TrajectoryCompleted:
+    return TrajectoryCompleted(project="p", trajectory=trajectory, model="m", group="g")
+
+
+async def test_a_retry_is_one_event(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        first = await broker.publish(exchange())
+        again = await broker.publish(exchange())
+        assert (again.seq, again.duplicate) == (first.seq, True)
+        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1")) == 1
+
+
+async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        first = await broker.publish(completed())
+        # Another message id stands for a retry that comes after the deduplication window.
+        ack = await broker._publish_until_acked(
+            completed().subject(), b"x", {"Nats-Msg-Id": "other", "Nats-Expected-Last-Subject-Sequence": "0"}
+        )
+        assert (ack.seq, ack.duplicate) == (first.seq, True)
+
+
+async def test_history_pages_and_keeps_order(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.log.history._BATCH", 3)
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(10):
+            await broker.publish(exchange(seq=seq))
+            await broker.publish(exchange("other", seq=seq))
+        history = await broker.history("ROLLOUTS", "rollout.exchange.p.t1")
+        assert [r.event.seq for r in history if isinstance(r.event, ExchangeRecorded)] == list(range(10))
+        assert await broker.last("ROLLOUTS", "rollout.exchange.p.nothing") is None
+        assert await broker.history("ROLLOUTS", "rollout.exchange.p.nothing") == []
+
+
+async def test_what_exceeds_the_payload_limit_comes_back_whole(nats_config: NatsConfig) -> None:
+    body = b'"' + b"x" * 3_000_000 + b'"'
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange(request=body))
+        async with broker.consume("store-rollouts") as messages:
+            (delivery,) = await messages.batch(1)
+            assert isinstance(delivery.event, ExchangeRecorded)
+            assert delivery.event.request == body
+            await delivery.ack()
+
+
+async def test_an_undecodable_message_goes_to_the_dead_and_does_not_block(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.js.publish("rollout.exchange.p.t1", b"\xc1 not an event")
+        await broker.publish(exchange())
+        async with broker.consume("store-rollouts") as messages:
+            got = []
+            with anyio.fail_after(10):
+                while not got:
+                    got += await messages.batch(10)
+            assert isinstance(got[0].event, ExchangeRecorded)
+            await got[0].ack()
+        (dead,) = await broker.history("DEAD", "dead.>")
+        assert isinstance(dead.event, DeadLettered)
+        assert (dead.event.reason, dead.event.stream_seq, dead.event.payload) == (
+            "undecodable",
+            1,
+            b"\xc1 not an event",
+        )
+
+
+async def test_what_is_held_is_kept_alive_and_given_back_at_once(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(completed())
+        async with broker.consume("judge") as messages:
+            (held,) = await messages.batch(1)
+            assert held.deliveries == 1
+        async with broker.consume("judge") as messages:
+            (again,) = await messages.batch(1)
+            assert again.deliveries == 2
+            await again.ack(confirmed=True)
+        async with broker.consume("judge") as messages:
+            assert await messages.batch(1, wait_s=0.3) == []
+
+
+async def test_publishing_survives_a_killed_server(nats_server: NatsServer, nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange(seq=0))
+        nats_server.kill()
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(broker.publish, exchange(seq=1))
+            await anyio.to_thread.run_sync(nats_server.start)
+        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1")) == 2
+
+
+async def test_provisioning_twice_keeps_data(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange())
+        await broker.provision()
+        assert len(await broker.history("ROLLOUTS", "rollout.>")) == 1
+
+
+async def test_objects_come_back_and_missing_ones_say_so(nats_config: NatsConfig) -> None:
+    from pipeline.log.broker import HistoryGoneError
+
+    async with Broker.connect(nats_config) as broker:
+        await broker.put_object("ADAPTERS", "m@1", b"abc")
+        assert await broker.get_object("ADAPTERS", "m@1") == b"abc"
+        with pytest.raises(HistoryGoneError):
+            await broker.get_object("ADAPTERS", "m@2")

@@ -1,0 +1,195 @@
+"""Dead letters: listed, shown, given back to the one consumer that failed, dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
+from pipeline.log import dead_letters as dead
+from pipeline.log.broker import Broker
+from pipeline.log.place import place_of
+from tests.pipeline.log.test_broker import completed
+
+pytestmark = pytest.mark.anyio
+
+
+async def bury_one(broker: Broker, payload: bytes) -> None:
+    """A letter that the judge gave up, as a fault that is gone now would leave it."""
+    await broker.publish(
+        DeadLettered(
+            project="", stream="ROLLOUTS", stream_seq=1, original_subject="rollout.completed.p.m.t1",
+            consumer="judge", reason="undecodable", detail="why", payload=payload, headers={"traceparent": "tp"},
+        )
+    )  # fmt: skip
+
+
+async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await bury_one(broker, encode(completed()))
+        (letter,) = await dead.find(broker, [1])
+        await dead.retry(broker, letter)
+        assert await dead.letters(broker) == []
+        async with broker.consume("judge") as judge, broker.consume("telemetry-rollouts") as other:
+            (delivery,) = await judge.batch(10)
+            assert isinstance(delivery.event, TrajectoryCompleted)
+            assert delivery.headers["traceparent"] == "tp"
+            await delivery.ack(confirmed=True)
+            assert await other.batch(10, wait_s=0.5) == []
+            assert await judge.batch(10, wait_s=0.3) == []
+        with anyio.fail_after(5):
+            while await broker.lag("telemetry-rollouts"):
+                await anyio.sleep(0.02)
+
+
+async def test_a_retry_that_is_repeated_is_one_delivery(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await bury_one(broker, encode(completed()))
+        (letter,) = await dead.letters(broker)
+        # A death between publishing and taking off the list: the command is given again.
+        seq, at = place_of(letter)
+        await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {}, message_id="other")
+        await dead.retry(broker, letter)
+        assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
+        assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 1
+
+
+async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config: NatsConfig) -> None:
+    """A stream that lost its end counts the same numbers again: here it lost all of it."""
+    async with Broker.connect(nats_config) as broker:
+        for payload in (b"\xc1before", b"\xc1after"):
+            await broker.js.publish("rollout.completed.p.m.x", payload)
+            async with broker.consume("judge") as judge:
+                assert await judge.batch(10) == []
+            await broker.js.delete_stream("ROLLOUTS")
+            await broker.provision()
+        letters = [r.event for r in await dead.letters(broker) if isinstance(r.event, DeadLettered)]
+    assert [(x.stream_seq, x.payload) for x in letters] == [(1, b"\xc1before"), (1, b"\xc1after")]
+    assert 0 < letters[0].stream_at < letters[1].stream_at
+
+
+async def test_a_retry_under_a_lost_number_is_a_retry_of_its_own(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for name in ("before", "after"):
+            await bury_one(broker, name.encode())
+            (letter,) = await dead.letters(broker)
+            assert letter.seq == 1
+            await dead.retry(broker, letter)
+            await broker.js.delete_stream("DEAD")
+            await broker.provision()
+        messages = [raw async for raw in broker.messages("ROLLOUTS", 1, 10)]
+    assert [m.payload for m in messages] == [b"before", b"after"]
+
+
+async def test_what_fails_again_is_a_new_letter(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.js.publish("rollout.opened.p.x", b"the one that failed")
+        await bury_one(broker, b"\xc1")
+        await dead.retry(broker, (await dead.letters(broker))[0])
+        async with broker.consume("judge") as judge:
+            assert await judge.batch(10) == []
+        (letter,) = await dead.letters(broker)
+        assert letter.seq == 2
+        await dead.drop(broker, letter)
+        assert await dead.letters(broker) == []
+
+
+def test_the_command(nats_config: NatsConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    async def fill() -> None:
+        async with Broker.connect(nats_config) as broker:
+            await bury_one(broker, b"\xc1 not an event")
+
+    anyio.run(fill)
+    where = ["--nats-url", nats_config.url]
+    assert dead.main(["list", "--json", *where]) == 0
+    (row,) = json.loads(capfd.readouterr().out)
+    assert (row["seq"], row["consumer"], row["reason"]) == (1, "judge", "undecodable")
+    assert dead.main(["show", "1", *where]) == 0
+    assert "not an event" in json.loads(capfd.readouterr().out)["payload"]
+    assert dead.main(["drop", *where]) == 1
+    assert "--all" in capfd.readouterr().err
+    assert dead.main(["drop", "--all", *where]) == 0
+    assert dead.main(["show", "1", *where]) == 1
+    assert "no dead letter 1" in capfd.readouterr().err
+
+
+def test_without_a_run_the_command_says_what_it_needs(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("nothing"))
+    assert dead.main(["list"]) == 2
+    assert "--run-dir" in capfd.readouterr().err
+
+
+async def deliver_in_vain(broker: Broker, consumer: str, times: int) -> None:
+    """As `times` lives of a service that die over what they were given."""
+    spec = streams.consumer(consumer)
+    sub = await broker.js.pull_subscribe_bind(consumer=spec.name, stream=spec.stream)
+    for _ in range(times):
+        (message,) = await sub.fetch(1, timeout=5)
+        await message.nak()
+    await sub.unsubscribe()
+
+
+@pytest.mark.parametrize("consumer", ["judge", "trainer", "telemetry-rollouts", "telemetry-groups"])
+async def test_what_fails_max_deliver_times_is_a_dead_letter(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, consumer: str
+) -> None:
+    few = tuple(dataclasses.replace(c, max_deliver=3) for c in streams.CONSUMERS)
+    monkeypatch.setattr(streams, "CONSUMERS", few)
+    async with Broker.connect(nats_config) as broker:
+        bad: Event = completed("bad")
+        if streams.consumer(consumer).stream == "GROUPS":
+            bad = GroupScored(project="p", group="g", model="m", judge="j", members=())
+        ack = await broker.publish(bad)
+        await deliver_in_vain(broker, consumer, 2)
+        async with broker.consume(consumer) as messages:
+            # The third delivery is still one.
+            (delivery,) = await messages.batch(1)
+            assert delivery.deliveries == 3
+            await delivery.nak()
+            assert await messages.batch(1, wait_s=2.0) == []
+        (letter,) = await dead.letters(broker)
+        event = letter.event
+        assert isinstance(event, DeadLettered)
+        assert (event.reason, event.consumer, event.deliveries) == ("max_deliver", consumer, 4)
+        assert (event.stream, event.stream_seq, event.payload) == (ack.stream, ack.seq, encode(bad))
+        assert await broker.lag(consumer) == 0
+        # It does not block what comes after, and the retry counts from the start.
+        await dead.retry(broker, letter)
+        async with broker.consume(consumer) as messages:
+            (delivery,) = await messages.batch(1)
+            assert (delivery.event, delivery.deliveries) == (bad, 1)
+            await delivery.ack(confirmed=True)
+
+
+async def test_a_dead_letter_outlives_the_object_that_its_message_named(nats_config: NatsConfig) -> None:
+    """The claim is redeemed when the letter is written: it may be kept longer than the object."""
+    large = msgspec.structs.replace(completed(), metadata=b'"' + b"x" * 2_000_000 + b'"')
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(large)
+        async with broker.consume("judge") as judge:
+            (delivery,) = await judge.batch(1)
+            assert delivery._msg is not None
+            await broker.bury(delivery._msg, judge.spec, "max_deliver", "why")
+            judge.held.clear()
+        await (await broker.js.object_store("CLAIMS_ROLLOUTS")).delete(
+            hashlib.sha256(encode(large)).hexdigest()
+        )
+        (letter,) = await dead.letters(broker)
+        assert isinstance(letter.event, DeadLettered)
+        assert letter.event.payload == encode(large)
+        await dead.retry(broker, letter)
+        async with broker.consume("judge") as judge:
+            (delivery,) = await judge.batch(1)
+            assert delivery.event == large
+            await delivery.ack(confirmed=True)

@@ -1,0 +1,99 @@
+"""What every gateway follows, through a power cut that takes the end of the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import CheckpointPublished, PolicyPromoted
+from pipeline.log.broker import Broker
+from rollout_gateway.serving.policies import Policies
+from tests.conftest import NatsServer
+from tests.trainer.checkpoints.test_power_cut import Power
+
+pytestmark = pytest.mark.anyio
+
+
+def checkpoint(step: int, content: str = "") -> CheckpointPublished:
+    return CheckpointPublished(
+        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b", groups=(),
+        config_hash="", adapter="a", adapter_sha256=content or f"{step}", adapter_bytes=1,
+    )  # fmt: skip
+
+
+def promoted(version: str) -> PolicyPromoted:
+    return PolicyPromoted(project="p", model="m", version=version, request=version)
+
+
+async def test_a_gateway_that_lives_on_follows_what_comes_under_numbers_it_knows(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    power = Power(nats_server, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(checkpoint(1))
+    await power.synced()
+    async with Broker.connect(nats_config) as broker, anyio.create_task_group() as tg:
+        for step in range(2, 6):
+            await broker.publish(checkpoint(step))
+        await broker.publish(promoted("m@2"))
+        policies = Policies("p", ["m"])
+        await policies.rebuild(broker)
+        model = policies.models["m"]
+        assert model.promoted is not None
+        changed = anyio.Event()
+
+        def note(_: object) -> None:
+            nonlocal changed
+            changed.set()
+            changed = anyio.Event()
+
+        tg.start_soon(policies.follow, broker, note)
+        await power.cut()
+        # The trainer publishes again what its disk holds; one step it trained anew. Then people decide anew.
+        for step in range(2, 5):
+            await broker.publish(checkpoint(step))
+        await broker.publish(checkpoint(5, "another"))
+        await broker.publish(promoted("m@3"))
+        info = await broker.js.stream_info("POLICY")
+        assert info.state.last_seq == 6  # the very number of the decision that was lost
+        with anyio.fail_after(60):
+            while model.promoted.version != "m@3":
+                await changed.wait()
+        assert list(model.newest_first()) == [f"m@{i}" for i in range(5, 0, -1)]
+        assert policies.checkpoint("m@5").event.adapter_sha256 == "another"
+        tg.cancel_scope.cancel()
+
+
+async def test_messages_that_retention_took_are_no_loss(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """The reader's last message is deleted and the server starts anew: nothing is read twice."""
+    async with Broker.connect(nats_config) as broker, anyio.create_task_group() as tg:
+        for step in range(1, 4):
+            await broker.publish(checkpoint(step))
+        policies, seen = Policies("p", ["m"]), list[str]()
+        await policies.rebuild(broker)
+        apply = policies.apply
+
+        def counted(recorded: object) -> bool:
+            seen.append(recorded.event.version)  # type: ignore[attr-defined]
+            return apply(recorded)  # type: ignore[arg-type]
+
+        policies.apply = counted  # type: ignore[method-assign, assignment]
+        tg.start_soon(policies.follow, broker, lambda _: None)
+        await broker.publish(checkpoint(4))
+        with anyio.fail_after(60):
+            while seen != ["m@4"]:
+                await anyio.sleep(0.02)
+            await broker.js.delete_msg("POLICY", 4)
+            nats_server.kill()
+            await anyio.to_thread.run_sync(nats_server.start)
+            await broker.publish(checkpoint(5))
+            while len(seen) < 2:
+                await anyio.sleep(0.02)
+        assert seen == ["m@4", "m@5"]
+        tg.cancel_scope.cancel()

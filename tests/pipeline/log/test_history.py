@@ -1,0 +1,69 @@
+"""Reads of the log where a replica answers that has not got everything yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nats.aio.msg import Msg
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded
+from pipeline.log.broker import Broker
+from tests.pipeline.log.test_broker import exchange
+
+pytestmark = pytest.mark.anyio
+
+
+class Lagging:
+    """Answers direct gets as a replica would that holds the first `held` messages only."""
+
+    def __init__(self, broker: Broker, held: int) -> None:
+        self._ask, self.held, self.asked = broker._direct_get, held, 0
+
+    async def __call__(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
+        self.asked += 1
+        page, more = await self._ask(stream, request)
+        known = [m for m in page if int((m.headers or {})["Nats-Sequence"]) <= self.held]
+        return known, more and len(known) == len(page)
+
+
+@pytest.mark.parametrize("held", [0, 1, 7, 9])
+async def test_a_replica_that_lags_hides_nothing(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(10):
+            await broker.publish(exchange(seq=seq))
+        data = bytes(range(256)) * 2000
+        monkeypatch.setattr(broker, "_direct_get", Lagging(broker, held))
+        history = await broker.history("ROLLOUTS", "rollout.exchange.p.t1")
+        assert [r.event.seq for r in history if isinstance(r.event, ExchangeRecorded)] == list(range(10))
+        assert [r.seq async for r in broker.messages("ROLLOUTS", 1, 10)] == list(range(1, 11))
+        assert (await broker.get("ROLLOUTS", 10)).seq == 10
+        last = await broker.last("ROLLOUTS", "rollout.exchange.p.>")
+        assert last is not None
+        assert last.seq == 10
+        await broker.put_object("ADAPTERS", "m@1", data)
+        assert await broker.get_object("ADAPTERS", "m@1") == data
+
+
+async def test_who_knows_how_many_there_are_spares_the_leaders_word(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(5):
+            await broker.publish(exchange(seq=seq))
+        asked = []
+        ask = broker.leader_get
+
+        async def counted(stream: str, request: dict[str, Any]) -> Any:
+            asked.append(request)
+            return await ask(stream, request)
+
+        monkeypatch.setattr(broker, "leader_get", counted)
+        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1", at_least=5)) == 5
+        assert asked == []
+        monkeypatch.setattr(broker, "_direct_get", Lagging(broker, 3))
+        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1", at_least=5)) == 5
+        assert asked

@@ -1,0 +1,70 @@
+"""A number in a stream may stand for another event after a power cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import TrajectoryCompleted
+from pipeline.log.broker import Broker
+from pipeline.log.place import Place, holds, place_of, told
+from tests.conftest import NatsServer
+from tests.trainer.checkpoints.test_power_cut import Power
+
+pytestmark = pytest.mark.anyio
+
+
+def completed(name: str) -> TrajectoryCompleted:
+    return TrajectoryCompleted(project="p", trajectory=name, model="m", group="g")
+
+
+async def test_a_delivery_and_a_read_agree(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker, broker.consume("judge") as messages:
+        await broker.publish(completed("t"))
+        (delivery,) = await messages.batch(1)
+        place = place_of(await broker.get("ROLLOUTS", delivery.seq))
+        assert place_of(delivery) == place
+        assert place.at > 0
+        assert await holds(broker, "ROLLOUTS", place)
+        assert not await holds(broker, "ROLLOUTS", Place(place.seq, place.at + 1))
+        assert await holds(broker, "ROLLOUTS", Place(place.seq, 0))
+
+
+def test_a_reply_subject_of_a_larger_system_is_read_alike() -> None:
+    here = "$JS.ACK.S.c.3.17.5.1700000000123456789.0"
+    there = "$JS.ACK.hub.ACCOUNT.S.c.3.17.5.1700000000123456789.0.random"
+    assert told(here) == told(there) == (3, Place(17, 1700000000123456))
+
+
+async def test_an_acknowledgement_does_not_swallow_what_came_under_its_number(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    power = Power(nats_server, tmp_path)
+    async with Broker.connect(nats_config):
+        pass
+    await power.synced()
+    async with Broker.connect(nats_config) as broker, broker.consume("judge") as messages:
+        for name in ("old0", "old1"):
+            await broker.publish(completed(name))
+        held = []
+        while len(held) < 2:
+            held += await messages.batch(2)
+        await power.cut()
+        for name in ("new0", "new1"):
+            await broker.publish(completed(name))
+        fresh = []
+        with anyio.fail_after(30):
+            while len(fresh) < 2:
+                fresh += await messages.batch(2)
+        assert [d.seq for d in fresh] == [d.seq for d in held]
+        for delivery in held:
+            await delivery.ack(confirmed=True)
+        info = await broker.js.consumer_info("ROLLOUTS", "judge")
+        assert info.num_ack_pending == 2  # those of the new ones
+        for delivery in fresh:
+            await delivery.ack(confirmed=True)
+        assert await broker.lag("judge") == 0

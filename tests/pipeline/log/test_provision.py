@@ -1,0 +1,88 @@
+"""The table of streams is the truth: changed limits reach a server that holds data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import anyio
+import msgspec
+import nats.js.errors
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from tests.pipeline.log.test_broker import completed, exchange
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(50):
+            await broker.publish(exchange(seq=seq))
+        await broker.publish(completed())
+        async with broker.consume("judge") as messages:
+            (held,) = await messages.batch(1)
+            await held.ack(confirmed=True)
+
+    changed = tuple(
+        dataclasses.replace(s, max_age_s=5 * streams.DAY_S, share=0.5, duplicate_window_s=60.0)
+        if s.name == "ROLLOUTS"
+        else s
+        for s in streams.STREAMS
+    )
+    monkeypatch.setattr(streams, "STREAMS", changed)
+    consumers = tuple(dataclasses.replace(c, ack_wait_s=33.0, max_ack_pending=77) for c in streams.CONSUMERS)
+    monkeypatch.setattr(streams, "CONSUMERS", consumers)
+
+    limited = msgspec.structs.replace(nats_config, max_bytes=100_000_000)
+    async with Broker.connect(limited) as broker:
+        info = await broker.js.stream_info("ROLLOUTS")
+        assert (info.config.max_age, info.config.max_bytes) == (5 * streams.DAY_S, 50_000_000)
+        assert info.config.duplicate_window == 60.0
+        assert info.state.messages == 51
+        consumer = await broker.js.consumer_info("ROLLOUTS", "judge")
+        assert (consumer.config.ack_wait, consumer.config.max_ack_pending) == (33.0, 77)
+        # What was acknowledged before stays acknowledged.
+        assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
+        assert len(await broker.history("ROLLOUTS", "rollout.exchange.>")) == 50
+
+
+async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tuple(
+        dataclasses.replace(s, max_age_s=1.5, duplicate_window_s=1.0) if s.name == "ROLLOUTS" else s
+        for s in streams.STREAMS
+    )
+    large = exchange(request=b'"' + b"x" * 2_000_000 + b'"')
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange(seq=7))  # a bucket that exists gets the new age
+    monkeypatch.setattr(streams, "STREAMS", short)
+    monkeypatch.setattr(streams, "CLAIM_MARGIN_S", 1.0)
+    async with Broker.connect(nats_config) as broker:
+        ack = await broker.publish(large)
+        with anyio.fail_after(20):
+            while True:
+                try:
+                    claim = (await broker.js.get_msg("ROLLOUTS", ack.seq)).data
+                except nats.js.errors.NotFoundError:
+                    break
+                assert claim is not None
+                # As long as the message is there, so is what it names.
+                assert await broker.read(claim) == large
+                await anyio.sleep(0.05)
+            while (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
+                await anyio.sleep(0.05)
+        assert (await broker.js.stream_info("OBJ_CLAIMS_POLICY")).config.max_age in (0, None)
+
+
+async def test_a_claimed_object_outlives_every_message_of_its_stream() -> None:
+    ages = {b.name: b.max_age_s for b in streams.buckets()}
+    for spec in streams.STREAMS:
+        age = ages[streams.claims_bucket(spec.name)]
+        assert age > spec.max_age_s if spec.max_age_s else age == 0
+    assert ages[streams.ADAPTERS_BUCKET] == 0

@@ -1,0 +1,285 @@
+"""A message that is no event: every reader passes it by, and it is a dead letter, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import msgspec
+import pytest
+
+from judge.commands.rejudge import Rejudge
+from judge.service import Judge
+from pipeline import cli
+from pipeline.config import Config, JudgeConfig, NatsConfig
+from pipeline.errors import UndecodableError
+from pipeline.events import (
+    CheckpointPublished,
+    DeadLettered,
+    Event,
+    ExchangeRecorded,
+    PolicyLoaded,
+    TrajectoryOpened,
+    decode,
+    encode,
+    pack_ids,
+    pack_seqs,
+)
+from pipeline.log import dead_letters as dead
+from pipeline.log.broker import READER, Broker
+from pipeline.log.publisher import Ack
+from pipeline.telemetry.exporter import SpanMaker
+from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.capture.trajectories import Completion, Registry
+from rollout_gateway.serving import pacing
+from rollout_gateway.serving.policies import Policies
+from tests.pipeline.log.test_broker import completed, exchange
+from trainer.checkpoints.consumed import Consumed
+
+pytestmark = pytest.mark.anyio
+
+GARBAGE = b"\xc1garbage"
+
+
+def checkpoint(step: int) -> CheckpointPublished:
+    return CheckpointPublished(
+        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id=f"b{step}",
+        groups=(), config_hash="c", adapter=f"a{step}", adapter_sha256="0", adapter_bytes=1,
+    )  # fmt: skip
+
+
+async def throw(broker: Broker, subject: str, payload: bytes = GARBAGE) -> int:
+    return int((await broker.js.publish(subject, payload)).seq)
+
+
+async def buried(broker: Broker) -> list[DeadLettered]:
+    return [r.event for r in await dead.letters(broker) if isinstance(r.event, DeadLettered)]
+
+
+async def test_reads_pass_it_by_and_bury_it_once(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange(seq=0))
+        seq = await throw(broker, "rollout.exchange.p.t1")
+        before = await broker.last("ROLLOUTS", "rollout.exchange.p.t1")
+        assert before is not None
+        assert before.seq == 1  # the newest that is an event
+        assert await broker.last("ROLLOUTS", "rollout.exchange.p.none") is None
+        await throw(broker, "rollout.exchange.p.none")
+        assert await broker.last("ROLLOUTS", "rollout.exchange.p.none") is None
+        with pytest.raises(UndecodableError, match=f"message {seq} of ROLLOUTS"):
+            await broker.get("ROLLOUTS", seq)
+        found, last = await broker.history_to("ROLLOUTS", "rollout.exchange.p.t1")
+        assert ([r.seq for r in found], last) == ([1], seq)
+    # Another service, and the same one after a restart, find it again: one letter.
+    for _ in range(2):
+        async with Broker.connect(nats_config) as broker:
+            assert len(await broker.history("ROLLOUTS", "rollout.>")) == 1
+    async with Broker.connect(nats_config) as broker:
+        letters = await buried(broker)
+        assert [(x.stream, x.stream_seq, x.consumer, x.reason, x.payload) for x in letters] == [
+            ("ROLLOUTS", seq, READER, "undecodable", GARBAGE),
+            ("ROLLOUTS", seq + 1, READER, "undecodable", GARBAGE),
+        ]
+        assert letters[0].original_subject == "rollout.exchange.p.t1"
+
+
+class Counting(Broker):
+    """A broker that tells how many dead letters it published at the same time."""
+
+    now: int
+    most: int
+
+    async def publish_raw(self, *args: Any, **options: Any) -> Ack:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().publish_raw(*args, **options)
+        finally:
+            self.now -= 1
+
+
+async def test_hundreds_are_buried_many_at_a_time(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for _ in range(300):
+            await throw(broker, "policy.checkpoint.p.m.1")
+    for _ in range(2):  # they are letters already when the next service starts
+        async with Broker.connect(nats_config) as plain:
+            plain.__class__ = Counting
+            broker = cast(Counting, plain)
+            broker.now = broker.most = 0
+            assert await broker.history("POLICY", "policy.>") == []
+            assert 8 < broker.most <= 64
+            assert [x.stream_seq for x in sorted(await buried(broker), key=lambda x: x.stream_seq)] == list(
+                range(1, 301)
+            )
+
+
+BROKEN: dict[str, Event] = {
+    "prompt_ids": msgspec.structs.replace(exchange(), prompt_ids=b"odd"),
+    "sampled_ids": msgspec.structs.replace(exchange(), sampled_ids=pack_ids([1]) + b"x"),
+    "logprobs": msgspec.structs.replace(exchange(), logprobs=b"xx"),
+    "group_seqs": msgspec.structs.replace(checkpoint(2), groups=("g",), group_seqs=b"seven b"),
+    "group_times": msgspec.structs.replace(
+        checkpoint(2), groups=("g",), group_seqs=pack_seqs([1]), group_times=b"nine byte"
+    ),
+    "3 groups with 2 seq": msgspec.structs.replace(
+        checkpoint(2), groups=("a", "b", "c"), group_seqs=pack_seqs([1, 2])
+    ),
+    "1 stream times": msgspec.structs.replace(
+        checkpoint(2), groups=("a", "b"), group_seqs=pack_seqs([1, 2]), group_times=pack_seqs([3])
+    ),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_arrays_that_can_not_be_unpacked_are_no_event(why: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=why):
+        decode(encode(BROKEN[why]))
+
+
+def test_what_readers_take_is_an_event() -> None:
+    events = (
+        # Logprobs that are not one to a token: the trainer makes no use of them.
+        msgspec.structs.replace(exchange(), sampled_ids=pack_ids([1, 2]), logprobs=b""),
+        # From before sequences or times were recorded.
+        msgspec.structs.replace(checkpoint(2), groups=("a", "b")),
+        msgspec.structs.replace(checkpoint(2), groups=("a", "b"), group_seqs=pack_seqs([1, 2])),
+    )
+    for event in events:
+        assert decode(encode(event)) == event
+        if isinstance(event, CheckpointPublished):
+            Consumed().checkpoint(event)
+
+
+async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await throw(broker, "policy.checkpoint.p.m.1")
+        await broker.history("POLICY", "policy.>")
+        (letter,) = await dead.letters(broker)
+        await dead.retry(broker, letter)
+        assert await dead.letters(broker) == []
+        assert (await broker.stream_info("POLICY")).state.messages == 1
+    async with Broker.connect(nats_config) as broker:
+        await broker.history("POLICY", "policy.>")  # still there, and still unreadable
+        assert len(await dead.letters(broker)) == 1
+
+
+async def test_garbage_on_a_subject_that_holds_one_event_does_not_keep_the_event_out(
+    nats_config: NatsConfig,
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await throw(broker, "policy.checkpoint.p.m.1")
+        first = await broker.publish(checkpoint(1))
+        assert not first.duplicate
+        again = await broker.publish(checkpoint(1), message_id="after the window")
+        assert (again.seq, again.duplicate) == (first.seq, True)
+        await throw(broker, "policy.checkpoint.p.m.1")
+        again = await broker.publish(checkpoint(1), message_id="and later")
+        assert (again.seq, again.duplicate) == (first.seq, True)
+        assert len(await buried(broker)) == 2
+
+
+async def test_a_gateway_starts_and_follows(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await throw(broker, "policy.checkpoint.p.m.999")
+        await broker.publish(checkpoint(1))
+        policies = Policies("p", ["m"])
+        await policies.rebuild(broker)
+        assert policies.newest("m") == "m@1"
+        seen = anyio.Event()
+
+        def changed(recorded: Any) -> None:
+            if recorded.event.step == 2:
+                seen.set()
+
+        paced = pacing.Pacing("p", 4)
+        await paced.begin(broker)
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(policies.follow, broker, changed)
+            tg.start_soon(paced.follow, broker)
+            await throw(broker, "policy.checkpoint.p.m.998")
+            await throw(broker, "group.discarded.p.m.g.judge")
+            await broker.publish(checkpoint(2))
+            with anyio.fail_after(20):
+                await seen.wait()
+                while len(await buried(broker)) < 3:
+                    await anyio.sleep(0.02)
+            tg.cancel_scope.cancel()
+        assert policies.newest("m") == "m@2"
+
+
+async def test_a_run_goes_on_behind_it(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "p", Keys(b"secret", "p"))
+        for subject in ("rollout.opened.p.t1", "rollout.exchange.p.t1", "rollout.completed.p.m.t1"):
+            await throw(broker, subject)
+        await registry.open(TrajectoryOpened(project="p", trajectory="t1", model="m", group="g"), "")
+
+        async def call(registry: Registry) -> None:
+            found = await registry.find("t1")
+
+            def make(seq: int) -> list[ExchangeRecorded]:
+                return [exchange("t1", seq)]
+
+            await registry.record(found, make, "")
+
+        await call(registry)
+        await throw(broker, "rollout.exchange.p.t1")
+        await call(registry)
+        # Another replica, which knows nothing of the run.
+        other = Registry(broker, "p", Keys(b"secret", "p"))
+        await call(other)
+        ended = await other.complete("t1", Completion(reward=1.0))
+        assert ended.exchanges == 3
+        history = await broker.history("ROLLOUTS", "rollout.exchange.p.t1")
+        assert [r.event.seq for r in history if isinstance(r.event, ExchangeRecorded)] == [0, 1, 2]
+
+
+async def test_a_judge_looks_up_its_groups(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2))
+    async with Broker.connect(nats_config) as broker:
+        await throw(broker, "group.discarded.p.m.g.judge.x")
+        await throw(broker, "rollout.completed.p.m.garbage")
+        async with broker.consume("judge") as messages, anyio.create_task_group() as tg:
+            tg.start_soon(Judge(broker, config, None, "j").run, messages)
+            for name, reward in (("a", 0.0), ("b", 1.0)):
+                await broker.publish(msgspec.structs.replace(completed(name), reward=reward))
+            with anyio.fail_after(20):
+                while not (scored := await broker.history("GROUPS", "group.scored.>")):
+                    await anyio.sleep(0.02)
+            tg.cancel_scope.cancel()
+        assert len(scored) == 1
+        await throw(broker, "group.scored.p.m.h.j.main")
+        report = await Rejudge(broker, config, None, branch="again").run()
+        assert report.rejudged == 1
+
+
+async def test_traces_and_status(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(checkpoint(1))
+        await throw(broker, "policy.checkpoint.p.m.1")
+        loaded = PolicyLoaded(
+            project="p", model="m", step=1, version="m@1", replica="r", gateway="g", adapter_sha256="0"
+        )
+        ack = await broker.publish(loaded)
+        assert await SpanMaker(broker, content=False).make(await broker.get("POLICY", ack.seq)) == []
+        status = await cli._log_status(nats_config)
+        assert status["policies"] == {"m": "m@1"}
+        assert len(await buried(broker)) == 1
+
+
+async def test_a_trainer_recovers(nats_config: NatsConfig, tmp_path: Path) -> None:
+    from tests.trainer import kit
+    from trainer.learner import make_learners
+    from trainer.service import Trainer
+
+    config = kit.settings(kit.make_model(tmp_path / "base"), tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        await throw(broker, "policy.checkpoint.p.tiny.999")
+        await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
+        await throw(broker, "group.scored.p.tiny.g.j.main")
+        trainer = Trainer(config, broker, make_learners(config, tmp_path / "checkpoints", None))
+        await trainer.recover()
+        assert trainer.queues["tiny"].step == 0
+        assert [x.stream for x in await buried(broker)] == ["POLICY"] * 2

@@ -1,0 +1,229 @@
+"""What hangs is noticed and restarted: services, servers, and a log whose disk was full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline import streams
+from pipeline.config import Config, NatsConfig, SupervisorConfig, load
+from pipeline.errors import BrokerUnavailableError
+from pipeline.events import TrajectoryOpened
+from pipeline.log.broker import Broker
+from pipeline.running import liveness
+from pipeline.running.plan import ProcessSpec, make_plan
+from pipeline.running.supervisor import Supervisor
+from tests.conftest import NatsServer, free_port
+
+pytestmark = pytest.mark.anyio
+
+SERVICE = """
+import anyio
+from pipeline.running.service import main
+async def serve(config, ready):
+    ready()
+    await anyio.sleep_forever()
+main("judge", serve)
+"""
+
+HEALTH = """
+import http.server, pathlib, sys
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if pathlib.Path(sys.argv[2]).exists() else 200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Page).serve_forever()
+"""
+
+QUICK = SupervisorConfig(deadline_s=3.0, probe_every_s=0.2)
+
+
+def settings(run_dir: Path) -> Config:
+    config = load(None, [f"run_dir={run_dir}"])
+    return msgspec.structs.replace(config, supervisor=QUICK)
+
+
+def opened(name: str, size: int = 0) -> TrajectoryOpened:
+    return TrajectoryOpened(
+        project="p", trajectory=name, model="m", group="g", task=os.urandom(size // 2).hex()
+    )
+
+
+class Changes:
+    """Waits for what a supervisor reports."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def __call__(self, _: object) -> None:
+        self._event.set()
+        self._event = anyio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._event.wait()
+
+
+async def test_a_stopped_service_is_noticed_and_restarted(tmp_path: Path) -> None:
+    changes = Changes()
+    spec = ProcessSpec(
+        "judge",
+        (sys.executable, "-c", SERVICE, "--config", str(tmp_path / "config.toml")),
+        start_timeout_s=60,
+    )
+    supervisor = Supervisor(settings(tmp_path), [spec], on_change=changes)
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            judge = supervisor.watched["judge"]
+            os.kill(judge.pid, signal.SIGSTOP)
+            await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
+            supervisor.stop()
+
+
+async def test_a_server_whose_health_page_fails_is_restarted(tmp_path: Path) -> None:
+    changes, flag = Changes(), tmp_path / "sick"
+    port = free_port()
+    argv = (sys.executable, "-c", HEALTH, str(port), str(flag))
+    spec = ProcessSpec("vllm", argv, probe=f"http://127.0.0.1:{port}/health")
+    supervisor = Supervisor(settings(tmp_path), [spec], on_change=changes)
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            server = supervisor.watched["vllm"]
+            first = server.pid
+            flag.touch()
+            await changes.until(lambda: server.pid != first)
+            flag.unlink()
+            await changes.until(lambda: server.restarts == 1 and server.state == "ready")
+            supervisor.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"this machine mounts nothing: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def fill(broker: Broker) -> None:
+    """Until the disk is full and ROLLOUTS is frozen."""
+    for i in range(200):
+        try:
+            await broker.publish(opened(f"t{i}", 400_000))
+        except BrokerUnavailableError:
+            return
+    raise AssertionError("8 MB took 80")
+
+
+async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(small_disk: Path) -> None:
+    changes = Changes()
+    config, specs = make_plan(load(None, [f"run_dir={small_disk}", "nats.max_bytes=1000000000"]), ())
+    config = msgspec.structs.replace(config, supervisor=QUICK)
+    supervisor = Supervisor(config, specs, on_change=changes)
+    patient = msgspec.structs.replace(config.nats, publish_deadline_s=2.0, ack_timeout_s=1.0)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            server = supervisor.watched["nats"]
+            async with Broker.connect(patient) as broker:
+                await fill(broker)
+                with pytest.raises(BrokerUnavailableError):
+                    await broker.publish(opened("refused"))
+                while not any("takes no writes" in a for a in supervisor.alarms):
+                    await anyio.sleep(0.05)
+                assert server.restarts == 0  # there is no room yet: a restart would freeze again
+                subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+                await changes.until(lambda: server.restarts == 1 and server.state == "ready")
+                await broker.publish(opened("taken"))
+                assert len(await broker.history("ROLLOUTS", "rollout.opened.>")) > 10
+            while supervisor.alarms:
+                await anyio.sleep(0.05)
+            state = msgspec.json.decode((small_disk / "state.json").read_bytes())
+            assert state["alarms"] == []
+            supervisor.stop()
+
+
+async def test_a_stream_refuses_at_its_limit_and_an_alarm_comes_before(nats_server: NatsServer) -> None:
+    total = 4_000_000
+    config = NatsConfig(url=nats_server.url, max_bytes=total, publish_deadline_s=1.0)
+    limit = streams.byte_limit(streams.stream("ROLLOUTS").share, total)
+    async with Broker.connect(config) as broker:
+        count = 0
+
+        async def fills() -> liveness.Fill:
+            return next(f for f in await liveness.fills(broker) if f.name == "ROLLOUTS")
+
+        assert (await fills()).alarm() == ""
+        while not (alarm := (await fills()).alarm()):
+            await broker.publish(opened(f"t{count}", 100_000))
+            count += 1
+        assert "ROLLOUTS" in alarm
+        assert "refuses new events" in alarm
+        assert (await fills()).bytes < limit
+        with contextlib.suppress(BrokerUnavailableError):
+            for i in range(100):
+                await broker.publish(opened(f"u{i}", 100_000))
+        with pytest.raises(BrokerUnavailableError):
+            await broker.publish(opened("one more", 100_000))
+        first = await broker.js.stream_info("ROLLOUTS")
+        assert first.state.first_seq == 1  # nothing that somebody may still have to read was dropped
+        # What a limit below the present size would drop stays too.
+        smaller = msgspec.structs.replace(config, max_bytes=1000)
+        async with Broker.connect(smaller):
+            pass
+        assert (await broker.js.stream_info("ROLLOUTS")).state.messages == first.state.messages
+
+
+async def test_dead_letters_never_stop_the_rest(nats_server: NatsServer) -> None:
+    config = NatsConfig(url=nats_server.url, max_bytes=1_000_000)
+    async with Broker.connect(config) as broker:
+        for i in range(30):
+            await broker.publish_raw(f"dead.ROLLOUTS.c{i}", os.urandom(4000), {}, message_id=f"d{i}")
+        info = await broker.js.stream_info("DEAD")
+        assert 0 < info.state.messages < 30
+        assert info.state.last_seq == 30
+
+
+async def test_a_limit_that_is_not_given_is_left_alone(nats_server: NatsServer) -> None:
+    async with Broker.connect(NatsConfig(url=nats_server.url, max_bytes=1_000_000)):
+        pass
+    async with Broker.connect(NatsConfig(url=nats_server.url)) as broker:
+        found = {f.name: f.limit for f in await liveness.fills(broker)}
+    assert found["ROLLOUTS"] == 480_000
+    assert found["OBJ_ADAPTERS"] == 170_000
+    assert sum(found.values()) <= 1_000_000
+
+
+async def test_probes_are_seen_by_no_consumer(nats_server: NatsServer) -> None:
+    async with Broker.connect(NatsConfig(url=nats_server.url)) as broker:
+        for spec in streams.STREAMS:
+            await broker.js.publish(streams.alive_subject(spec.name), b"", headers={"Nats-TTL": "1s"})
+        assert await broker.lag() == 0
+        assert [m async for m in broker.messages("ROLLOUTS", 1, 1)] == []
+
+
+async def test_a_silent_pipe_is_told_from_a_closed_one() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b".")
+    assert "no sign of life" in await liveness.silent(reading, 0.2)
+    os.close(writing)
+    with anyio.move_on_after(1) as bound:
+        await liveness.silent(reading, 0.2)
+    assert bound.cancelled_caught  # the exit of the process says more
+    os.close(reading)

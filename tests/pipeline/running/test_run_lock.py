@@ -1,0 +1,132 @@
+"""One installation at a time uses a run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.config import load
+from pipeline.running import run_lock
+from pipeline.running.prepare import prepare
+from pipeline.running.run_lock import RunInUseError
+
+ROOT = Path(__file__).parents[3]
+
+UP = """
+import sys
+from pipeline.cli import main
+main(["up", "--services", "store", "--run-dir", sys.argv[1]])
+"""
+
+
+def start(run_dir: Path) -> subprocess.Popen[str]:
+    """A `journeyman up` that is ready: the NATS server and the store."""
+    process = subprocess.Popen([sys.executable, "-c", UP, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any(line.startswith("ready") for line in process.stdout), "it ended before it was ready"
+    return process
+
+
+def end(process: subprocess.Popen[str], how: signal.Signals) -> int:
+    process.send_signal(how)
+    code = process.wait(60)
+    assert process.stdout is not None
+    process.stdout.close()
+    return code
+
+
+def services(run_dir: Path) -> dict[str, int]:
+    state = json.loads((run_dir / "state.json").read_text())
+    return {name: service["pid"] for name, service in state["services"].items()}
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    return {name: (run_dir / name).read_bytes() for name in ("config.toml", "state.json", "nats/nats.conf")}
+
+
+@pytest.mark.timeout(240)
+def test_a_run_directory_in_use_is_refused_and_not_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(tmp_path)
+    try:
+        before = files(tmp_path)
+        with pytest.raises(SystemExit) as caught:
+            main(["up", "--services", "store", "--run-dir", str(tmp_path)])
+        assert caught.value.code == 2
+        said = (
+            f"{tmp_path} is in use: journeyman up runs there as process {process.pid}; "
+            "stop it first or choose another run_dir"
+        )
+        assert capsys.readouterr().err == f"journeyman: {said}\n"
+        outside = ["nats.url=nats://127.0.0.1:1", 'vllm.urls=["http://127.0.0.1:1"]']
+        with pytest.raises(RunInUseError, match=f"journeyman up runs there as process {process.pid};"):
+            prepare(load(None, [f"run_dir={tmp_path}", *outside]))
+        command = ["exec", "nats", "--config", str(tmp_path / "config.toml"), "--port", "0"]
+        with pytest.raises(SystemExit) as caught:
+            main(command)
+        assert caught.value.code == 2
+        assert files(tmp_path) == before
+    finally:
+        assert end(process, signal.SIGTERM) == 0
+    with run_lock.hold(tmp_path):
+        pass
+
+
+@pytest.mark.timeout(240)
+def test_what_a_killed_up_left_behind_ends_before_the_next_starts(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    left = services(tmp_path)
+    # They can't follow the signal that tells them of their parent's death, as one that is busy can't in time.
+    for pid in left.values():
+        os.kill(pid, signal.SIGSTOP)
+    end(process, signal.SIGKILL)
+    assert all(runs(pid) for pid in left.values())
+    after = start(tmp_path)
+    try:
+        assert not [pid for pid in left.values() if runs(pid)]
+        assert set(services(tmp_path)) == set(left)
+    finally:
+        assert end(after, signal.SIGTERM) == 0
+
+
+EXEC = """
+import sys
+from pathlib import Path
+from pipeline.running import run_lock
+for server in sys.argv[2:]:
+    run_lock.for_server(Path(sys.argv[1]), server)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_is_nats(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", EXEC, str(tmp_path), "nats", "vllm", "vllm"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as servers:
+        assert servers.stdout is not None
+        assert servers.stdout.readline() == b"held\n"
+        refused = pytest.raises(RunInUseError, match=f"journeyman exec runs there as process {servers.pid};")
+        with refused, run_lock.hold(tmp_path):
+            pass
+        again = subprocess.run([*command[:4], "nats"], capture_output=True, text=True)
+        assert f"journeyman exec nats runs there as process {servers.pid};" in again.stderr
+        servers.communicate()
+    with run_lock.hold(tmp_path):
+        pass

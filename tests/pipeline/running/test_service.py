@@ -1,0 +1,50 @@
+"""How a service process ends: 0 when stopped, 2 on settings that can't be used, 1 on a crash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SERVICE = """
+import anyio, sys
+from pipeline.config import ConfigError
+from pipeline.running.service import main
+
+async def fails(error):
+    raise error
+
+async def serve(config, ready):
+    async with anyio.create_task_group() as tg:
+        for error in {errors}:
+            tg.start_soon(fails, error)
+
+main("made_up", serve)
+"""
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "said"),
+    [
+        ("[ConfigError('judge.model: no such thing')]", 2, "judge.model: no such thing\n"),
+        ("[RuntimeError('broken')]", 1, "RuntimeError: broken"),
+        ("[ConfigError('one'), RuntimeError('broken')]", 1, "RuntimeError: broken"),
+        ("[]", 0, ""),
+    ],
+)
+def test_settings_that_serving_finds_unusable_are_told_from_a_crash(
+    tmp_path: Path, errors: str, code: int, said: str
+) -> None:
+    (tmp_path / "settings.toml").write_text(f'run_dir = "{tmp_path}"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", SERVICE.format(errors=errors), "--config", str(tmp_path / "settings.toml")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    if code == 2:
+        assert done.stderr == said  # and no traceback
+    else:
+        assert said in done.stdout + done.stderr

@@ -1,0 +1,200 @@
+"""The supervisor with real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline.config import Config, ConfigError, load
+from pipeline.running.plan import ProcessSpec, make_plan
+from pipeline.running.supervisor import Supervisor, SupervisorError
+
+pytestmark = pytest.mark.anyio
+
+SERVICE = """
+import argparse, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+p = argparse.ArgumentParser(); p.add_argument("--ready-fd", type=int); a = p.parse_args()
+os.write(a.ready_fd, b'{"ready": true}\\n'); os.close(a.ready_fd)
+signal.sigwait({signal.SIGTERM})
+print("stopped in order", flush=True)
+"""
+
+
+def service(name: str, code: str = SERVICE) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", code))
+
+
+def config(tmp_path: Path) -> Config:
+    return load(None, [f"run_dir={tmp_path}"])
+
+
+def state(tmp_path: Path) -> dict[str, object]:
+    return msgspec.json.decode((tmp_path / "state.json").read_bytes())  # type: ignore[no-any-return]
+
+
+async def test_it_reports_ready_and_stops_in_order(tmp_path: Path) -> None:
+    supervisor = Supervisor(config(tmp_path), [service("gateway"), service("judge")])
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            assert state(tmp_path)["ready"] is True
+            supervisor.stop()
+    assert "stopped in order" in (tmp_path / "logs" / "gateway.log").read_text()
+    assert {s["state"] for s in state(tmp_path)["services"].values()} == {"stopped"}  # type: ignore[attr-defined]
+
+
+async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
+    changed = anyio.Event()
+
+    def on_change(watched: object) -> None:
+        nonlocal changed
+        changed.set()
+        changed = anyio.Event()
+
+    supervisor = Supervisor(config(tmp_path), [service("judge")], on_change=on_change)  # type: ignore[arg-type]
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            judge = supervisor.watched["judge"]
+            os.kill(judge.pid, signal.SIGKILL)
+            while not (judge.restarts == 1 and judge.state == "ready"):
+                await changed.wait()
+            supervisor.stop()
+
+
+async def test_a_start_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
+    hang = f"""
+import pathlib, time
+flag = pathlib.Path({str(tmp_path / "hung")!r})
+if not flag.exists():
+    flag.touch()
+    time.sleep(60)
+"""
+    spec = dataclasses.replace(service("trainer", hang + SERVICE), start_timeout_s=2.0)
+    supervisor = Supervisor(config(tmp_path), [spec])
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            assert supervisor.watched["trainer"].restarts == 1
+            supervisor.stop()
+    said = (tmp_path / "logs" / "trainer.log").read_text()
+    assert "Fatal Python error: Aborted" in said  # and where it hung
+
+
+async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    broken = service("trainer", "import sys; print('no such base model'); sys.exit(2)")
+    supervisor = Supervisor(config(tmp_path), [broken])
+    with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+        await supervisor.run()
+    error = caught.value.exceptions[0]
+    assert isinstance(error, SupervisorError)
+    assert "no such base model" in str(error)
+
+
+async def test_a_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
+    code = f"""
+import anyio, sys
+from pipeline.config import load
+from pipeline.running.plan import ProcessSpec
+from pipeline.running.supervisor import Supervisor
+async def main():
+    s = Supervisor(load(None, ["run_dir={tmp_path}"]), [ProcessSpec("judge", (sys.executable, "-c", {SERVICE!r}))])
+    async with anyio.create_task_group() as tg:
+        await tg.start(s.run)
+        print(s.watched["judge"].pid, flush=True)
+anyio.run(main)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        await anyio.sleep(0.02)
+
+
+def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
+    base = load(None, [f"run_dir={tmp_path}", "models.0.base=somewhere", "models.0.name=m"])
+    resolved, specs = make_plan(base, ("gateway", "store"))
+    assert [s.name for s in specs] == ["nats", "vllm", "gateway", "store"]
+    assert resolved.nats.url.startswith("nats://127.0.0.1:")
+    assert "m@0" in specs[1].argv
+    external, specs = make_plan(
+        load(
+            None, [f"run_dir={tmp_path}", 'nats.url="nats://elsewhere:4222"', 'vllm.urls=["http://gpu:8000"]']
+        ),
+        ("gateway",),
+    )
+    assert [s.name for s in specs] == ["gateway"]
+    assert external.nats.url == "nats://elsewhere:4222"
+
+
+def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
+    for service in ("gateway", "trainer"):
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config(tmp_path), (service,))
+        assert str(caught.value) == "no model is configured: --set models.0.name=... --set models.0.base=..."
+    with pytest.raises(ConfigError, match=r"models\.0\.base: there is no folder '/no/such'"):
+        make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("gateway",))
+
+
+def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> None:
+    """vLLM's CPU kernels use the last slot's weights for requests without an adapter."""
+    settings = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.max_loras=5"]
+    for device, slots in (("cpu", "6"), ("cuda", "5")):
+        _, specs = make_plan(load(None, [*settings, f"vllm.device={device}"]), ("gateway",))
+        argv = specs[1].argv
+        assert argv[argv.index("--max-loras") + 1] == slots
+
+
+@pytest.mark.parametrize(
+    ("mine", "settings", "vllm", "trainer"),
+    [
+        ("", [], "0.45", 0.45),
+        ("2,3", [], "0.45", 0.45),
+        ("", ["trainer.gpu_memory_share=0.6"], "0.3", 0.6),
+        ("", ['vllm.args=["--gpu-memory-utilization", "0.5"]'], "0.5", 0.4),
+        ("", ['vllm.args=["--gpu-memory-utilization=0.7"]'], "", 0.2),
+        ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"'], "", 0.0),
+        ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"', "trainer.processes=2"], "0.45", 0.45),
+        ("0", ['vllm.env.CUDA_VISIBLE_DEVICES="0,1"'], "0.45", 0.45),
+        ("", ["vllm.device=cpu"], "", 0.0),
+        ("", ['vllm.urls=["http://gpu:8000"]'], "", 0.0),
+    ],
+)
+def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, settings: list[str], vllm: str, trainer: float
+) -> None:
+    """No GPU here: what counts is what vLLM is started with and what the trainer is told."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
+    resolved, specs = make_plan(load(None, [*base, *settings]), ("gateway", "trainer"))
+    argv = [a for s in specs if s.name == "vllm" for a in s.argv]
+    flag = "--gpu-memory-utilization"
+    assert argv.count(flag) == bool(vllm)
+    assert (argv[argv.index(flag) + 1] if vllm else "") == vllm
+    assert resolved.trainer.gpu_memory_share == trainer
+    # Without a trainer vLLM has the GPU to itself.
+    _, alone = make_plan(load(None, base), ("gateway",))
+    assert not [s for s in alone if flag in s.argv]
+
+
+def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
+    with pytest.raises(ConfigError, match="leaves the inference server nothing"):
+        make_plan(load(None, [*base, "trainer.gpu_memory_share=0.95"]), ("gateway", "trainer"))
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization half is no number"):
+        make_plan(
+            load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("gateway", "trainer")
+        )

@@ -1,0 +1,244 @@
+"""Every NATS user against a real server: what is forbidden is refused, and what its service does works."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.events import (
+    CheckpointPublished,
+    GroupDiscarded,
+    PolicyLoaded,
+    PolicyPromoted,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+)
+from pipeline.log.broker import Broker, BrokerUnavailableError
+from pipeline.log.credentials import make_client, options
+from pipeline.log.deliveries import acknowledge
+from pipeline.log.follow import tail, tail_raw
+from pipeline.log.pull import pulling
+from pipeline.security import users
+
+pytestmark = pytest.mark.anyio
+
+API = "$JS.API."
+CHECKPOINT = "policy.checkpoint.default.m.9"
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "gateway": (
+        CHECKPOINT, "policy.checkpoint.default.m.9.branch", "policy.retired.default.m", "alive.GROUPS",
+        "group.scored.default.m.g.j.1", "dead.POLICY.store-policy",
+        f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.UPDATE.POLICY", f"{API}STREAM.CREATE.MINE",
+        f"{API}STREAM.MSG.DELETE.POLICY", "$O.ADAPTERS.C.x", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
+        f"{API}CONSUMER.CREATE.POLICY.store-policy", f"{API}CONSUMER.DELETE.POLICY.store-policy",
+        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_judge.x", f"{API}INFO",
+    ),
+    "judge": (
+        CHECKPOINT, "policy.promoted.default.m", "rollout.completed.default.m.t", "rollout.exchange.default.t",
+        f"{API}STREAM.PURGE.GROUPS", f"{API}STREAM.DELETE.GROUPS", f"{API}CONSUMER.CREATE.ROLLOUTS.mine",
+        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "$O.ADAPTERS.C.x",
+        f"{API}DIRECT.GET.POLICY", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+    ),
+    "trainer": (
+        "policy.promoted.default.m", "policy.loaded.default.m", "group.scored.default.m.g.j.1",
+        "policy.checkpoint.default.m.9.branch", "rollout.opened.default.t", f"{API}STREAM.PURGE.POLICY",
+        f"{API}STREAM.DELETE.POLICY", f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.judge", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5",
+        f"{API}CONSUMER.DURABLE.CREATE.GROUPS.mine", f"{API}STREAM.MSG.DELETE.GROUPS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS", "policy.unloaded.default.m", "alive.POLICY",
+    ),
+    "experiment": (
+        CHECKPOINT, "group.scored.default.m.g.j.1", f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
+        f"{API}CONSUMER.DURABLE.CREATE.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", f"{API}STREAM.PURGE.GROUPS",
+    ),
+    "store": (
+        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.loaded.default.m",
+        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.MSG.DELETE.DEAD",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        "$O.CLAIMS_ROLLOUTS.C.x", f"{API}CONSUMER.DURABLE.CREATE.ROLLOUTS.mine",
+    ),
+    "telemetry": (
+        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.promoted.default.m",
+        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts",
+        "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5", f"{API}DIRECT.GET.OBJ_ADAPTERS", f"{API}STREAM.UPDATE.ROLLOUTS",
+    ),
+    "operator": (
+        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.DELETE.OBJ_ADAPTERS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.DELETE.ROLLOUTS.judge", "$O.ADAPTERS.C.x",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_gateway.x", "$SYS.REQ.SERVER.PING",
+    ),
+}  # fmt: skip
+"""What must be refused when it is published, by user."""
+UNHEARD = ("rollout.exchange.>", "policy.>", "$JS.API.>", "$JS.ACK.>", "$JS.EVENT.>", "$O.>", "_INBOX.>", ">")
+"""What no user may subscribe to; nor to the inboxes of another."""
+
+
+@pytest.fixture
+def guarded(start_nats: Callable[..., Any], tmp_path: Path) -> NatsConfig:
+    """A server with the users of the table, whose seeds lie in `nats.users`."""
+    keys = tmp_path / "keys"
+    server = start_nats(extra=users.authorization(keys))
+    return NatsConfig(url=server.url, users=str(keys), provision=False, publish_deadline_s=20)
+
+
+@asynccontextmanager
+async def connected(config: NatsConfig, name: str) -> AsyncIterator[tuple[Any, list[str]]]:
+    """A bare connection of a user, and what the server objected to."""
+    objections: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        objections.append(str(error))
+
+    client = make_client(config)
+    await client.connect(config.url, error_cb=on_error, **options(config, name))
+    try:
+        yield client, objections
+    finally:
+        await client.close()
+
+
+async def test_every_forbidden_action_is_refused(guarded: NatsConfig) -> None:
+    assert set(FORBIDDEN) == {u.name for u in users.USERS}
+    taken, tried = [], 0
+    async with Broker.connect(msgspec.structs.replace(guarded, provision=True), name="supervisor"):
+        pass
+    for who in users.USERS:
+        others = [f"_INBOX_{u.name}.>" for u in users.USERS if u is not who]
+        wanted = {f'publish to "{s}"'.lower(): s for s in FORBIDDEN[who.name]}
+        wanted |= {f'subscription to "{s}"'.lower(): s for s in (*UNHEARD, *others)}
+        tried += len(wanted)
+        async with connected(guarded, who.name) as (client, objections):
+            for subject in FORBIDDEN[who.name]:
+                await client.publish(subject, b"x")
+            for subject in (*UNHEARD, *others):
+                await client.subscribe(subject)
+            with anyio.move_on_after(5):  # the client tells of an objection when it comes to it
+                while len(objections) < len(wanted):
+                    await client.flush()
+            said = " ".join(objections).lower()
+        taken += [f"{who.name}: {text}" for text in wanted if text not in said]
+    assert not taken
+    assert tried >= 150
+
+
+async def test_a_missing_right_is_an_error_in_the_log(
+    guarded: NatsConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Broker.connect(guarded, name="judge") as broker:
+        await broker.client.publish(CHECKPOINT, b"x")
+        with anyio.fail_after(20):
+            while not (said := [r for r in caplog.records if "lacks a right" in r.getMessage()]):
+                await broker.client.flush()
+    assert CHECKPOINT in str(said[0].__dict__["fields"])
+
+
+async def test_who_has_no_key_gets_no_connection(guarded: NatsConfig) -> None:
+    stranger = NatsConfig(url=guarded.url)
+    with pytest.raises(BrokerUnavailableError, match=r"does not take this connection.*nats\.nkey_seed"):
+        async with Broker.connect(stranger):
+            pass
+
+
+def opened(trajectory: str, size: int = 0) -> TrajectoryOpened:
+    return TrajectoryOpened(
+        project="p", trajectory=trajectory, group="g", model="m", metadata=b'{"text": "%s"}' % (b"x" * size)
+    )
+
+
+def completed(trajectory: str) -> TrajectoryCompleted:
+    return TrajectoryCompleted(project="p", trajectory=trajectory, model="m", group="g")
+
+
+def discarded(by: Any) -> GroupDiscarded:
+    return GroupDiscarded(project="p", group=f"g-{by}", model="m", trajectories=("t",), reason="stale", by=by)
+
+
+def checkpoint(branch: str = "main") -> CheckpointPublished:
+    return CheckpointPublished(
+        project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=(), config_hash="c", adapter="a",
+        adapter_sha256="s", adapter_bytes=1, branch=branch,
+    )  # fmt: skip
+
+
+async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
+    async with Broker.connect(
+        msgspec.structs.replace(guarded, provision=True), name="supervisor"
+    ) as operator:
+        async with Broker.connect(guarded, name="gateway") as gateway:
+            await gateway.publish(opened("big", 2_000_000))
+            await gateway.publish(completed("t"))
+            assert (await gateway.publish(completed("t"))).duplicate
+            with anyio.fail_after(10):
+                async for raw in tail_raw(gateway, "ROLLOUTS", ["rollout.completed.p.>"], lambda: 1):
+                    assert raw.subject == completed("t").subject()
+                    break
+            assert [r.event.trajectory for r in await gateway.history("ROLLOUTS", "rollout.opened.>")] == [
+                "big"
+            ]  # type: ignore[union-attr]
+            await gateway.publish(PolicyPromoted(project="p", model="m", version="m@0", request="r"))
+            loaded = PolicyLoaded(project="p", model="m", step=0, version="m@0", replica="r")
+            await gateway.publish(loaded)
+            with anyio.fail_after(10):
+                async for followed in tail(gateway, "POLICY", ["policy.>"], lambda: 1):
+                    if followed.event == loaded:
+                        break
+        async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
+            (delivery,) = await messages.batch(10, wait_s=5)
+            await judge.publish(discarded("judge"))
+            await delivery.ack(confirmed=True)
+        tar = b"adapter" * 100_000
+        digest = hashlib.sha256(tar).hexdigest()
+        async with Broker.connect(guarded, name="trainer") as trainer, trainer.consume("trainer"):
+            for _ in range(2):  # the second time replaces the first
+                await trainer.put_object(streams.ADAPTERS_BUCKET, digest, tar)
+            await trainer.publish(checkpoint())
+            await trainer.publish(discarded("trainer"))
+            await trainer.js.consumer_info("GROUPS", "trainer")
+        async with Broker.connect(guarded, name="gateway") as gateway:
+            assert await gateway.get_object(streams.ADAPTERS_BUCKET, digest) == tar
+        spec = streams.trainer_consumer("trial")
+        async with Broker.connect(guarded, name="experiment") as trial, trial.consume(spec) as taking:
+            assert await taking.batch(1, wait_s=0.2) == []
+            await trial.publish(checkpoint("trial"))
+        async with Broker.connect(guarded, name="store") as store:
+            for name in users.user("store").consumes:
+                async with pulling(store.client, streams.consumer(name)) as puller:
+                    taken = await puller.take(100, 5 if name != "store-dead" else 0.2)
+                    for message in taken:
+                        await store.read(message.data)
+                    await acknowledge(store.client, [m.reply for m in taken])
+            message = (await store.js.get_msg("GROUPS", 1)).data
+            assert message
+        async with Broker.connect(guarded, name="telemetry") as telemetry:
+            assert await telemetry.last("POLICY", "policy.checkpoint.>") is not None
+            for name in users.user("telemetry").consumes:
+                async with telemetry.consume(name) as seen:
+                    assert await seen.batch(10, wait_s=5)
+        assert await operator.lag("store-rollouts") == 0
+
+
+async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:
+    from pipeline.log.dead_letters import drop, letters, retry
+
+    async with Broker.connect(
+        msgspec.structs.replace(guarded, provision=True), name="supervisor"
+    ) as operator:
+        async with Broker.connect(guarded, name="gateway") as gateway:
+            await gateway.js.publish("rollout.completed.p.m.bad", b"\xc1garbage")
+        async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
+            assert await messages.batch(10, wait_s=5) == []
+        (letter,) = await letters(operator)
+        await retry(operator, letter)
+        async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
+            assert await messages.batch(10, wait_s=5) == []
+        (letter,) = await letters(operator)
+        await drop(operator, letter)
+        assert await letters(operator) == []

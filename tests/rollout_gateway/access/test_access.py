@@ -1,0 +1,303 @@
+"""Who may touch whose run, with which key, and what someone without a good key learns and costs."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config import KeyConfig, NatsConfig
+from pipeline.events import PolicyPromoted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from tests.conftest import NatsServer
+from tests.rollout_gateway.access.test_api_keys import key_config
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+
+pytestmark = [pytest.mark.anyio]
+
+KEYS = (key_config("alice"), key_config("bob"), key_config("boss", role="operator"))
+LET_IN = 503
+"""A model call that is let in finds no inference server."""
+
+
+class Caller:
+    """A client with a key."""
+
+    def __init__(self, gateway: GatewayProcess, key: str) -> None:
+        self._url, self._headers = gateway.url, {"authorization": f"Bearer {key}"} if key else {}
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        with httpx.Client(verify=False, timeout=60) as client:
+            return client.request(method, self._url + path, json=body, headers={**self._headers, **headers})
+
+    def open(self, **body: Any) -> dict[str, Any]:
+        reply = self.ask("POST", "/v1/trajectories", {"model": "tictactoe", **body})
+        assert reply.status_code == 201, reply.text
+        return dict(reply.json())
+
+    def status(self, method: str, path: str, body: Any = None, **headers: str) -> int:
+        return self.ask(method, path, body, **headers).status_code
+
+    def call(self, path: str = "/v1/chat/completions", model: str = "tictactoe", **headers: str) -> int:
+        return self.status("POST", path, {"model": model, "messages": []}, **headers)
+
+    def about(self, run: str) -> list[int]:
+        """Statuses of everything that can be done to a run, completing it last."""
+        return [
+            self.status("GET", f"/v1/trajectories/{run}"),
+            self.call(f"/t/{run}/v1/chat/completions"),
+            self.call(**{"x-journeyman-trajectory": run}),
+            self.status("POST", "/v1/groups/g/complete", {"trajectories": [{"id": run}]}),
+            self.status("POST", f"/v1/trajectories/{run}/complete", {"reward": 1}),
+        ]
+
+
+def forged(key: str) -> str:
+    """A trajectory's key with another signature."""
+    name, _, _ = key.partition(".")
+    return name + "." + "A" * 32
+
+
+def test_without_a_good_key_all_runs_look_alike(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    alice = Caller(gateway, "alice")
+    runs = {name: alice.open(id=name, group="g") for name in ("open", "completed")}
+    assert alice.status("POST", "/v1/trajectories/completed/complete", {}) == 200
+    unknown = "jmt-dW5rbm93bg." + "A" * 32
+    keys = ("", "wrong", "jmt-", "jmt-%.", unknown, *(forged(run["api_key"]) for run in runs.values()))
+    said = set()
+    for key in keys:
+        for run in (*runs, "unknown", "%00"):
+            assert Caller(gateway, key).about(run) == [401] * 5, (key, run)
+            said.add(Caller(gateway, key).ask("GET", f"/v1/trajectories/{run}").content)
+    assert len(said) == 1
+    health = [Caller(gateway, key).ask("GET", "/health").json() for key in ("", "wrong", "alice")]
+    assert [(h["status"], "replicas" in h) for h in health] == [("ok", False), ("ok", False), ("ok", True)]
+    claude = Caller(gateway, "").ask("POST", "/t/open/v1/messages", {})
+    assert (claude.status_code, claude.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_a_forged_key_reads_nothing_from_the_log(start_front: StartGateway, nats_server: NatsServer) -> None:
+    """It is answered alike, and at once, while there is no log to read."""
+    gateway = start_front()
+    opened = gateway.open(id="run")
+    nats_server.kill()
+    try:
+        for run in ("run", "unknown"):
+            for key in (forged(opened["api_key"]), "jmt-bm9uZQ." + "B" * 32):
+                assert Caller(gateway, key).about(run)[:3] == [401] * 3
+    finally:
+        nats_server.start()
+
+
+def test_a_body_is_not_read_before_the_key_is_checked(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    address = ("127.0.0.1", gateway.config.gateway.port)
+    for path in ("/v1/chat/completions", "/v1/trajectories", "/nowhere"):
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n".encode()
+        with socket.create_connection(address, timeout=30) as client:
+            client.sendall(head)
+            answer = client.recv(65536)
+        assert answer[9:12] == (b"404" if path == "/nowhere" else b"401")
+    with socket.create_connection(
+        address, timeout=30
+    ) as client:  # a good key, and more than a control call takes
+        client.sendall(head.replace(b"/nowhere", b"/v1/trajectories").replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer alice\r\n\r\n"))  # fmt: skip
+        assert client.recv(65536)[9:12] == b"413"
+
+
+def test_silent_connections_shut_no_one_out(
+    start_front: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that may have 256 files open, and more connections than that which say nothing."""
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')
+    limited.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(limited))
+        gateway = start_front()
+    with ExitStack() as stack:
+        for _ in range(300):
+            address = ("127.0.0.1", gateway.config.gateway.port)
+            stack.enter_context(socket.create_connection(address, timeout=30))
+        assert httpx.get(f"{gateway.url}/health", timeout=30).status_code == 200
+        gateway.open(id="mine")
+    assert "fewer connections" in gateway.log
+
+
+def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
+    for name in ("a1", "a2", "a3"):
+        alice.open(id=name, group="g")
+    assert bob.about("a1") == [404] * 5
+    assert bob.ask("GET", "/v1/trajectories/a1").text == bob.ask("GET", "/v1/trajectories/none").text.replace("none", "a1")  # fmt: skip
+    # Naming a group does not take a run over either: it would be opened, and is there.
+    assert bob.call(**{"x-journeyman-trajectory": "a1", "x-journeyman-group": "g"}) == 409
+    assert bob.status("POST", "/v1/trajectories", {"model": "tictactoe", "id": "a1", "group": "g"}) == 409
+    assert [len(c.ask("GET", "/v1/trajectories").json()["data"]) for c in (alice, bob, boss)] == [3, 0, 3]
+    # After a restart, and at another replica.
+    gateway.kill()
+    gateway.start()
+    other = start_front(folder="other", keys=KEYS)
+    for replica in (gateway, other):
+        assert Caller(replica, "bob").about("a1") == [404] * 5
+    assert Caller(other, "alice").about("a1") == [
+        200,
+        LET_IN,
+        LET_IN,
+        200,
+        409,
+    ]  # the group completed it, unrewarded
+    assert boss.about("a2") == [200, LET_IN, LET_IN, 200, 409]
+    assert alice.status("POST", "/v1/trajectories/a3/complete", {"reward": 1}) == 200
+    assert [c.status("GET", "/v1/trajectories/a3") for c in (alice, bob, boss)] == [200, 404, 200]
+    assert bob.status("POST", "/v1/trajectories/a3/complete", {"reward": 1}) == 404
+
+
+def test_a_trajectorys_own_key_does_not_grade_it(start_front: StartGateway) -> None:
+    """Neither with keys nor without: a model that sees the key of its run can't say what the run was worth."""
+    for settings in ({"keys": KEYS}, {}):
+        gateway = start_front(**settings, folder="with" if settings else "without")
+        alice, prefix = Caller(gateway, "alice"), "k" if settings else "n"
+        run, other = alice.open(id=f"{prefix}1"), alice.open(id=f"{prefix}2")
+        own = Caller(gateway, run["api_key"])
+        assert own.status("GET", f"/v1/trajectories/{run['id']}") == 200
+        assert own.call(f"/t/{run['id']}/v1/chat/completions") == own.call() == LET_IN
+        refused = own.ask("POST", f"/v1/trajectories/{run['id']}/complete", {"reward": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_does_not_complete")
+        assert own.about(other["id"]) == [403] * 5
+        for method, path in (("GET", "/v1/trajectories"), ("POST", "/v1/trajectories"), ("GET", "/metrics"), ("POST", "/v1/policies/tictactoe/follow")):  # fmt: skip
+            assert own.status(method, path, {"model": "tictactoe"}) == 403
+        assert own.status("GET", "/v1/models") == 200
+        trusted = alice.open(id=f"{prefix}3", key_completes=True)
+        done = Caller(gateway, trusted["api_key"]).status("POST", f"/v1/trajectories/{trusted['id']}/complete", {"reward": 1})  # fmt: skip
+        assert done == 200
+
+
+def test_a_key_for_calls_only_makes_calls_only(start_front: StartGateway) -> None:
+    calls = KeyConfig(sha256=key_config("agent").sha256, name="alice", calls_only=True)
+    gateway = start_front(keys=(*KEYS, calls))
+    alice, agent = Caller(gateway, "alice"), Caller(gateway, "agent")
+    alice.open(id="a1", group="g")
+    assert agent.about("a1") == [403, LET_IN, LET_IN, 403, 403]
+    assert agent.status("POST", "/v1/trajectories", {"model": "tictactoe"}) == 403
+    assert agent.status("GET", "/v1/policies") == 403
+    assert agent.status("GET", "/v1/models") == 200
+    # A run that a call names is opened, and completed with the other key of the name.
+    assert agent.call(**{"x-journeyman-trajectory": "a2", "x-journeyman-group": "g"}) == LET_IN
+    assert alice.status("POST", "/v1/trajectories/a2/complete", {}) == 200
+
+
+def test_a_key_is_for_its_models(start_front: StartGateway) -> None:
+    operator_key = key_config("o", role="operator", models=("tictactoe",))
+    gateway = start_front(keys=(key_config("a", models=("tictactoe",)), key_config("b"), operator_key))
+    key, other = Caller(gateway, "a"), Caller(gateway, "b")
+    assert [key.call(model=m) for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")] == [LET_IN, LET_IN, 403, 403]  # fmt: skip
+    assert key.status("POST", "/v1/trajectories", {"model": "chess"}) == 403
+    assert other.status("POST", "/v1/trajectories", {"model": "chess"}) == 201
+    key.open()
+    nowhere = key.ask("POST", "/v1/trajectories", {"model": "nowhere"})
+    assert (nowhere.status_code, "chess" in nowhere.text) == (403, False)
+    assert [key.status("GET", f"/v1/models/{m}") for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")] == [200, 200, 404, 404]  # fmt: skip
+    assert key.ask("GET", "/v1/models/chess").text == key.ask("GET", "/v1/models/xxxxx").text.replace("xxxxx", "chess")  # fmt: skip
+    run = Caller(gateway, key.open()["api_key"])
+    for caller in (key, run):
+        for path in (
+            "/v1/models",
+            "/v1/models/nowhere",
+            "/health",
+            *(["/v1/policies"] if caller is key else []),
+        ):
+            said = caller.ask("GET", path).text
+            assert ("chess" in said, caller.status("GET", "/v1/models/chess")) == (False, 404), (path, said)
+    with httpx.stream(
+        "GET", f"{gateway.url}/v1/policies/events", headers={"authorization": "Bearer a"}
+    ) as stream:
+        assert "chess" not in next(stream.iter_text())
+    assert [p["model"] for p in other.ask("GET", "/v1/policies").json()["data"]] == ["tictactoe", "chess"]
+    operator = Caller(gateway, "o")
+    assert operator.status("POST", "/v1/policies/chess/follow", {}) == 403
+    assert operator.status("POST", "/v1/policies/tictactoe/follow", {}) == 200
+    names = [{m["id"] for m in c.ask("GET", "/v1/models").json()["data"]} for c in (key, other)]
+    assert names == [{"tictactoe", "tictactoe@0"}, {"tictactoe", "tictactoe@0", "chess", "chess@0"}]
+
+
+def test_calls_of_a_run_count_as_its_keys_calls(start_front: StartGateway) -> None:
+    gateway = start_front(keys=(key_config("a", calls_per_minute=3),))
+    run = Caller(gateway, "a").open()
+    own = Caller(gateway, run["api_key"])
+    assert [own.call() for _ in range(6)] == [LET_IN, LET_IN, 429, 429, 429, 429]
+    assert Caller(gateway, "a").call() == 429
+
+
+async def test_a_decision_is_by_the_key_that_made_it(
+    start_front: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS)
+    assert (
+        Caller(gateway, "boss").status("POST", "/v1/policies/tictactoe/follow", {"by": "someone else"}) == 200
+    )
+    Caller(gateway, "alice").open(id="mine")
+    async with Broker.connect(nats_config) as broker:
+        decided = await broker.last("POLICY", "policy.promoted.>")
+        opened = await broker.last("ROLLOUTS", "rollout.opened.>")
+    assert decided is not None
+    assert isinstance(decided.event, PolicyPromoted)
+    assert decided.event.by == "boss"
+    assert opened is not None
+    assert isinstance(opened.event, TrajectoryOpened)
+    assert (opened.event.owner, opened.event.key_completes) == ("alice", False)
+
+
+def test_rewards_have_a_bound(start_front: StartGateway) -> None:
+    gateway = start_front(max_reward=10.0)
+    for body in (
+        {"reward": 1e9}, {"reward": -10.5}, {"rewards": {"style": 11}},
+        {"rewards": {str(n): 10 for n in range(200)}}, {"rewards": {"a": -6, "b": -5}},
+    ):  # fmt: skip
+        gateway.open(id="r", group="g")
+        refused = gateway.complete("r", **body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "reward_out_of_range")
+        group = {"trajectories": [{"id": "r", **body}]}
+        assert httpx.post(f"{gateway.url}/v1/groups/g/complete", json=group).status_code == 400
+    for body in ({"rewards": {str(n): 0 for n in range(257)}}, {"metrics": {str(n): 0 for n in range(257)}}):
+        refused = gateway.complete("r", **body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
+    for text in ('{"metrics": {"a": 1e999}}', '{"metrics": {"a": NaN}}', '{"rewards": {"a": -1e999}}'):
+        assert httpx.post(f"{gateway.url}/v1/trajectories/r/complete", content=text).status_code == 400
+    assert gateway.complete("r", reward=-10, rewards={"style": 10}).status_code == 200
+
+
+def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None:
+    """No field is ignored: a misspelt `reward` would end the run without one."""
+    gateway = start_front()
+    gateway.open(id="r", group="g")
+    counts = "group_size is a whole number from 0 to 2147483647"
+    for path, body, field, said in (
+        ("trajectories/r/complete", {"rewrad": 1}, "rewrad", "unknown field `rewrad`"),
+        ("trajectories", {"model": "tictactoe", "grop": "g"}, "grop", "unknown field `grop`"),
+        ("groups/g/complete", {"trajectories": [], "reward": 1}, "reward", "unknown field `reward`"),
+        ("groups/g/complete", {"trajectories": [{"id": "r", "rewrad": 1}]}, "trajectories[0].rewrad", "`rewrad`"),
+        ("policies/tictactoe/pin", {"versoin": "tictactoe@0"}, "versoin", "unknown field `versoin`"),
+        *(("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts) for n in (1.5, -1, 2**31, "x")),
+    ):  # fmt: skip
+        refused = httpx.post(f"{gateway.url}/v1/{path}", json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_body", field), error
+        assert said in error["message"]
+    opening = {"model": "tictactoe@0"}
+    error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
+    assert "open with the name 'tictactoe'. To fix a version use `pinned`" in error["message"]
+    opening = {"model": "tictactoe", "pinned": "tictactoe"}
+    error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
+    assert (error["param"], error["message"].endswith("There are: tictactoe@0.")) == ("pinned", True), error
+    assert httpx.get(f"{gateway.url}/v1/trajectories/r").json()["status"] == "open"
+    schemas = httpx.get(f"{gateway.url}/openapi.json").json()["components"]["schemas"]
+    for name in ("Opening", "CompletionBody", "GroupMember", "GroupBody", "Decision"):
+        assert schemas[name]["additionalProperties"] is False

@@ -1,0 +1,223 @@
+"""API keys: what each permits, the file and its commands."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config import ConfigError, GatewayConfig, KeyConfig
+from rollout_gateway.access import command as keys_cli
+from rollout_gateway.access.api_keys import KeyRing, read_keys
+from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.conftest import StartGateway
+
+
+def key_config(key: str, **options: Any) -> KeyConfig:
+    return KeyConfig(sha256=hashlib.sha256(key.encode()).hexdigest(), **{"name": key, **options})
+
+
+def status(check: Callable[[], object]) -> int:
+    """The status of a refusal, or 200."""
+    try:
+        check()
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+def test_without_keys_only_loopback_is_served(tmp_path: Path) -> None:
+    KeyRing(GatewayConfig(host="127.0.0.1"))
+    KeyRing(GatewayConfig(host="::1"))
+    with pytest.raises(ConfigError, match="without keys"):
+        KeyRing(GatewayConfig(host="0.0.0.0"))
+    KeyRing(GatewayConfig(host="0.0.0.0", keys=(key_config("k"),)))
+    file = tmp_path / "keys.toml"
+    with pytest.raises(ConfigError, match="without keys"):
+        KeyRing(GatewayConfig(host="0.0.0.0"), file=file)
+    keys_cli.main(["add", "--name", "k", "--file", str(file)])
+    KeyRing(GatewayConfig(host="0.0.0.0"), file=file)
+
+
+def test_a_rate_is_kept_by_a_key_and_by_the_runs_it_opened() -> None:
+    keys = (key_config("slow", calls_per_minute=3), key_config("free"))
+    ring = KeyRing(GatewayConfig(keys=keys))
+    ring.access("slow")
+    for _ in range(2):
+        ring.charge("slow", "m")
+    for call in (lambda: ring.access("slow"), lambda: ring.charge("slow", "m")):
+        with pytest.raises(ApiError) as refused:
+            call()
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+        assert dict(refused.value.headers)[b"retry-after"].isdigit()
+    for _ in range(100):
+        ring.access("free")
+        ring.charge("free", "m")
+
+
+def test_keys_of_one_name_share_rate_and_runs() -> None:
+    old = key_config("old", name="ci", calls_per_minute=2, models=("a",), expires="2000-01-01")
+    new = key_config("new", name="ci", calls_per_minute=2, models=("b",))
+    ring = KeyRing(GatewayConfig(keys=(old, new)))
+    assert ring.access("new").owner == "ci"
+    ring.charge("ci", "a")
+    assert status(lambda: ring.access("new")) == 429
+    assert status(lambda: ring.access("old")) == 401
+
+
+def test_an_end_and_a_project_bound_a_key() -> None:
+    def moment(hours: float) -> str:
+        return (datetime.now(UTC) + timedelta(hours=hours)).isoformat()
+
+    keys = (
+        key_config("past", expires=moment(-1)),
+        key_config("future", expires=moment(1)),
+        key_config("here", projects=("p", "q")),
+        key_config("there", projects=("q",)),
+    )
+    ring = KeyRing(GatewayConfig(keys=keys), "p")
+    assert [status(lambda k=k: ring.access(k)) for k in ("past", "future", "here", "there")] == [401, 200, 200, 401]  # type: ignore[misc]  # fmt: skip
+    assert [status(lambda k=k: ring.charge(k, "m")) for k in ("past", "future", "gone")] == [401, 200, 401]  # type: ignore[misc]
+    ring.charge("", "m")  # opened before there were keys
+    for wrong in ({"expires": "soon"}, {"sha256": "abc"}):
+        with pytest.raises(ConfigError, match="'k'"):
+            KeyRing(GatewayConfig(keys=(KeyConfig(**{"sha256": "0" * 64, "name": "k", **wrong}),)))
+
+
+def test_the_file_is_read_when_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    ring = KeyRing(GatewayConfig(), file=file)
+    assert (ring.required, ring.reload()) == (False, False)
+
+    def run(*args: str) -> tuple[str, str]:
+        keys_cli.main([*args, "--file", str(file)])
+        said = capsys.readouterr()
+        return said.out, said.err.rpartition(" ")[2].strip()
+
+    scope = [
+        "--model",
+        "m",
+        "--calls-only",
+        "--expires",
+        "2h",
+        "--calls-per-minute",
+        "9",
+        "--project",
+        "default",
+    ]
+    out, key = run("add", "--name", "a", "--role", "operator", *scope)
+    assert key not in out + file.read_text()
+    assert {f.stat().st_mode & 0o777 for f in tmp_path.iterdir()} == {0o600}
+    assert ring.reload()
+    access = ring.access(key)
+    assert (access.owner, access.operator, access.calls_only, set(access.models)) == ("a", True, True, {"m"})
+    assert time.time() < datetime.fromisoformat(read_keys(file)[0].expires).timestamp() < time.time() + 7200
+    _, other = run("add", "--name", "b")
+    assert ring.reload()
+    listed = run("list")[0].splitlines()
+    assert [line.split()[:2] for line in listed] == [["a", "operator"], ["b", "agent"]]
+    assert ring.access(other).owner == "b"
+    run("revoke", "--name", "a")
+    assert ring.reload()
+    assert [status(lambda k=k: ring.access(k)) for k in (key, other)] == [401, 200]  # type: ignore[misc]
+    run("revoke", "--sha256", hashlib.sha256(other.encode()).hexdigest()[:8])
+    with pytest.raises(SystemExit):
+        run("revoke", "--name", "a")
+    assert ring.reload()
+    assert status(lambda: ring.access(other)) == 401
+
+
+def test_a_file_that_breaks_or_vanishes_opens_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    keys_cli._write(file, [key_config("a")])
+    ring = KeyRing(GatewayConfig(), file=file)
+    file.write_text("keys = 1")
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        ring.reload()
+    ring.access("a")
+    file.unlink()
+    assert ring.reload()
+    assert [status(lambda k=k: ring.access(k)) for k in ("a", "")] == [401, 401]  # type: ignore[misc]
+
+
+def test_made_settings_know_their_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys_cli.main(["make", "--name", "n", "--role", "operator"])
+    said = capsys.readouterr()
+    file = tmp_path / "keys.toml"
+    file.write_text(said.out.replace("gateway.keys", "keys"))
+    key = said.err.split()[-1]
+    assert KeyRing(GatewayConfig(keys=read_keys(file))).access(key).operator
+    with pytest.raises(SystemExit):
+        keys_cli.main(["make", "--name", "n", "--expires", "soon"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--expires", "5s"), "30m, 12h, 30d, 2w"),
+        (("--expires", "soon"), "ISO 8601"),
+        (("--expires", "9" * 30 + "d"), "ISO 8601"),
+        (("--expires", "2020-01-01"), "in the past"),
+        (("--expires", "2020-01-01T00:00:00+01:00"), "in the past"),
+        (("--expires", "0d"), "in the past"),
+        (("--name", ""), "empty"),
+        (("--name", "a\nb"), "can't be printed"),
+        (("--name", "a\x1b[31m"), "can't be printed"),
+        (("--calls-per-minute", "-1"), "0 (no limit) or more"),
+    ],
+)
+@pytest.mark.parametrize("command", ["add", "make"])
+def test_a_key_that_can_not_be_meant_is_not_made(
+    command: str, options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.toml"
+    where = ("--file", str(file)) if command == "add" else ()
+    with pytest.raises(SystemExit) as ended:
+        keys_cli.main([command, "--name", "n", *where, *options])
+    heard = capsys.readouterr()
+    assert (ended.value.code, heard.out, file.exists()) == (2, "", False)
+    assert said in heard.err
+    keys_cli.main([command, "--name", "n", *where, "--expires", "2999-01-31"])
+
+
+def test_keys_come_and_go_while_the_gateway_runs(
+    start_front: StartGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = start_front()
+    file = gateway.folder / "keys.toml"
+    assert httpx.get(f"{gateway.url}/v1/policies").status_code == 200
+
+    def get(key: str, path: str = "/v1/models") -> int:
+        return httpx.get(f"{gateway.url}{path}", headers={"authorization": f"Bearer {key}"}).status_code
+
+    def until(key: str, wanted: int) -> None:
+        deadline = time.monotonic() + 20
+        while get(key) != wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)  # until the gateway has looked at the file
+
+    keys_cli.main(["add", "--name", "a", "--run-dir", str(gateway.folder)])
+    key = capsys.readouterr().err.split()[-1]
+    until(key, 200)
+    until("none", 401)
+    headers = {"authorization": f"Bearer {key}"}
+    opened = httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe"}, headers=headers).json()
+    calls = f"/t/{opened['id']}/v1/chat/completions"
+
+    def call() -> int:
+        body = {"model": "tictactoe", "messages": []}
+        return httpx.post(f"{gateway.url}{calls}", json=body, headers={"authorization": f"Bearer {opened['api_key']}"}).status_code  # fmt: skip
+
+    assert call() == 503  # it was let in, and there is no inference server
+    assert get(opened["api_key"], f"/v1/trajectories/{opened['id']}") == 200
+    keys_cli.main(["revoke", "--name", "a", "--file", str(file)])
+    until(key, 401)
+    assert call() == 401
+    for path in (f"/v1/trajectories/{opened['id']}", "/v1/models", "/version", "/v1/responses/resp_x"):
+        assert get(opened["api_key"], path) == 401, path

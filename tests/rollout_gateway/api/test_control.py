@@ -1,0 +1,144 @@
+"""The control API: decisions about versions, watching them, groups, lists, metrics, the document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import PolicyPromoted
+from pipeline.log.broker import Broker
+from rollout_gateway.api import openapi, routes
+from tests.rollout_gateway.capture.test_chat import ASK
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
+from tests.rollout_gateway.serving.test_adapters import serves
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+
+
+async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=60) as client:
+        return await client.post(f"{gateway.url}/v1/policies/tictactoe/{action}", json=body)
+
+
+async def test_decisions_hold_across_replicas_and_restarts(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway()
+    async with Broker.connect(nats_config) as broker:
+        for step in (1, 2, 3):
+            await publish_adapter(broker, step)
+        await serves(gateway, "tictactoe@3")
+        pinned = await decide(
+            gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1"
+        )
+        assert pinned.json() == {
+            "model": "tictactoe", "action": "pin", "version": "tictactoe@1", "other": None
+        }  # fmt: skip
+        assert (
+            await decide(gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1")
+        ).is_success
+        assert gateway.client().chat.completions.create(**ASK).model == "tictactoe@1"
+        await publish_adapter(broker, 4)
+        other = start_gateway(folder="other")
+        await serves(other, "tictactoe@1")
+        await decide(other, "rollback")
+        await serves(gateway, "tictactoe@0")
+        assert (await decide(gateway, "rollback")).status_code == 409
+        await decide(gateway, "follow")
+        await serves(gateway, "tictactoe@4")
+        await serves(other, "tictactoe@4")
+        assert (await decide(gateway, "promote", version="tictactoe@9")).status_code == 404
+        assert (await decide(gateway, "split", version="tictactoe@3", other="nope")).status_code == 404
+        recorded = await broker.history("POLICY", "policy.promoted.>")
+        events = [r.event for r in recorded if isinstance(r.event, PolicyPromoted)]
+        assert [e.action for e in events] == ["pin", "rollback", "follow"]
+        assert (events[0].by, events[0].reason) == ("me", "it was better")
+
+
+async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish_adapter(broker, 1)
+        await serves(gateway, "tictactoe@1")
+    reply = await decide(gateway, "split", version="tictactoe@1", other="tictactoe@0", percent=50)
+    assert reply.is_success, reply.text
+    sides: dict[str, set[str]] = {}
+    for number in range(16):
+        client = gateway.agent(gateway.open(id=f"s{number}"))
+        sides[f"s{number}"] = {client.chat.completions.create(**ASK).model for _ in range(2)}
+    assert all(len(side) == 1 for side in sides.values())
+    assert {next(iter(side)) for side in sides.values()} == {"tictactoe@0", "tictactoe@1"}
+
+
+async def test_versions_can_be_watched(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+    kinds: list[str] = []
+    loaded: dict[str, Any] = {}
+
+    async def watch() -> None:
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("GET", f"{gateway.url}/v1/policies/events") as reply,
+        ):
+            async for line in reply.aiter_lines():
+                if line.startswith("event: "):
+                    kinds.append(line[7:])
+                    seen.set()
+                elif line.startswith("data: ") and kinds[-1] == "policy.loaded":
+                    loaded.update(json.loads(line[6:]))
+                    return
+
+    seen = anyio.Event()
+    with anyio.fail_after(30):
+        watching = asyncio.ensure_future(watch())
+        await seen.wait()
+        async with Broker.connect(nats_config) as broker:
+            await publish_adapter(broker, 1)
+        await watching
+    assert kinds == ["state", "policy.checkpoint", "policy.loaded"]
+    assert (loaded["version"], loaded["probe_delta"] > 0) == ("tictactoe@1", True)
+
+
+async def test_groups_lists_metrics(gateway: GatewayProcess) -> None:
+    for number in range(3):
+        gateway.open(id=f"m{number}", group="g1" if number else "g2")
+    gateway.agent(gateway.open(id="m3", group="g1")).chat.completions.create(**ASK)
+    get = httpx.Client(base_url=gateway.url)
+    with get:
+        listed = get.get("/v1/trajectories", params={"group": "g1", "limit": 2}).json()
+        assert ([t["id"] for t in listed["data"]], listed["has_more"]) == (["m3", "m2"], True)
+        assert get.get("/v1/trajectories", params={"limit": "many"}).status_code == 400
+        results = [{"id": f"m{n}", "reward": n / 4} for n in (1, 2, 3)]
+        done = get.post("/v1/groups/g1/complete", json={"trajectories": results})
+        assert [t["reward"] for t in done.json()["data"]] == [0.25, 0.5, 0.75]
+        assert get.post("/v1/groups/g1/complete", json={"trajectories": results}).json() == done.json()
+        wrong = get.post("/v1/groups/g1/complete", json={"trajectories": [{"id": "m0"}]})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "wrong_group")
+        text = get.get("/metrics").text
+        assert 'journeyman_calls_total{endpoint="/v1/chat/completions",status="200"} 1' in text
+        assert "journeyman_replica_ready" in text
+        assert get.get("/v1/models/tictactoe@0").json()["id"] == "tictactoe@0"
+        assert get.get("/v1/models/nope").status_code == 404
+        assert (
+            get.put("/v1/trajectories").headers["allow"] == "GET, POST"
+            or get.put("/v1/trajectories").headers["allow"] == "POST, GET"
+        )
+        assert get.get("/v1/trajectories?limit=").json()["error"]["param"] == "limit"
+        assert get.get("/openapi.json").json() == json.loads(json.dumps(openapi.document()))
+
+
+def test_the_document_names_every_route() -> None:
+    document = openapi.document()
+    assert {r.path for r in routes.ROUTES} | set(routes.MODEL_CALLS) <= set(document["paths"])
+    assert {"Opening", "CompletionBody", "Decision", "GroupBody"} <= set(document["components"]["schemas"])
+    names = [
+        op["operationId"]
+        for path in document["paths"].values()
+        for op in path.values()
+        if "operationId" in op
+    ]
+    assert len(set(names)) == len(names)

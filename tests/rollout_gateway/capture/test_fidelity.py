@@ -1,0 +1,276 @@
+"""Whatever a client asks for, the log holds exactly the tokens that vLLM sampled: compared call by call with vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
+from pipeline.log.broker import Broker
+from tests.conftest import VllmServer
+from tests.rollout_gateway.capture.test_chat import ASK, exchanges
+from tests.rollout_gateway.conftest import GatewayProcess
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
+            "required": ["cell"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "move"}}}
+FORMAT: Any = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "cell", "schema": {"type": "object", "properties": {"cell": {"enum": ["a1", "b2"]}},
+                                                   "required": ["cell"], "additionalProperties": False}},
+    }
+}  # fmt: skip
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several choices": {"n": 3},
+    "stopped by a string": {"stop": ["=", "a", "b", "x"], "max_tokens": 60},
+    "an empty reply": {"logit_bias": {"257": 100}},
+    "tokens that end inside a character": {"logit_bias": {str(128 + i): 50 for i in range(0, 100, 7)}},
+    "tools left alone": {"tools": [TOOL], "tool_choice": "none"},
+    "a tool that must be called": {**NAMED, "max_tokens": 120},
+    "a tool that may be called": {"tools": [TOOL], "max_tokens": 40},
+    "several calls in one": {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 150,
+        "parallel_tool_calls": True,
+    },
+    "an output format": {**FORMAT, "max_tokens": 40},
+    "greedy with penalties": {"temperature": 0, "frequency_penalty": 0.5, "top_p": 0.9},
+}
+ALWAYS_FORCED = ("a tool that must be called", "several calls in one", "an output format")
+
+
+def ask(server: VllmServer, body: dict[str, Any]) -> dict[str, Any]:
+    """The same call, straight to vLLM, with everything it can say."""
+    body = {**body, "model": "tictactoe@0", "logprobs": True, "return_token_ids": True}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """What a client makes of a stream: text, tool calls and finish reason of each choice."""
+    out: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            mine = out.setdefault(choice.index, {"content": "", "tools": {}, "finish": None})
+            mine["content"] += choice.delta.content or ""
+            mine["finish"] = choice.finish_reason or mine["finish"]
+            for call in choice.delta.tool_calls or ():
+                tool = mine["tools"].setdefault(call.index, ["", ""])
+                tool[0] += (call.function and call.function.name) or ""
+                tool[1] += (call.function and call.function.arguments) or ""
+    return out
+
+
+def tools_of(message: dict[str, Any]) -> dict[int, list[str]]:
+    calls = message.get("tool_calls") or []
+    return {i: [c["function"]["name"], c["function"]["arguments"]] for i, c in enumerate(calls)}
+
+
+def check_tokens(event: ExchangeRecorded, said: dict[str, Any]) -> None:
+    choice = next(c for c in said["choices"] if c["index"] == event.choice)
+    assert unpack_ids(event.prompt_ids).tolist() == said["prompt_token_ids"]
+    assert unpack_ids(event.sampled_ids).tolist() == choice["token_ids"]
+    wanted = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(wanted, abs=1e-3)
+    assert event.finish_reason == choice["finish_reason"]
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_plain_and_streamed_record_what_was_sampled(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, case: str
+) -> None:
+    body = {**ASK, "seed": 7, **CASES[case]}
+    said = ask(vllm_server, body)
+    passed: Any = {**body, "seed": 7}
+    # vLLM words a streamed tool call differently from a plain one; the tokens are the same.
+    with openai.OpenAI(base_url=f"{vllm_server.url}/v1", api_key="none") as straight:
+        streamed = joined(
+            list(straight.chat.completions.create(**{**passed, "model": "tictactoe@0"}, stream=True))
+        )
+    client = gateway.agent(gateway.open(id="x"))
+    reply = client.chat.completions.create(**passed)
+    chunks = list(
+        client.chat.completions.create(**passed, stream=True, stream_options={"include_usage": True})
+    )
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "x")
+    n = body.get("n", 1)
+    assert [(e.seq, e.choice) for e in events] == [(s, c) for s in (0, 1) for c in range(n)]
+    for event in events:
+        check_tokens(event, said)
+        (recorded,) = json.loads(event.response)["choices"]
+        assert recorded["index"] == event.choice
+        choice = said["choices"][event.choice] if event.seq == 0 else None
+        wanted = (
+            (choice["message"]["content"] or "", tools_of(choice["message"])) if choice
+            else (streamed[event.choice]["content"], streamed[event.choice]["tools"])
+        )  # fmt: skip
+        assert (recorded["message"]["content"] or "", tools_of(recorded["message"])) == wanted
+    assert joined(chunks) == streamed
+    for choice in said["choices"]:
+        got = reply.choices[choice["index"]]
+        assert got.message.content == choice["message"]["content"]
+        assert tools_of(got.message.model_dump()) == tools_of(choice["message"])
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == said["usage"]["completion_tokens"]
+    for event in events:
+        (recorded,) = json.loads(event.response)["choices"]
+        free = event.finish_reason == "stop" and not recorded["message"].get("tool_calls")
+        forced = case in ALWAYS_FORCED or (case == "a tool that may be called" and not free)
+        assert unpack_mask(event.forced).tolist() == [1] * (len(event.sampled_ids) // 4) * forced
+
+
+async def test_a_strict_tool_that_is_left_alone_forces_nothing(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+) -> None:
+    """The proof: vLLM samples the same, with the same logprobs, as where there is no tool at all."""
+    body = {**ASK, "max_tokens": 40, "seed": 3}
+    without = ask(vllm_server, body)
+    assert without["choices"][0]["finish_reason"] == "stop"
+    client = gateway.agent(gateway.open(id="free"))
+    client.chat.completions.create(**body, tools=[TOOL])
+    list(client.chat.completions.create(**body, tools=[TOOL], stream=True))
+    client.chat.completions.create(**{**body, "max_tokens": 1, "stop": ["zz"]}, tools=[TOOL])
+    async with Broker.connect(nats_config) as broker:
+        plain, streamed, cut = await exchanges(broker, "free")
+    for event in (plain, streamed):
+        check_tokens(event, without)
+        assert event.forced == b""
+    assert cut.finish_reason == "length"
+    assert unpack_mask(cut.forced).tolist() == [1]
+
+
+async def test_a_token_inside_a_character_is_recorded(
+    gateway: GatewayProcess, nats_config: NatsConfig
+) -> None:
+    """The replacement character in the text stands for several tokens in the log."""
+    client = gateway.agent(gateway.open(id="utf8"))
+    bias: Any = {**ASK, "logit_bias": {"195": 100}, "max_tokens": 3}
+    reply = client.chat.completions.create(**bias)
+    async with Broker.connect(nats_config) as broker:
+        (event,) = await exchanges(broker, "utf8")
+    assert unpack_ids(event.sampled_ids).tolist() == [195] * 3
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 3
+
+
+async def test_side_calls_are_kept_and_marked(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+    opened = gateway.open(id="side")
+    client = gateway.agent(opened)
+    client.chat.completions.create(**ASK, extra_headers={"x-journeyman-side-call": "1"})
+    client.chat.completions.create(**ASK)
+    async with Broker.connect(nats_config) as broker:
+        assert [e.side_call for e in await exchanges(broker, "side")] == [True, False]
+
+
+async def test_completions_record_what_was_sampled(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+) -> None:
+    body: Any = {"prompt": ["a1=x", "b2=o c3"], "n": 2, "max_tokens": 6, "seed": 3, "temperature": 1.0}
+    said = httpx.post(
+        f"{vllm_server.url}/v1/completions",
+        json={**body, "model": "tictactoe@0", "logprobs": 0, "return_token_ids": True}, timeout=60,
+    ).json()  # fmt: skip
+    client = gateway.agent(gateway.open(id="raw"))
+    reply = client.completions.create(model="tictactoe", **body)
+    assert [c.text for c in reply.choices] == [c["text"] for c in said["choices"]]
+    assert "token_ids" not in reply.model_dump_json()
+    assert all(c.logprobs is None for c in reply.choices)
+    text: dict[int, str] = {}
+    for chunk in client.completions.create(model="tictactoe", stream=True, **body):
+        assert "token_ids" not in chunk.model_dump_json()
+        for choice in chunk.choices:
+            text[choice.index] = text.get(choice.index, "") + choice.text
+    assert [text[i] for i in range(4)] == [c["text"] for c in said["choices"]]
+    with_logprobs = client.completions.create(model="tictactoe", logprobs=2, **body)
+    assert all(c.logprobs and c.logprobs.token_logprobs for c in with_logprobs.choices)
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "raw")
+    assert [(e.seq, e.choice) for e in events] == [(s, c) for s in range(3) for c in range(4)]
+    for event in events:
+        choice = said["choices"][event.choice]
+        assert event.endpoint == "/v1/completions"
+        assert unpack_ids(event.sampled_ids).tolist() == choice["token_ids"]
+        assert unpack_ids(event.prompt_ids).tolist() == choice["prompt_token_ids"]
+        wanted = choice["logprobs"]["token_logprobs"]
+        assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(wanted, abs=1e-3)
+        assert json.loads(event.response)["choices"][0]["text"] == choice["text"]
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tictactoe", prompt="x" * 3000)
+
+
+ECHOES: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": ["a1=x", "b2=o c3"], "n": 2},
+    "a text": {"prompt": "a1=x"},
+    "tokens": {"prompt": [[64, 65, 66], [97]]},
+    "nothing sampled": {"prompt": [[64, 65], [97]], "max_tokens": 0},
+    "with logprobs": {"prompt": "a1=x", "logprobs": 1},
+    "with logprobs and nothing sampled": {"prompt": "a1=x", "logprobs": 1, "max_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("case", ECHOES)
+async def test_echo_repeats_the_prompt_and_records_only_what_was_sampled(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, case: str
+) -> None:
+    body: Any = {"max_tokens": 4, "seed": 3, "temperature": 1.0, "echo": True, **ECHOES[case]}
+
+    def straight(**more: Any) -> Any:
+        sent = {**body, "model": "tictactoe@0", **more}
+        reply = httpx.post(f"{vllm_server.url}/v1/completions", json=sent, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"]
+
+    wanted = straight()
+    most = body["max_tokens"] or 1
+    sampled = straight(echo=False, logprobs=0, return_token_ids=True, max_tokens=most)
+    client = gateway.agent(gateway.open(id="echo"))
+    reply = client.completions.create(model="tictactoe", **body)
+    assert [c.text for c in reply.choices] == [c["text"] for c in wanted]
+    assert "token_ids" not in reply.model_dump_json()
+    if "logprobs" in body:
+        assert [c.logprobs and c.logprobs.tokens for c in reply.choices] == [
+            c["logprobs"]["tokens"] for c in wanted
+        ]
+    else:
+        assert all(c.logprobs is None and not c.model_dump().get("prompt_logprobs") for c in reply.choices)
+    text: dict[int, str] = {}
+    for chunk in client.completions.create(model="tictactoe", stream=True, **body):
+        for choice in chunk.choices:
+            text[choice.index] = text.get(choice.index, "") + choice.text
+    assert [text[i] for i in range(len(wanted))] == [c["text"] for c in wanted]
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "echo")
+    assert [(e.seq, e.choice) for e in events] == [(s, c) for s in range(2) for c in range(len(wanted))]
+    for event in events:
+        choice = sampled[event.choice]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert unpack_ids(event.prompt_ids).tolist() == choice["prompt_token_ids"]
+        assert unpack_ids(event.sampled_ids).tolist() == (ids if body["max_tokens"] else [])
+        assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(
+            logprobs if body["max_tokens"] else [], abs=1e-3
+        )
+        assert json.loads(event.response)["choices"][0]["text"] == wanted[event.choice]["text"]

@@ -1,0 +1,212 @@
+"""Whose call it is: keys and roles, headers and body, inference; and how many groups may be ahead."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import CheckpointPublished, GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from tests.conftest import NatsServer
+from tests.rollout_gateway.access.test_api_keys import key_config
+from tests.rollout_gateway.capture.test_chat import ASK, exchanges
+from tests.rollout_gateway.conftest import PROJECT, StartGateway
+
+pytestmark = [pytest.mark.anyio]
+
+
+@pytest.mark.vllm
+async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_gateway(keys=(key_config("agent-key"), key_config("boss-key", role="operator")))
+
+    def post(path: str, key: str, body: Any) -> int:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.post(f"{gateway.url}{path}", json=body, headers=headers, timeout=60).status_code
+
+    opening = {"model": "tictactoe", "id": "mine"}
+    assert [post("/v1/trajectories", k, opening) for k in ("", "wrong", "agent-key")] == [401, 401, 201]
+    follow = "/v1/policies/tictactoe/follow"
+    assert [post(follow, k, {}) for k in ("", "agent-key", "boss-key")] == [401, 403, 200]
+    opened = httpx.post(
+        f"{gateway.url}/v1/trajectories", json=opening, headers={"authorization": "Bearer agent-key"}
+    ).json()
+    with pytest.raises(openai.AuthenticationError):
+        gateway.client().chat.completions.create(**ASK)
+    with pytest.raises(openai.AuthenticationError):
+        gateway.client(base_url=opened["base_url"]).chat.completions.create(**ASK)
+    gateway.agent(opened).chat.completions.create(**ASK)
+    gateway.client(api_key="agent-key").chat.completions.create(**ASK)
+    complete = "/v1/trajectories/mine/complete"
+    keys = ("", opened["api_key"][:-1] + "x", opened["api_key"], "agent-key")
+    assert [post(complete, k, {}) for k in keys] == [401, 401, 403, 200]
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    assert httpx.get(f"{gateway.url}/metrics").status_code == 401
+    assert "agent-key" not in gateway.log.replace('"agent-key"', "")
+    assert opened["api_key"] not in gateway.log
+    async with Broker.connect(nats_config) as broker:
+        recorded = [r.event for r in await broker.history("ROLLOUTS", "rollout.>")]
+        assert not any(opened["api_key"].encode() in repr(event).encode() for event in recorded)
+
+
+@pytest.mark.vllm
+async def test_a_call_may_name_and_open_its_trajectory(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway()
+    headers = {
+        "x-journeyman-trajectory": "h1", "x-journeyman-group": "g", "x-journeyman-attempt": "2"
+    }  # fmt: skip
+    client = gateway.client(default_headers=headers)
+    client.chat.completions.create(**ASK)
+    client.chat.completions.create(**ASK)
+    gateway.client().chat.completions.create(
+        **ASK, metadata={"journeyman_trajectory": "b1", "journeyman_group": "g"}
+    )
+    with pytest.raises(openai.NotFoundError):
+        gateway.client().chat.completions.create(**ASK, metadata={"journeyman_trajectory": "b2"})
+    async with Broker.connect(nats_config) as broker:
+        assert [e.seq for e in await exchanges(broker, "h1")] == [0, 1]
+        assert [e.group for e in await exchanges(broker, "b1")] == ["g"]
+    assert httpx.get(f"{gateway.url}/v1/trajectories/h1").json()["attempt"] == 2
+
+
+@pytest.mark.vllm
+async def test_an_unmodified_fleet_is_sorted_into_runs(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    """Agents change nothing but the URL: runs and groups are inferred, and end when they go silent."""
+    gateway = start_gateway(infer=True, infer_idle_s=5.0)
+    turns, tasks = 3, ("a1=x", "b2=o")
+
+    async def play(client: openai.AsyncOpenAI, task: str, stream: bool) -> None:
+        messages: list[Any] = [{"role": "system", "content": "play"}, {"role": "user", "content": task}]
+        for turn in range(turns):
+            body: Any = {**ASK, "messages": messages}
+            if stream:
+                text = ""
+                async for chunk in await client.chat.completions.create(**body, stream=True):
+                    text += "".join(c.delta.content or "" for c in chunk.choices)
+                messages.append({"role": "assistant", "content": text})
+            else:
+                reply = await client.chat.completions.create(**body)
+                messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": f"turn {turn}"})
+
+    async with (
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
+        anyio.create_task_group() as tg,
+    ):
+        for number in range(6):
+            tg.start_soon(play, client, tasks[number % 2], number % 3 == 0)
+    async with Broker.connect(nats_config) as broker:
+        with anyio.fail_after(120):
+            while len(done := await broker.history("ROLLOUTS", "rollout.completed.>")) < 6:
+                await anyio.sleep(0.1)  # until the runs have been silent for long enough
+        events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
+        assert [e.exchanges for e in events] == [turns] * 6
+        assert all(e.inferred and e.reward is None for e in events)
+        groups = [e.group for e in events]
+        assert sorted(groups.count(g) for g in set(groups)) == [3, 3]
+        for event in events:
+            assert [e.seq for e in await exchanges(broker, event.trajectory)] == [0, 1, 2]
+
+
+@pytest.mark.vllm
+async def test_inferred_runs_outlive_the_gateway(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    """One run goes on across the gateway's death, another is abandoned and ends as the settings say."""
+    gateway = start_gateway(infer=True, infer_idle_s=2.0, infer_outcome="masked", request_timeout_s=3.0)
+    gateway.open(id="i-own")  # an agent's own, and so none to take over
+    client = gateway.client()
+    first: list[Any] = [{"role": "user", "content": "a1=x"}]
+    reply = client.chat.completions.create(**{**ASK, "messages": first})
+    text = client.responses.create(model="tictactoe", input="b2=o", max_output_tokens=4).output_text
+    gateway.kill()
+    gateway.start()
+    said = reply.choices[0].message.model_dump(exclude_none=True)
+    second = [*first, said, {"role": "user", "content": "b1=o"}]
+    client.chat.completions.create(**{**ASK, "messages": second})
+    async with Broker.connect(nats_config) as broker:
+        with anyio.fail_after(30):
+            while len(done := await broker.history("ROLLOUTS", "rollout.completed.>")) < 2:
+                await anyio.sleep(0.1)  # until both have been silent for long enough
+        events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
+        assert [e.exchanges for e in events] == [2, 1]  # the abandoned one is given longer
+        assert [(e.outcome, e.inferred) for e in events] == [("masked", True)] * 2
+        (alone,) = await exchanges(broker, events[1].trajectory)
+        assert json.loads(alone.response)["choices"][0]["message"]["content"] == text
+    assert httpx.get(f"{gateway.url}/v1/trajectories/i-own").json()["status"] == "open"
+
+
+@pytest.mark.vllm
+async def test_groups_beyond_the_bound_are_told_to_wait(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway(max_groups_ahead=2)
+    for group in ("g1", "g2", "g1"):
+        gateway.open(group=group)
+    asked = time.monotonic()
+    refused = httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "group": "g3"})
+    told = time.monotonic()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "groups_ahead")
+    assert refused.headers["retry-after"] == "1"
+    gateway.open(group="g3", split="val")
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(
+            CheckpointPublished(
+                project=PROJECT, model="tictactoe", step=1, version="tictactoe@1", parent="tictactoe@0", batch_id="b",
+                groups=("g1",), config_hash="", adapter="none", adapter_sha256="0", adapter_bytes=0,
+            )
+        )  # fmt: skip
+    with anyio.fail_after(20):
+        async with httpx.AsyncClient() as client:
+            while True:
+                again_asked = time.monotonic()
+                again = await client.post(
+                    f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "group": "g3"}
+                )
+                if again.status_code == 201:
+                    break
+                await anyio.sleep(0.1)  # as an agent that was told to wait
+    let_in = time.monotonic()
+    async with Broker.connect(nats_config) as broker:
+        found = await broker.last("ROLLOUTS", "rollout.opened.>")
+    assert found is not None
+    assert isinstance(found.event, TrajectoryOpened)
+    assert found.event.trajectory == again.json()["id"]
+    # How long the group waited, from the refusal to the opening, can be asked for.
+    assert again_asked - told <= found.event.paced_s <= let_in - asked
+
+
+@pytest.mark.vllm
+async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
+    start_gateway: StartGateway, nats_server: NatsServer, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway(max_groups_ahead=1)
+    gateway.open(group="g1")
+    nats_server.kill()
+    await anyio.to_thread.run_sync(nats_server.start)
+    async with Broker.connect(nats_config) as broker:  # before the gateway has come back, or after
+        await broker.publish(
+            GroupDiscarded(
+                project=PROJECT,
+                group="g1",
+                model="tictactoe",
+                trajectories=(),
+                reason="too_small",
+                by="judge",
+            )
+        )
+    with anyio.fail_after(30):
+        async with httpx.AsyncClient(timeout=30) as client:
+            body = {"model": "tictactoe", "group": "g2"}
+            while (await client.post(f"{gateway.url}/v1/trajectories", json=body)).status_code != 201:
+                await anyio.sleep(0.1)  # as an agent that was told to wait

@@ -1,0 +1,129 @@
+"""Reading runs: a bounded piece at a time, with turns for everyone else, and only what is the run's own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, TrajectoryOpened
+from pipeline.log.broker import Broker
+from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.capture.trajectories import Completion, Registry
+
+pytestmark = pytest.mark.anyio
+
+KEYS = Keys(b"0" * 32, "test")
+CALLS, CALL_BYTES = 24, 900_000
+"""A run of 21 MB: more than two pages."""
+
+
+class Watched(Broker):
+    """A broker that tells how much each direct get brought."""
+
+    gets: list[int]
+
+    async def direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
+        page, more = await super().direct_get(stream, request)
+        self.gets.append(sum(len(message.data) for message in page))
+        return page, more
+
+
+def watched(broker: Broker) -> Watched:
+    broker.__class__ = Watched
+    out = cast(Watched, broker)
+    out.gets = []
+    return out
+
+
+async def record_run(broker: Broker, name: str) -> None:
+    opened = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", owner="alice")
+    registry = Registry(broker, "test", KEYS)
+    found = await registry.open(opened, "")
+    body = msgspec.json.encode("x" * CALL_BYTES)
+
+    def exchange(seq: int) -> list[ExchangeRecorded]:
+        return [
+            ExchangeRecorded(
+                project="test", trajectory=name, seq=seq, model="m", policy_version="m@0", step=0, request=body,
+                response=b'{"id": "r%d"}' % seq, prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"h{seq}",
+            )
+        ]  # fmt: skip
+
+    for _ in range(CALLS):
+        await registry.record(found, exchange, "")
+
+
+async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as plain:
+        await record_run(plain, "long")
+    async with Broker.connect(nats_config) as plain:
+        broker = watched(plain)
+        registry = Registry(broker, "test", KEYS)
+        opened, completed, exchanges = await registry.describe("long")
+        assert (opened.owner, completed, exchanges) == ("alice", None, CALLS)
+        assert sum(broker.gets) < 10_000  # two events, and no exchange
+        assert (await registry.describe("long"))[2] == CALLS
+
+        broker.gets.clear()
+        turns, done = 0, False
+
+        async def others() -> None:
+            nonlocal turns
+            while not done:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.ensure_future(others())
+        found = await registry.find("long")
+        done = True
+        await beside
+        assert (found.exchanges, found.next_seq) == (CALLS, CALLS)
+        assert max(broker.gets) < 11 * CALL_BYTES < sum(broker.gets)
+        assert turns > CALLS / 2  # the reader gives way while it decodes, at least after every second event
+
+        broker.gets.clear()
+        reply = await registry.exchange_of(found, "r0")
+        assert reply is not None
+        assert max(broker.gets) < 11 * CALL_BYTES
+        # Completed again with the same results (a client's retry), or called again: its calls are not read either.
+        await registry.complete("long", Completion(reward=1.0))
+        broker.gets.clear()
+        await registry.complete("long", Completion(reward=1.0))
+        with pytest.raises(Exception, match="is completed"):
+            await registry.find("long")
+        assert sum(broker.gets) < 10_000
+
+
+async def test_a_number_that_stands_for_another_runs_call_answers_nothing(nats_config: NatsConfig) -> None:
+    """After a power cut the log counts again: what this replica remembers of a run may be another run's by then."""
+    async with Broker.connect(nats_config) as broker:
+        await record_run(broker, "mine")
+        await record_run(broker, "other")
+        registry = Registry(broker, "test", KEYS)
+        mine, other = await registry.find("mine"), await registry.find("other")
+        request_hash = next(iter(other.recent))
+        theirs = list(other.recent[request_hash])
+        assert await registry.recorded_call(other, request_hash)
+        mine.recent.clear()
+        mine.recent[request_hash] = theirs
+        assert await registry.recorded_call(mine, request_hash) == []
+        assert await registry.last_answer(mine) is None
+        reply = await registry.exchange_of(mine, "r0")
+        assert reply is None or reply.trajectory == "mine"
+        mine.recent[request_hash] = [10_000]
+        assert await registry.recorded_call(mine, request_hash) == []
+
+
+async def test_a_reply_that_the_log_lost_is_no_reply(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.open(
+            TrajectoryOpened(project="test", trajectory="t", model="m", group="g"), ""
+        )
+        found.recent["h"] = [10_000]
+        assert await registry.exchange_of(found, "r0") is None

@@ -1,0 +1,259 @@
+"""Runs as a replica knows them: lists that give turns to everyone else, and calls recorded through power cuts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+
+from pipeline.config import GatewayConfig, NatsConfig
+from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, encode
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.publisher import Ack
+from pipeline.names import new_id
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.api.control import Control
+from rollout_gateway.capture.runs import Trajectory
+from rollout_gateway.capture.trajectories import NOT_RECORDED, Completion, Registry
+from rollout_gateway.http.errors import ApiError
+from tests.conftest import NatsServer
+from tests.trainer.checkpoints.test_power_cut import Power
+
+pytestmark = pytest.mark.anyio
+
+KEYS = Keys(b"0" * 32, "test")
+
+
+async def test_a_list_is_paged_filtered_and_gives_way() -> None:
+    registry = Registry(cast(Any, None), "test", KEYS, keep=10_000)
+    for number in range(3000):
+        event = TrajectoryOpened(
+            project="test", trajectory=f"t{number}", model="m", group=f"g{number % 2}", at=number,
+            owner="bob" if number % 3 else "alice", metadata=b'{"k": "%b"}' % (b"x" * (400_000 if number > 2995 else 1)),
+        )  # fmt: skip
+        registry._remember(Trajectory(event, ""))
+    nothing = cast(Any, None)
+    control = Control("test", GatewayConfig(), nothing, nothing, registry, nothing, nothing, nothing)
+    turns, done = 0, False
+
+    async def others() -> None:
+        nonlocal turns
+        while not done:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.ensure_future(others())
+    first = await control.list({"limit": "2"})
+    done = True
+    await beside
+    assert turns >= 3
+    assert ([t["id"] for t in first["data"]], first["has_more"]) == (["t2999", "t2998"], True)
+    large = await control.list({})
+    assert ([t["id"] for t in large["data"]], large["has_more"]) == (["t2999", "t2998", "t2997"], True)
+
+    alice, seen, query = Access("alice"), [], {"group": "g1", "limit": "300"}
+    while True:
+        page = await control.list(query, alice)
+        seen += [t["id"] for t in page["data"]]
+        if not page["has_more"]:
+            break
+        query["after"] = seen[-1]
+    assert seen == [f"t{n}" for n in reversed(range(3000)) if n % 2 and not n % 3]
+    for query in ({"after": "none"}, {"after": "t1"}, {"limit": "٣"}, {"limit": "9" * 5000}):  # t1 is bob's
+        with pytest.raises(Exception, match=r"after|limit"):
+            await control.list(query, alice)
+
+
+def test_a_trajectory_key_is_known_by_its_signature() -> None:
+    for name in ("t", "a/b", "ä.%", "x" * 200, new_id("t")):
+        key = KEYS.make(name)
+        assert KEYS.trajectory(key) == name
+        prefix, _, mac = key.rpartition(".")
+        for other in (
+            prefix, f"{prefix}.", f"{prefix}.{mac[:-1]}", f"{prefix}.{mac}A", f"{prefix}=.{mac}", key.upper(), f"{prefix}.{mac[::-1]}",
+            Keys(b"1" * 32, "test").make(name), Keys(b"0" * 32, "other").make(name),
+        ):  # fmt: skip
+            assert KEYS.trajectory(other) is None, other
+    for other in ("", "jmt-", "jmt-.", "jmt-!!.x", "jmt-" + "A" * 5, "none", "jmt-\xff.ü"):
+        assert KEYS.trajectory(other) is None
+
+
+def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeRecorded]]:
+    """One call, for `Registry.record`."""
+
+    def make(seq: int) -> list[ExchangeRecorded]:
+        return [
+            ExchangeRecorded(
+                project="test", trajectory=name, seq=seq, choice=choice, model="m", policy_version="m@0", step=0, request=b"{}",
+                response=b"{}", prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"{by}{seq}", replica=by,
+            )
+            for choice in range(choices)
+        ]  # fmt: skip
+
+    return make
+
+
+async def on_the_log(broker: Broker, name: str = "t") -> list[tuple[int, int, str]]:
+    events = [r.event for r in await broker.history("ROLLOUTS", f"rollout.exchange.test.{name}")]
+    return [(e.seq, e.choice, e.replica) for e in events if isinstance(e, ExchangeRecorded)]
+
+
+OPENED = TrajectoryOpened(project="test", trajectory="t", model="m", group="g", at=1)
+
+
+@pytest.mark.parametrize(("others", "choices"), [(0, 1), (1, 2), (3, 2), (5, 2), (5, 1)])
+async def test_a_run_goes_on_after_the_log_lost_its_last_calls(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path, others: int, choices: int
+) -> None:
+    """This replica lives through the power cut; another one may have gone on with the run before it asks again."""
+    power = Power(nats_server, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.open(OPENED, "")
+        await registry.record(found, made("t", "kept"), "")
+    await power.synced()
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.find("t")
+        for _ in range(3):
+            await registry.record(found, made("t", "lost", 2), "")
+        assert (found.exchanges, found.next_seq) == (7, 4)
+        await power.cut()
+        async with Broker.connect(nats_config) as beside:
+            other = Registry(beside, "test", KEYS)
+            for _ in range(others):
+                await other.record(await other.find("t"), made("t", "other", choices), "")
+        with anyio.fail_after(30):
+            while not broker.client.stats["reconnects"]:
+                await anyio.sleep(0.01)
+            assert await registry.record(found, made("t", "new", 2), "") == others + 1
+        expected = [(0, 0, "kept")]
+        expected += [(1 + i, choice, "other") for i in range(others) for choice in range(choices)]
+        expected += [(1 + others, choice, "new") for choice in range(2)]
+        assert await on_the_log(broker) == expected
+        ended = await registry.complete("t", Completion(reward=1.0))
+        # Calls that were answered are not on the log: the run never becomes a reward.
+        assert (ended.exchanges, ended.outcome) == (len(expected), "no_result")
+        assert ended.metrics == {NOT_RECORDED: float(max(6 - others * choices, 1))}
+
+
+async def test_a_call_that_is_recorded_while_the_power_is_cut(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """It was given its number before the loss can be known: it is recorded once, behind a gap."""
+    power = Power(nats_server, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        await Registry(broker, "test", KEYS).open(OPENED, "")
+    await power.synced()
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.find("t")
+        for _ in range(2):
+            await registry.record(found, made("t", "lost"), "")
+        publish = broker.publish
+
+        async def cut_first(event: Event, *args: Any, **options: Any) -> Ack:
+            broker.publish = publish  # type: ignore[method-assign]
+            await power.cut()
+            return await publish(event, *args, **options)
+
+        broker.publish = cut_first  # type: ignore[method-assign]
+        with anyio.fail_after(30):
+            assert await registry.record(found, made("t", "new"), "") == 2
+            assert await registry.record(found, made("t", "new"), "") == 3
+        assert await on_the_log(broker) == [(2, 0, "new"), (3, 0, "new")]
+        ended = await registry.complete("t", Completion(reward=1.0))
+        assert (ended.exchanges, ended.outcome) == (2, "no_result")
+
+
+async def test_a_power_cut_between_two_choices_of_a_call(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """The first choice is lost, and another replica takes the number before the second one is written."""
+    power = Power(nats_server, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        await Registry(broker, "test", KEYS).open(OPENED, "")
+    await power.synced()
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.find("t")
+        publish, calls = broker.publish, 0
+
+        async def cut_before_second(event: Event, *args: Any, **options: Any) -> Ack:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                await power.cut()
+                async with Broker.connect(nats_config) as beside:
+                    other = Registry(beside, "test", KEYS)
+                    await other.record(await other.find("t"), made("t", "other", 2), "")
+            return await publish(event, *args, **options)
+
+        broker.publish = cut_before_second  # type: ignore[method-assign]
+        with anyio.fail_after(30):
+            assert await registry.record(found, made("t", "new", 2), "") == 1
+        assert await on_the_log(broker) == [(0, 0, "other"), (0, 1, "other"), (1, 0, "new"), (1, 1, "new")]
+
+
+async def test_a_run_whose_opening_was_lost_is_opened_again(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    power = Power(nats_server, tmp_path)
+    async with Broker.connect(nats_config):
+        pass
+    await power.synced()
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        names = ("silent", "called", "taken")
+        runs = [await registry.open(msgspec.structs.replace(OPENED, trajectory=name), "") for name in names]
+        await registry.record(runs[1], made("called", "lost"), "")
+        await power.cut()
+        async with Broker.connect(nats_config) as beside:
+            theirs = msgspec.structs.replace(OPENED, trajectory="taken", group="another")
+            await Registry(beside, "test", KEYS).open(theirs, "")
+        for run in runs[:2]:
+            assert await registry.record(run, made(run.id, "new"), "") == 0
+            assert await on_the_log(broker, run.id) == [(0, 0, "new")]
+            found = await Registry(broker, "test", KEYS).find(run.id)
+            assert found.opened == run.opened
+        with pytest.raises(ApiError, match="opened before, and differently"):
+            await registry.record(runs[2], made("taken", "new"), "")
+        assert await on_the_log(broker, "taken") == []
+        assert (await registry.complete("silent", Completion())).outcome == "scored"
+        assert (await registry.complete("called", Completion())).outcome == "no_result"
+
+
+async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
+    nats_server: NatsServer, nats_config: NatsConfig
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.open(OPENED, "")
+        await registry.record(found, made("t", "a", 2), "")
+        silent = await registry.open(msgspec.structs.replace(OPENED, trajectory="silent"), "")
+        await broker.js.publish("rollout.exchange.test.t", b"\xc1")
+        assert not await registry.refresh(found)
+        nats_server.kill()
+        await anyio.to_thread.run_sync(nats_server.start)
+        assert await registry.record(found, made("t", "a"), "") == 1
+        assert await registry.record(silent, made("silent", "a"), "") == 0
+        assert (found.rebuilt, silent.rebuilt) == (0, 0)
+        assert (await registry.complete("t", Completion())).outcome == "scored"
+
+
+async def test_a_call_whose_message_id_is_taken_elsewhere_is_refused(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", KEYS)
+        found = await registry.open(OPENED, "")
+        await broker.js.publish(
+            "rollout.exchange.test.x", encode(made("x", "x")(0)[0]), headers={"Nats-Msg-Id": "test/t/0.0"}
+        )
+        with anyio.fail_after(30), pytest.raises(BrokerError, match="belongs to message 2 of ROLLOUTS"):
+            await registry.record(found, made("t", "a"), "")

@@ -1,0 +1,356 @@
+"""What clients ask for beside completions, and how their tools, bodies and errors come through."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from rollout_gateway.capture import detection as inference
+from rollout_gateway.dialects.responses import ResponsesTranslation
+from rollout_gateway.dialects.responses_input import Tools
+from rollout_gateway.dialects.translate import TranslatedStream
+from rollout_gateway.http.coding import decoded
+from rollout_gateway.http.errors import ApiError
+from tests.conftest import VllmServer
+from tests.rollout_gateway.capture.test_chat import ASK, exchanges
+from tests.rollout_gateway.conftest import GatewayProcess
+from tests.rollout_gateway.dialects.test_translate import NO_SPACE, RESPONSE_TOOL, SCHEMA, claude
+
+pytestmark = pytest.mark.anyio
+
+CODEX: Any = [
+    {"type": "function", "name": "exec", "parameters": {"type": "object"}, "strict": False},
+    {"type": "namespace", "name": "mcp__games", "description": "Games.",
+     "tools": [{"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}]},
+    {"type": "custom", "name": "apply_patch", "description": "Patch.", "format": {"type": "text"}},
+    {"type": "web_search", "external_web_access": True},
+    {"type": "local_shell"},
+]  # fmt: skip
+
+
+# -- what vLLM answers too ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+async def test_where_vllm_answers_the_gateway_does(gateway: GatewayProcess, vllm_server: VllmServer) -> None:
+    opened = gateway.open(id="aside")
+    messages = [{"role": "user", "content": "a1=x"}]
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        for path, body in (
+            ("/tokenize", {"messages": messages, "return_token_strs": True}),
+            ("/tokenize", {"prompt": "b2=o c3"}),
+            ("/detokenize", {"tokens": [64, 65]}),
+        ):
+            wanted = httpx.post(f"{vllm_server.url}{path}", json={"model": "tictactoe@0", **body}).json()
+            for prefix in ("", "/t/aside"):
+                for model in ("tictactoe", "tictactoe@0"):
+                    reply = client.post(prefix + path, json={"model": model, **body})
+                    assert (reply.status_code, reply.json()) == (200, wanted)
+            assert client.post(path, json=body).json() == wanted
+        assert client.post("/tokenize", json={"model": "nope", "prompt": "x"}).status_code == 404
+        assert client.get("/version").json() == httpx.get(f"{vllm_server.url}/version").json()
+        assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+        for url in (
+            f"{gateway.url}/v1/messages/count_tokens",
+            f"{gateway.url}/t/aside/v1/messages/count_tokens",
+        ):
+            reply = httpx.post(url, json={"model": "tictactoe", "messages": messages}, timeout=60)
+            assert reply.json() == {"input_tokens": 4}
+    ask: Any = {"model": "tictactoe", "system": "Play.", "messages": messages}
+    counted = claude(gateway, opened).messages.count_tokens(**ask).input_tokens
+    assert claude(gateway, opened).messages.create(**ask, max_tokens=1).usage.input_tokens == counted
+
+
+@pytest.mark.vllm
+async def test_a_response_can_be_fetched_while_it_says_so(gateway: GatewayProcess) -> None:
+    client = gateway.agent(gateway.open(id="kept"), max_retries=0)
+    tool: Any = {"tools": [RESPONSE_TOOL], "tool_choice": {"type": "function", "name": "move"}}
+    first = client.responses.create(
+        model="tictactoe",
+        input="a1=.",
+        instructions="Play.",
+        max_output_tokens=150,
+        extra_body=NO_SPACE,
+        **tool,
+    )
+    assert first.model_extra is not None
+    assert first.model_dump()["store"] is True
+    again = client.responses.retrieve(first.id)
+    same = (
+        "id",
+        "created_at",
+        "model",
+        "status",
+        "output",
+        "instructions",
+        "usage",
+        "max_output_tokens",
+        "store",
+    )
+    assert {k: again.model_dump()[k] for k in same} == {k: first.model_dump()[k] for k in same}
+    events = client.responses.create(model="tictactoe", input="b1=x", max_output_tokens=4, stream=True)
+    second = next(e.response for e in events if e.type in ("response.completed", "response.incomplete"))
+    assert client.responses.retrieve(second.id).model_dump()["output"] == second.model_dump()["output"]
+    assert client.responses.create(model="tictactoe", input="x", max_output_tokens=1, store=False).model_dump()["store"] is False  # fmt: skip
+    nobody = gateway.client(max_retries=0)
+    alone = nobody.responses.create(model="tictactoe", input="x", max_output_tokens=1)
+    assert alone.model_dump()["store"] is False
+    stranger = gateway.agent(gateway.open(id="stranger"), max_retries=0)
+    for other, name in ((nobody, alone.id), (nobody, first.id), (stranger, first.id), (client, "resp_x")):
+        with pytest.raises(openai.NotFoundError) as refused:
+            other.responses.retrieve(name)
+        assert refused.value.code == "response_not_found"
+    # Under the same rules once the run is over, and where another gateway process is asked.
+    for _ in range(2):
+        gateway.complete("kept", reward=1.0)
+        assert {k: client.responses.retrieve(first.id).model_dump()[k] for k in same} == {
+            k: first.model_dump()[k] for k in same
+        }
+        for other in (nobody, stranger):
+            with pytest.raises(openai.NotFoundError):
+                other.responses.retrieve(first.id)
+        with pytest.raises(openai.ConflictError):
+            client.responses.create(model="tictactoe", input="x")
+        gateway.kill()
+        gateway.start()
+
+
+@pytest.mark.vllm
+async def test_errors_of_messages_are_anthropics_whatever_the_prefix(gateway: GatewayProcess) -> None:
+    gateway.open(id="a")
+    ask = {"model": "tictactoe", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        for prefix in ("", "/t/a", "/t/unheard-of", "/t/" + "x" * 600):
+            path = f"{prefix}/v1/messages"
+            replies = [
+                client.post(path, json={**ask, "model": "nope"}),
+                client.post(path, json={**ask, "max_tokens": 100_000}),
+                client.post(path, content=b"{not json"),
+                client.post(path, json={**ask, "messages": 3}),
+                client.get(path),
+                client.post(f"{path}/count_tokens", content=b"{not json"),
+                client.post(f"{path}/nothing", json=ask),
+            ]
+            for reply in replies:
+                body = reply.json()
+                assert reply.status_code >= 400
+                assert body["type"] == "error"
+                assert set(body["error"]) == {"type", "message"}
+                wanted = {400: "invalid_request_error", 404: "not_found_error"}
+                assert body["error"]["type"] == wanted.get(reply.status_code, "api_error")
+
+
+@pytest.mark.vllm
+async def test_compressed_bodies_are_taken(gateway: GatewayProcess) -> None:
+    body = json.dumps(ASK).encode()
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+
+        def post(data: bytes, coding: str) -> httpx.Response:
+            return client.post("/v1/chat/completions", content=data, headers={"content-encoding": coding})
+
+        assert post(gzip.compress(body), "gzip").json()["choices"]
+        assert post(zlib.compress(body), "deflate").json()["choices"]
+        assert post(zlib.compress(body)[2:-4], "deflate").json()["choices"]
+        refused = post(body, "br")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_encoding")
+        refused = post(body, "gzip")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_encoding")
+
+
+async def test_a_small_body_that_unpacks_to_a_large_one_is_refused() -> None:
+    bomb = gzip.compress(b"\0" * 10_000_000)
+    assert len(await decoded(bomb, b"gzip", 10_000_000)) == 10_000_000
+    with pytest.raises(ApiError, match="larger"):
+        await decoded(bomb, b"gzip", 9_999_999)
+
+
+@pytest.mark.vllm
+async def test_top_logprobs_need_logprobs(gateway: GatewayProcess) -> None:
+    for client in (gateway.client(max_retries=0), gateway.agent(gateway.open(), max_retries=0)):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**ASK, top_logprobs=2)
+        assert refused.value.param == "top_logprobs"
+        assert client.chat.completions.create(**ASK, top_logprobs=2, logprobs=True).choices[0].logprobs
+
+
+# -- tools of /v1/responses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_of_namespaces_are_called_by_their_own_names(
+    gateway: GatewayProcess, nats_config: NatsConfig, stream: bool
+) -> None:
+    opened = gateway.open(id="codex")
+    history: list[Any] = [{"role": "user", "content": "a1=."}]
+    body = {
+        "model": "tictactoe", "tools": CODEX, "max_output_tokens": 150, "stream": stream, **NO_SPACE,
+        "tool_choice": {"type": "function", "name": "move"},
+    }  # fmt: skip
+    for _ in range(2):
+        reply = httpx.post(f"{opened['base_url']}/responses", json={**body, "input": history}, timeout=60)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["x-journeyman-left-out"] == "web_search, local_shell"
+        final = reply.json() if not stream else _last(reply)["response"]
+        (call,) = final["output"]
+        assert (call["type"], call["namespace"], call["name"]) == ("function_call", "mcp__games", "move")
+        assert json.loads(call["arguments"])["cell"] in ("a1", "b2")
+        assert final["tools"][1]["tools"][0]["name"] == "move"
+        again = httpx.get(f"{opened['base_url']}/responses/{final['id']}", timeout=60).json()
+        assert again["output"] == final["output"]
+        assert again["tools"][1]["name"] == "mcp__games"
+        assert (again["tools"][2]["type"], again["tools"][2]["name"]) == ("custom", "apply_patch")
+        history += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}]
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "codex")
+    asked = json.loads(events[1].request)
+    assert [t["function"]["name"] for t in asked["tools"]] == ["exec", "mcp__games__move", "apply_patch"]
+    assert asked["messages"][1]["tool_calls"][0]["function"]["name"] == "mcp__games__move"
+    assert all(e.sampled_ids and e.forced for e in events)
+
+
+def _last(reply: httpx.Response) -> Any:
+    return json.loads([line for line in reply.text.splitlines() if line.startswith("data: ")][-1][6:])
+
+
+def test_a_choice_that_names_no_tool_is_refused() -> None:
+    def choice(asked: Any, tools: Any = CODEX) -> Any:
+        body = {"model": "m", "input": "x", "tools": tools, "tool_choice": asked}
+        return ResponsesTranslation(json.dumps(body).encode()).chat().get("tool_choice")
+
+    assert choice({"type": "function", "name": "mcp__games__move"})["function"]["name"] == "mcp__games__move"
+    assert choice({"type": "custom", "name": "apply_patch"})["function"]["name"] == "apply_patch"
+    assert choice("required") == "required"
+    assert choice("auto", [{"type": "web_search"}]) is None
+    for wrong in ({"type": "web_search"}, {"type": "function", "name": "nope"}):
+        with pytest.raises(ApiError, match="tool_choice"):
+            choice(wrong)
+    with pytest.raises(ApiError, match="'telepathy'"):
+        choice("auto", [{"type": "telepathy"}])
+    assert Tools.of([]).chat == []
+
+
+# -- streams of /v1/responses, from chunks -----------------------------------------------------------------------------
+
+
+def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:
+    body = {"model": "m", "input": "x", "stream": True, **asked}
+    stream = TranslatedStream(ResponsesTranslation(json.dumps(body).encode()))
+    out = b""
+    for number, delta in enumerate(deltas):
+        reason = finish if number == len(deltas) - 1 else None
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        chunk = {"id": "chatcmpl-1", "created": 7, "model": "m@0", "choices": [choice]}
+        out += stream.take(b"data: %b\n\n" % json.dumps(chunk).encode())
+    out += stream.end()
+    return [json.loads(e.partition(b"data: ")[2]) for e in out.split(b"\n\n") if e]
+
+
+def test_streamed_reasoning_is_kept_as_the_plain_one_is() -> None:
+    events = streamed([{"reasoning": "Well, "}, {"reasoning": "a1."}, {"content": "a1"}], "stop")
+    kinds = [e["type"] for e in events]
+    assert kinds[2:8] == [
+        "response.output_item.added",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+    ]
+    message = {"role": "assistant", "content": "a1", "reasoning": "Well, a1."}
+    completion = {
+        "id": "chatcmpl-1", "created": 7, "model": "m@0",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+    }  # fmt: skip
+    plain = ResponsesTranslation(b'{"model":"m","input":"x"}').answer(completion)
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["output"] == plain["output"]
+    assert plain["output"][0]["summary"] == [{"type": "summary_text", "text": "Well, a1."}]
+
+
+def call_delta(arguments: str | None, **function: str) -> dict[str, Any]:
+    if arguments is not None:
+        function["arguments"] = arguments
+    return {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("cut", [None, "", "{", '{"cell": "a'])
+def test_a_call_that_is_cut_says_so_and_invents_nothing(cut: str | None) -> None:
+    deltas = [call_delta(None, name="move"), *([call_delta(cut)] if cut is not None else []), {}]
+    events = streamed(deltas, "length", tools=[RESPONSE_TOOL])
+    assert "response.function_call_arguments.done" not in [e["type"] for e in events]
+    assert events[-1]["type"] == "response.incomplete"
+    response = events[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    for item in (response["output"][0], events[-2]["item"]):
+        assert (item["status"], item["arguments"]) == ("incomplete", cut or "")
+    whole = streamed([call_delta('{"cell": "a1"}', name="move"), {}], "tool_calls", tools=[RESPONSE_TOOL])
+    assert whole[-1]["response"]["output"][0]["status"] == "completed"
+
+
+def test_a_custom_tool_gets_its_text() -> None:
+    deltas = [
+        call_delta(None, name="apply_patch"),
+        call_delta('{"input": "*** Be'),
+        call_delta('gin\\n"}'),
+        {},
+    ]
+    events = streamed(deltas, "tool_calls", tools=CODEX)
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\n")
+    assert "response.custom_tool_call_input.done" in [e["type"] for e in events]
+    history = [item, {"type": "custom_tool_call_output", "call_id": "call_1", "output": "ok"}]
+    body = {"model": "m", "input": history, "tools": CODEX}
+    said, result = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": "*** Begin\n"}
+    assert (result["role"], result["content"]) == ("tool", "ok")
+
+
+@pytest.mark.vllm
+async def test_a_streamed_call_cut_by_its_limit(gateway: GatewayProcess) -> None:
+    client = gateway.agent(gateway.open(), max_retries=0)
+    for most in (30, 43, 50):
+        asked: Any = {"model": "tictactoe", "input": "a1=x", "tools": [RESPONSE_TOOL], "extra_body": NO_SPACE}
+        forced: Any = {"type": "function", "name": "move"}
+        events = list(
+            client.responses.create(**asked, tool_choice=forced, max_output_tokens=most, stream=True)
+        )
+        written = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+        final = events[-1].response  # type: ignore[union-attr]  # the last event of every stream holds it
+        assert final.status == "incomplete"
+        for item in final.output:
+            assert (item.status, item.arguments) == ("incomplete", written)
+
+
+# -- run detection -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampled", "sent_back"),
+    [
+        ('{"a": true}', '{"a":true}'),
+        ('{"a": 1, "b": [1.0, {"c": null}]}', '{"b":[1,{"c":null}],"a":1}'),
+        ('{"a": "\\u00e9"}', '{"a":"é"}'),
+        ("", "{}"),
+        ('{"a": tr', '{"a": tr'),
+        ('{"a": 1}', {"a": 1}),
+    ],
+)
+def test_arguments_are_compared_as_json(sampled: str, sent_back: Any) -> None:
+    def message(arguments: Any, **more: Any) -> dict[str, Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+    assert inference._canonical(message(sampled)) == inference._canonical(message(sent_back, content=""))
+    assert inference._canonical(message(sampled)) != inference._canonical(message('{"other": 2}'))

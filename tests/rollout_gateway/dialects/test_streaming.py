@@ -1,0 +1,149 @@
+"""A stream's chunks cut by their pattern and the same chunks decoded: the same record, the same for the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.streaming import _PIECE, StreamCapture
+from tests.rollout_gateway.http.test_upstream import END, framed, piped, portions, unframed
+
+HEAD = {"id": "c-1", "object": "chat.completion.chunk", "created": 7, "model": "m@0"}
+
+
+def chunk(content: str, token: int, **more: Any) -> dict[str, Any]:
+    logprobs = {"content": [{"token": content, "logprob": -token / 7, "bytes": [1, 2], "top_logprobs": []}]}
+    choice = {"index": 0, "delta": {"content": content}, "logprobs": logprobs, "finish_reason": None}
+    return {**HEAD, "choices": [{**choice, "token_ids": [token], **more}]}
+
+
+def stream(*said: str) -> bytes:
+    role = {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    chunks = [{**HEAD, "choices": [role], "prompt_token_ids": [1, 2, 3]}]
+    chunks += [chunk(content, number) for number, content in enumerate(said)]
+    chunks += [chunk("", 99, finish_reason="stop", stop_reason=None)]
+    out = [
+        b"data: %b\n\n" % json.dumps(c, ensure_ascii=False, separators=(",", ":")).encode() for c in chunks
+    ]
+    return b"".join([*out, b"data: [DONE]\n\n"])
+
+
+def captured(data: bytes, size: int, *, cut: bool) -> tuple[Any, ...]:
+    capture = StreamCapture(CHAT, CHAT.read(b'{"model":"m","messages":[],"stream":true}'))
+    assert capture._plain
+    capture._plain = cut
+    seen = b"".join([capture.take(data[i : i + size]) for i in range(0, len(data), size)])
+    return read(capture, seen + capture.held)
+
+
+def captured_with_frames(arriving: Iterable[bytes]) -> tuple[tuple[Any, ...], int]:
+    """The same from a transfer in chunks, and how many bytes of it were cut with their frames."""
+    capture = StreamCapture(CHAT, CHAT.read(b'{"model":"m","messages":[],"stream":true}'))
+    seen, cut = [], 0
+
+    def cutter(data: bytes) -> int:
+        nonlocal cut
+        taken, shown = capture.cut(data)
+        cut += taken
+        seen.append(unframed(shown))
+        return taken
+
+    piped([*arriving, END], lambda data: seen.append(capture.take(data)), cutter)
+    return read(capture, b"".join(seen) + capture.held), cut
+
+
+def read(capture: StreamCapture, seen: bytes) -> tuple[Any, ...]:
+    assert capture.ended
+    assert capture.first_token_at
+    answer = capture.answer()
+    (choice,) = answer.choices
+    client = [msgspec.json.decode(e[6:]) for e in seen.split(b"\n\n") if e]
+    return answer.prompt_ids, choice.ids, choice.logprobs, msgspec.json.decode(answer.client_body()), client
+
+
+AWKWARD = (
+    "Hello",
+    ' "quoted"',
+    "\\",
+    '\\"',
+    '","logprobs":',
+    '"finish_reason":null',
+    "ü☃𝄞",
+    "a\nb",
+    "",
+    "\u2028",
+    "}]}",
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100_000])
+def test_cut_and_decoded_are_the_same(size: int) -> None:
+    data = stream(*AWKWARD)
+    events = data.split(b"\n\n")
+    assert [bool(_PIECE.fullmatch(e)) for e in events] == [False, *[True] * len(AWKWARD), False, False, False]
+    cut = captured(data, size, cut=True)
+    assert cut == captured(data, size, cut=False)
+    assert cut[3]["choices"][0]["message"]["content"] == "".join(AWKWARD)
+    assert len(cut[1]) == len(cut[2]) == 4 * (len(AWKWARD) + 1)
+    assert not any("token_ids" in c for reply in cut[4] for c in reply["choices"])
+    assert all(c["logprobs"] is None for reply in cut[4] for c in reply["choices"])
+
+
+def test_chunks_of_another_shape_between_keep_their_order() -> None:
+    parts = stream("a", "b", "c", "d").split(b"\n\n")
+    odd = chunk("B", 1)
+    odd["choices"][0]["new_field"] = {"x": 1}
+    parts[2] = b"data: " + json.dumps(odd).encode()
+    data = b"\n\n".join(parts)
+    cut = captured(data, 50, cut=True)
+    assert cut == captured(data, 50, cut=False)
+    assert cut[3]["choices"][0]["message"]["content"] == "aBcd"
+    assert cut[4][2]["choices"][0]["new_field"] == {"x": 1}
+
+
+EVENTS = [event + b"\n\n" for event in stream(*AWKWARD).split(b"\n\n")[:-1]]
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_pieces_cut_with_their_frames_are_the_same(together: int) -> None:
+    chunks = [framed(event) for event in EVENTS]
+    arriving = [b"".join(chunks[i : i + together]) for i in range(0, len(chunks), together)]
+    got, cut = captured_with_frames(arriving)
+    assert got == captured(b"".join(EVENTS), 100_000, cut=False)
+    # The role is read first, and all that arrives with it.
+    assert cut == len(b"".join(chunks[together : len(AWKWARD) + 1]))
+
+
+@pytest.mark.parametrize("size", [1, 7, 300, 1000, 100_000])
+def test_frames_in_any_portions_are_the_same(size: int) -> None:
+    got, _ = captured_with_frames(portions(framed(*EVENTS), size))
+    assert got == captured(b"".join(EVENTS), 100_000, cut=False)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_frames_that_are_not_one_piece_each_are_left_to_the_parser(size: int) -> None:
+    pairs = [b"".join(EVENTS[i : i + 2]) for i in range(0, len(EVENTS), 2)]
+    halves = [half for event in EVENTS for half in (event[:9], event[9:])]
+    for pieces in (pairs, halves):
+        arriving = [framed(*pieces[i : i + size]) for i in range(0, len(pieces), size)]
+        assert captured_with_frames(arriving) == (captured(b"".join(EVENTS), 100_000, cut=False), 0)
+
+
+def test_a_frame_whose_size_is_wrong_is_left_to_the_parser() -> None:
+    capture = StreamCapture(CHAT, CHAT.read(b'{"model":"m","messages":[],"stream":true}'))
+    first, second, *_ = stream("a").split(b"\n\n")
+    capture.take(first + b"\n\n")
+    good = framed(second + b"\n\n")
+    size, _, rest = good.partition(b"\r\n")
+    assert capture.cut(b"%x\r\n%b" % (int(size, 16) + 1, rest)) == (0, b"")
+    assert capture.cut(good)[0] == len(good)

@@ -1,0 +1,371 @@
+"""Hostile and unusual clients at the HTTP server alone: real sockets, raw bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from pipeline.config import ConfigError, GatewayConfig
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.server import Limits, Request
+from tests.rollout_gateway.http.test_server import echo, serve, spoken
+
+pytestmark = pytest.mark.anyio
+
+INNER = b"POST /pin HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def answers(said: bytes) -> list[bytes]:
+    """Status code and body of each final response."""
+    parts = said.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").split(b"HTTP/1.1 ")[1:]
+    return [part[:3] + b" " + part.partition(b"\r\n\r\n")[2] for part in parts]
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_upgrade_is_ignored_and_its_body_is_a_body(protocol: str, chunked: bool) -> None:
+    """The body holds a request; it must be read as bytes, and the request that follows it as a request."""
+    upgrade = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n".encode()
+    if chunked:
+        head = b"POST /a HTTP/1.1\r\nHost: x\r\n" + upgrade + b"Transfer-Encoding: chunked\r\n\r\n"
+        sent = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(INNER), INNER)
+    else:
+        head = b"POST /a HTTP/1.1\r\nHost: x\r\n" + upgrade + b"Content-Length: %d\r\n\r\n" % len(INNER)
+        sent = head + INNER
+    sent += b"GET /b HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n"
+    sent += b"GET /c HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    wanted = [b"200 POST /a " + INNER, b"200 GET /b ", b"200 GET /c "]
+    async with serve(echo) as port:
+        assert answers(await spoken(port, sent)) == wanted
+        assert answers(await spoken(port, *(sent[i : i + 1] for i in range(len(sent))))) == wanted
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="no Java development kit here")
+async def test_javas_own_client_is_answered() -> None:
+    async with serve(echo) as port:
+        program = str(Path(__file__).parents[1] / "agents" / "Ask.java")
+        ran = await anyio.run_process(["java", program, f"http://127.0.0.1:{port}/a"])
+    assert ran.stdout.decode().splitlines() == [f"200 POST /a body {number}" for number in range(3)]
+
+
+async def test_connect_is_refused_with_whatever_follows_it() -> None:
+    async with serve(echo) as port:
+        for length in (b"", b"Content-Length: %d\r\n" % len(INNER)):
+            said = await spoken(port, b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n" + length + b"\r\n" + INNER)
+            assert [a[:3] for a in answers(said)] == [b"405"]
+
+
+async def test_trailers_are_dropped() -> None:
+    seen: list[dict[bytes, bytes]] = []
+
+    async def look(request: Request) -> None:
+        seen.append(request.headers)
+        request.answer(200, request.body)
+
+    head = CHUNKED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer agent\r\nConnection: close\r\n\r\n")
+    async with serve(look) as port:
+        said = await spoken(
+            port, head + b"2\r\nok\r\n0\r\nAuthorization: Bearer boss\r\nX-Api-Key: boss\r\n\r\n"
+        )
+    assert answers(said) == [b"200 ok"]
+    assert (seen[0][b"authorization"], b"x-api-key" in seen[0]) == (b"Bearer agent", False)
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"0\r\nA: " + b"y" * 100_000, b"0\r\n" + b"a: b\r\n" * 20_000, b"1;" + b"e" * 100_000],
+    ids=["one trailer", "many trailers", "chunk extension"],
+)
+async def test_what_is_no_body_is_counted(endless: bytes) -> None:
+    async with serve(echo) as port:
+        said = await spoken(port, CHUNKED, *(endless[i : i + 10_000] for i in range(0, len(endless), 10_000)))
+    assert [a[:3] for a in answers(said)] == [b"431"]
+
+
+async def test_a_header_that_says_whose_a_request_is_comes_once() -> None:
+    async with serve(echo) as port:
+        for line in (b"Host: y", b"Authorization: a\r\nauthorization: b", b"X-Api-Key: a\r\nX-Api-Key: b"):
+            said = await spoken(port, b"GET / HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n\r\n" + INNER)
+            assert [a[:3] for a in answers(said)] == [b"400"], line
+        for request in (b"GET / HTTP/1.1\r\n\r\n", CHUNKED.replace(b"1.1", b"1.0") + b"0\r\n\r\n"):
+            assert [a[:3] for a in answers(await spoken(port, request))] == [b"400"], request
+
+
+@pytest.mark.parametrize(
+    "coding", [b"gzip, chunked", b"identity, chunked", b"chunked, chunked", b"gzip", b"x"]
+)
+async def test_a_transfer_coding_other_than_chunked_is_refused(coding: bytes) -> None:
+    """And what follows it is not read as a request."""
+    async with serve(echo) as port:
+        said = await spoken(port, CHUNKED.replace(b"chunked", coding) + b"0\r\n\r\n" + INNER)
+        assert [a[:3] for a in answers(said)] in ([b"501"], [b"400"]), said
+        said = await spoken(port, CHUNKED.replace(b"chunked", b"Chunked") + b"0\r\n\r\n" + INNER)
+        assert [a[:3] for a in answers(said)] == [b"200", b"200"]
+
+
+async def test_a_body_in_many_small_chunks_is_whole() -> None:
+    body = bytes(range(256)) * 3
+    sent = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+    async def back(request: Request) -> None:
+        request.answer(200, request.body)
+
+    async with serve(back) as port:
+        assert answers(await spoken(port, CHUNKED.replace(b"Host: x", b"Host: x\r\nConnection: close") + sent)) == [b"200 " + body]  # fmt: skip
+
+
+# -- clients that half-close -----------------------------------------------------------------------------------------
+
+
+async def half_closed(port: int, sent: bytes, go: anyio.Event | None = None) -> bytes:
+    """What a client gets that ends its side right after `sent`; `go` is set once the server has seen that."""
+    out = b""
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(sent)
+        await stream.send_eof()
+        try:
+            while True:
+                out += await stream.receive()
+                if go is not None:
+                    go.set()  # the server has asked whether the client still listens
+        except anyio.EndOfStream:
+            return out
+
+
+async def test_a_client_that_half_closes_gets_its_answers() -> None:
+    go = anyio.Event()
+
+    async def slow(request: Request) -> None:
+        if request.target != "/quick":
+            await go.wait()
+        await echo(request)
+
+    one = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok"
+    async with serve(slow) as port:
+        with anyio.fail_after(10):
+            assert answers(await half_closed(port, one + b"GET /b HTTP/1.1\r\nHost: x\r\n\r\nGET /", go)) == [
+                b"200 POST /a ok",
+                b"200 GET /b ",
+            ]
+            assert (await half_closed(port, b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(
+                b"HTTP/1.1 200 "
+            )
+
+
+async def test_a_stream_goes_on_for_a_client_that_half_closes() -> None:
+    begun = anyio.Event()
+
+    async def stream(request: Request) -> None:
+        request.start(200, ())
+        request.write(b"one")
+        begun.set()
+        while not request._connection.half_closed:
+            await anyio.sleep(0.01)  # until the server has seen it
+        request.write(b"two")
+        request.end()
+
+    async with serve(stream) as port:
+        with anyio.fail_after(10):
+            async with await anyio.connect_tcp("127.0.0.1", port) as client:
+                await client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await begun.wait()
+                await client.send_eof()
+                out = b""
+                try:
+                    while True:
+                        out += await client.receive()
+                except anyio.EndOfStream:
+                    pass
+    assert out.endswith(b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+async def until_closed(stream: anyio.abc.SocketStream) -> bytes:
+    out = b""
+    try:
+        while True:
+            out += await stream.receive()
+    except (anyio.EndOfStream, anyio.BrokenResourceError):
+        return out
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"\r\n\r\n", b""),
+        (b"GET / HTTP/1.1\r\nHost:", b"408"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc", b"408"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"200"),
+    ],
+    ids=["silent", "empty lines", "half a head", "half a body", "between two requests"],
+)
+async def test_a_connection_has_deadlines(sent: bytes, status: bytes) -> None:
+    async with serve(echo, head_s=0.2, body_s=0.2, idle_s=0.2) as port:
+        with anyio.fail_after(10):
+            async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+                if sent:
+                    await stream.send(sent)
+                assert (await until_closed(stream))[9:12] == status
+
+
+async def test_bytes_now_and_then_do_not_put_a_deadline_off() -> None:
+    async with serve(echo, head_s=0.3) as port:
+        with anyio.fail_after(10):
+            async with await anyio.connect_tcp("127.0.0.1", port) as stream, anyio.create_task_group() as tg:
+
+                async def drip() -> None:
+                    await stream.send(b"GET / HTTP/1.1\r\nA: ")
+                    while True:
+                        await anyio.sleep(0.05)  # a slow client's pace
+                        await stream.send(b"y")
+
+                tg.start_soon(drip)
+                assert (await until_closed(stream))[9:12] == b"408"
+                tg.cancel_scope.cancel()
+
+
+async def test_the_oldest_idle_connection_makes_room() -> None:
+    go = anyio.Event()
+
+    async def slow(request: Request) -> None:
+        if request.target == "/slow":
+            await go.wait()
+        await echo(request)
+
+    async def connect(sent: bytes) -> anyio.abc.SocketStream:
+        stream = await anyio.connect_tcp("127.0.0.1", port)
+        await stream.send(sent)
+        return stream
+
+    get = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with serve(slow, max_connections=3) as port:
+        with anyio.fail_after(20):
+            async with await connect(get % b"slow") as busy, await connect(get % b"1") as first:
+                assert (await first.receive())[9:12] == b"200"
+                async with await connect(b"GET / HTTP/1.1\r\n") as half, await connect(get % b"2") as second:
+                    assert (await second.receive())[9:12] == b"200"
+                    assert await until_closed(first) == b""  # it was idle; the one that is reading stayed
+                    async with await connect(get % b"3") as third:
+                        assert (await third.receive())[9:12] == b"200"
+                        assert await until_closed(second) == b""
+                        await third.send(get % b"slow")
+                        async with await connect(get % b"slow") as fourth:
+                            assert (
+                                await until_closed(half) == b""
+                            )  # none is idle: the oldest unfinished request
+                            async with await anyio.connect_tcp("127.0.0.1", port) as fifth:
+                                assert (await until_closed(fifth))[9:12] == b"503"  # all are being answered
+                            go.set()
+                            for stream in (busy, third, fourth):
+                                assert (await stream.receive())[9:12] == b"200"
+
+
+async def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    gone = anyio.Event()
+
+    async def flood(request: Request) -> None:
+        request.on_gone = gone.set
+        request.start(200, ())
+        while not gone.is_set():
+            request.write(b"x" * 65536)
+            await request.drain()
+            await anyio.lowlevel.checkpoint()
+
+    async with serve(flood, write_s=0.3) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client, anyio.fail_after(20):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await gone.wait()
+
+
+# -- bodies of all connections together ------------------------------------------------------------------------------
+
+
+async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
+    """The request that began last goes. What is whole, refused or left behind counts no more."""
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    size, part = 200_000, b"x" * 100_000
+
+    async def back(request: Request) -> None:
+        request.answer(200, b"%d" % len(request.body))
+
+    async def begun(port: int, stack: AsyncExitStack) -> anyio.abc.SocketStream:
+        stream = await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+        await stream.send(head % size)
+        assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        return stream
+
+    with anyio.fail_after(60):
+        async with serve(back, max_body=size, max_buffered=250_000) as port, AsyncExitStack() as stack:
+            for _ in range(3):
+                first, second, last = [await begun(port, stack) for _ in range(3)]
+                for stream in (last, first, second):
+                    await stream.send(part)
+                refused = await last.receive()
+                assert refused.startswith(b"HTTP/1.1 503 "), refused
+                assert b"retry-after: 1\r\n" in refused
+                assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_bodies"
+                await second.aclose()  # leaves in the middle of its body
+                await first.send(part)
+                assert (await first.receive()).endswith(b"200000")
+                await first.aclose()
+            whole = await begun(port, stack)
+            await whole.send(part + part)
+            assert (await whole.receive()).endswith(b"200000")
+
+
+def test_a_body_has_to_fit_the_bound_of_all_together() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.max_buffered_bytes"):
+        Limits.of(GatewayConfig(max_body_bytes=1000, max_buffered_bytes=999))
+
+
+# -- refused by the head ---------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_request_is_told_so_before_its_body_is_kept() -> None:
+    bodies: list[bytes] = []
+
+    def admit(request: Request) -> None:
+        if b"authorization" not in request.headers:
+            raise ApiError(401, "no key", code="invalid_api_key")
+
+    async def handler(request: Request) -> None:
+        bodies.append(request.body)
+        if request.refusal is not None:
+            request.answer(request.refusal.status, b"no")
+            return
+        request.answer(200, request.body)
+
+    post = b"POST / HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n"
+    async with serve(handler, admit, max_body=10_000_000) as port:
+        key = b"Authorization: a\r\nConnection: close\r\n"
+        said = await spoken(port, post % (b"", 2) + b"no" + post % (key, 3) + b"yes")
+        assert answers(said) == [b"401 no", b"200 yes"]  # a small body does not cost the connection
+        # What is announced to be large, or becomes so, is refused while the client still sends.
+        assert answers(await spoken(port, post % (b"", 9_000_000))) == [b"401 no"]
+        assert answers(await spoken(port, CHUNKED, b"20000\r\n" + b"x" * 0x20000)) == [b"401 no"]
+        expecting = post % (b"Expect: 100-continue\r\n", 9_000_000)
+        assert (await spoken(port, expecting)).startswith(b"HTTP/1.1 401 ")
+    assert bodies == [b"", b"yes", b"", b"", b""]
+
+
+async def test_a_fault_in_the_check_refuses() -> None:
+    def admit(_: Request) -> None:
+        raise RuntimeError("a fault")
+
+    async def handler(request: Request) -> None:
+        assert request.refusal is not None
+        request.answer(request.refusal.status, b"")
+
+    async with serve(handler, admit) as port:
+        assert (await spoken(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"))[9:12] == b"500"

@@ -1,0 +1,167 @@
+"""Calls that end before their answer: clients that leave at once, and a gateway that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import httpx
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from tests.conftest import VllmServer
+from tests.rollout_gateway.capture.test_chat import ASK, exchanges
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, StartGatewayAlone
+from tests.rollout_gateway.http.test_limits import counted
+from tests.rollout_gateway.serving.test_blame import Mortal, asking, in_flight
+
+pytestmark = pytest.mark.anyio
+
+
+async def none_in_flight(gateway: GatewayProcess) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        with anyio.fail_after(30):
+            while any(r["in_flight"] for r in (await client.get("/health")).json()["replicas"]):
+                await anyio.sleep(0.02)  # until the gateway has noticed
+
+
+async def ask_and_leave(gateway: GatewayProcess, path: str, body: dict[str, Any], stay_s: float) -> None:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(gateway.url).port)
+    writer.write(head.encode() + data)
+    await writer.drain()
+    await anyio.sleep(stay_s)  # what is tested: how soon the client leaves
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_clients_that_leave_at_once_hold_no_server(
+    start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig
+) -> None:
+    """The server holds each call for ever, so the call ends only where the gateway ends it."""
+    with Mortal() as server:
+        gateway = start_gateway_alone(urls=(server.url,))
+        gateway.open(id="left")
+        body = asking("hold", stream=False)
+        async with anyio.create_task_group() as tg:
+            for number in range(192):
+                path = "/t/left/v1/chat/completions" if number % 2 else "/v1/chat/completions"
+                tg.start_soon(ask_and_leave, gateway, path, body, number % 20 / 1000)
+        await none_in_flight(gateway)
+        async with Broker.connect(nats_config) as broker:
+            assert {e.status for e in await exchanges(broker, "left")} <= {"cancelled"}
+
+
+@pytest.mark.vllm
+async def test_clients_that_leave_at_once_cost_no_tokens(
+    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
+) -> None:
+    gateway = start_gateway()
+    gateway.open(id="left")
+    long: Any = {**ASK, "max_tokens": 200, "ignore_eos": True, "n": 8}
+    before = counted(vllm_server, "generation_tokens_total")
+    async with anyio.create_task_group() as tg:
+        for number in range(48):
+            body = {**long, "stream": number % 2 == 0}
+            tg.start_soon(ask_and_leave, gateway, "/t/left/v1/chat/completions", body, number % 12 / 1000)
+    await none_in_flight(gateway)
+    done = await anyio.to_thread.run_sync(lambda: gateway.complete("left", outcome="no_result"))
+    assert done.status_code == 200
+    async with Broker.connect(nats_config) as broker:
+        assert {e.status for e in await exchanges(broker, "left")} <= {"cancelled"}
+    with anyio.fail_after(60):
+        while counted(vllm_server, "num_requests_running"):
+            await anyio.sleep(0.1)  # until vLLM has noticed
+    assert counted(vllm_server, "generation_tokens_total") - before < 48 * 8 * 200 / 4
+
+
+async def test_stopping_refuses_new_calls_and_cuts_old_ones_with_an_error(
+    start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig
+) -> None:
+    with Mortal() as server:
+        gateway = start_gateway_alone(urls=(server.url,), drain_s=2.0)
+        gateway.open(id="cut")
+        assert gateway.process is not None
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            cut: list[httpx.Response] = []
+
+            async def held(path: str) -> None:
+                body: Any = asking("hold", max_tokens=5)
+                cut.append(await client.post(path, json=body))
+
+            async with anyio.create_task_group() as tg:
+                for path in ("/t/cut/v1/chat/completions", "/v1/chat/completions", "/t/cut/v1/messages"):
+                    tg.start_soon(held, path)
+                await in_flight(gateway, 3)
+                gateway.process.send_signal(signal.SIGINT)
+                while (await client.post("/v1/chat/completions", json=asking("hello"))).status_code == 200:
+                    pass  # the signal is on its way
+                refused = await client.post("/v1/chat/completions", json=asking("hello"))
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+                assert refused.headers["retry-after"] == "1"
+                theirs = await client.post("/v1/messages", json=asking("hello", max_tokens=5))
+                assert (theirs.status_code, theirs.json()["type"]) == (503, "error")
+                opening = await client.post("/v1/trajectories", json={"model": "tictactoe"})
+                assert (opening.status_code, opening.json()["error"]["code"]) == (503, "stopping")
+        assert sorted(r.status_code for r in cut) == [503] * 3
+        assert {r.json()["error"].get("code", "theirs") for r in cut} == {"stopping", "theirs"}
+        with anyio.fail_after(30):
+            assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
+        async with Broker.connect(nats_config) as broker:
+            events = await exchanges(broker, "cut")
+        assert [(e.seq, e.status, e.policy_version) for e in events] == [
+            (seq, "failed", "tictactoe@0") for seq in (0, 1)
+        ]
+
+
+@pytest.mark.vllm
+async def test_a_stream_that_is_cut_ends_with_an_error_event(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway(drain_s=0.0)
+    gateway.open(id="cut")
+    assert gateway.process is not None
+    body: Any = {**ASK, "max_tokens": 240, "n": 128, "stream": True, "ignore_eos": True}
+    events: list[Any] = []
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+        client.stream("POST", "/t/cut/v1/chat/completions", json=body) as reply,
+    ):
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+            if len(events) == 1:
+                gateway.process.send_signal(signal.SIGINT)
+    assert events[-1]["error"]["code"] == "stopping"
+    assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
+    async with Broker.connect(nats_config) as broker:
+        recorded = await exchanges(broker, "cut")
+    assert {(e.seq, e.status) for e in recorded} == {(0, "failed")}
+
+
+async def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops(
+    start_gateway_alone: StartGatewayAlone,
+) -> None:
+    with Mortal() as server:
+        gateway = start_gateway_alone(urls=(server.url,), drain_s=30.0)
+        assert gateway.process is not None
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            call = asyncio.ensure_future(client.post("/v1/chat/completions", json=asking("hold")))
+            await in_flight(gateway, 1)
+            gateway.process.send_signal(signal.SIGTERM)
+            with socket.create_connection(("127.0.0.1", server.port)) as straight:
+                body = json.dumps(asking("release")).encode()
+                straight.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+                )
+            assert (await call).status_code == 200
+        with anyio.fail_after(20):
+            assert await anyio.to_thread.run_sync(gateway.process.wait) == 0

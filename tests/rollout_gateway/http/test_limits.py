@@ -1,0 +1,102 @@
+"""Deadlines, calls at once, sizes of bodies: each a setting, each with its own error, each recorded as what it was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import openai
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from tests.conftest import VllmServer
+from tests.rollout_gateway.capture.test_chat import ASK, exchanges
+from tests.rollout_gateway.conftest import StartGateway
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+
+LONG: Any = {**ASK, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+
+
+def counted(server: VllmServer, name: str) -> float:
+    """A figure of vLLM's own metrics, over all models."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+
+
+async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
+    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
+) -> None:
+    httpx.post(f"{vllm_server.url}/v1/completions", json={"model": "tictactoe@0", "prompt": "a"}, timeout=120)
+    gateway = start_gateway(request_timeout_s=0.2)
+    before = counted(vllm_server, "generation_tokens_total")
+    client = gateway.agent(gateway.open(id="slow"), max_retries=0)
+    slow = {**LONG, "n": 128}  # deadlines are looked for four times a second
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.chat.completions.create(**slow)
+    assert (refused.value.status_code, refused.value.code) == (504, "upstream_timeout")
+    with pytest.raises(openai.APIError) as broken:
+        list(client.chat.completions.create(**slow, stream=True))
+    assert broken.value.code == "upstream_timeout"
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "slow")
+    assert {(e.seq, e.status, e.policy_version) for e in events} == {
+        (seq, "failed", "tictactoe@0") for seq in (0, 1)
+    }
+    assert events[0].sampled_ids == b""
+    assert all(len(e.sampled_ids) == len(e.logprobs) < 4 * 240 for e in events[1:])
+    assert gateway.complete("slow", outcome="no_result").json()["exchanges"] == len(events)
+    with anyio.fail_after(60):
+        while counted(vllm_server, "num_requests_running"):
+            await anyio.sleep(0.1)  # until vLLM has noticed
+    sampled = counted(vllm_server, "generation_tokens_total") - before
+    assert before > 0  # the figure is there: a busy server may have sampled nothing within the deadline
+    assert sampled < 2 * 128 * 240 / 2
+
+
+async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGateway) -> None:
+    gateway = start_gateway(max_calls=2)
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        # Many choices, so that both are still at it when the third call comes, however busy the machine is.
+        first = await client.chat.completions.create(**LONG, n=32, stream=True)
+        second = await client.chat.completions.create(**LONG, n=32, stream=True)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.chat.completions.create(**ASK)
+        assert refused.value.code == "too_many_calls"
+        assert refused.value.response.headers["retry-after"] == "1"
+        async with httpx.AsyncClient(base_url=gateway.url) as control:
+            claude = await control.post("/v1/messages", json={"model": "tictactoe", "messages": []})
+            assert (claude.status_code, claude.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert (await control.get("/health")).status_code == 200
+        assert (await client.with_options(max_retries=60).chat.completions.create(**ASK)).choices
+        for stream in (first, second):
+            assert [c async for c in stream][-1].choices[0].finish_reason == "length"
+        assert (await client.chat.completions.create(**ASK)).choices
+
+
+async def test_a_body_beyond_the_bound_is_refused(start_gateway: StartGateway) -> None:
+    gateway = start_gateway(max_body_bytes=10_000)
+    large = json.dumps({**ASK, "messages": [{"role": "user", "content": "x" * 10_000}]}).encode()
+
+    def chunks() -> Iterator[bytes]:
+        for start in range(0, len(large), 1000):
+            yield large[start : start + 1000]
+
+    def refusal(path: str, content: Any) -> tuple[int, Any]:
+        reply = httpx.post(f"{gateway.url}{path}", content=content, timeout=30)
+        return reply.status_code, reply.json()["error"]
+
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/trajectories", "/t/x/v1/completions"):
+        for content in (large, chunks()):
+            status, error = refusal(path, content)
+            assert (status, error["code"]) == (413, "body_too_large")
+    status, error = refusal("/v1/messages", large)
+    assert (status, error["type"]) == (413, "request_too_large")
+    client = gateway.client(max_retries=0)
+    assert (await anyio.to_thread.run_sync(lambda: client.chat.completions.create(**ASK))).choices

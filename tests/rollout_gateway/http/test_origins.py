@@ -1,0 +1,216 @@
+"""Where a request comes from: names, web pages, proxies; and what its path means."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config import ConfigError, GatewayConfig
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.origins import Door
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+
+
+class Head:
+    """As much of a request as the door looks at."""
+
+    def __init__(self, method: str = "POST", peer: str = "127.0.0.1", **headers: str) -> None:
+        self.method, self.peer, self.server = method, peer, "127.0.0.1:8700"
+        self.headers = {
+            name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()
+        }
+        self.extra: Any = ()
+
+
+def checked(config: GatewayConfig, **head: Any) -> int:
+    """The status a head is refused with, or 200."""
+    request: Any = Head(**head)
+    try:
+        Door(config).check(request)
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+LOOPBACK = GatewayConfig()
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "status"),
+    [
+        (LOOPBACK, "127.0.0.1:8700", 200),
+        (LOOPBACK, "127.9.9.9", 200),
+        (LOOPBACK, "LocalHost.:1", 200),
+        (LOOPBACK, "[::1]:8700", 200),
+        (LOOPBACK, "evil.example:8700", 421),
+        (LOOPBACK, "localhost.evil.example", 421),
+        (LOOPBACK, "192.168.1.5:8700", 421),
+        (LOOPBACK, "", 400),
+        (LOOPBACK, "localhost:8700@evil.example", 400),
+        (LOOPBACK, "localhost:8700/@evil.example", 400),
+        (LOOPBACK, "localhost@evil.example", 400),
+        (LOOPBACK, "localhost:evil", 400),
+        (LOOPBACK, "localhost:", 400),
+        (LOOPBACK, "localhost:0", 400),
+        (LOOPBACK, "localhost:65536", 400),
+        (LOOPBACK, "localhost:65535", 200),
+        (LOOPBACK, "[::1]x", 400),
+        (LOOPBACK, "[1.2:]", 400),
+        (GatewayConfig(hosts=("*",)), "a b", 400),
+        (GatewayConfig(host="0.0.0.0"), "gw.example#x", 400),
+        (GatewayConfig(hosts=("gw.example",)), "GW.example:443", 200),
+        (GatewayConfig(hosts=("gw.example",)), "evil.example", 421),
+        (GatewayConfig(hosts=("*",)), "evil.example", 200),
+        (GatewayConfig(public_url="https://gw.example/x"), "gw.example", 200),
+        (GatewayConfig(host="0.0.0.0"), "anything", 200),
+        (GatewayConfig(host="0.0.0.0", hosts=("gateway",)), "gateway:8080", 200),
+        (GatewayConfig(host="0.0.0.0", hosts=("gateway",)), "10.0.0.7:8080", 200),
+        (GatewayConfig(host="0.0.0.0", hosts=("gateway",)), "anything", 421),
+    ],
+)  # fmt: skip
+def test_the_name_has_to_be_ours(config: GatewayConfig, host: str, status: int) -> None:
+    assert checked(config, host=host) == status
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "http://localhost:8700"}, 200),
+        ({"origin": "http://evil.example", "method": "GET"}, 403),
+        ({"origin": "http://evil.example", "method": "OPTIONS", "access_control_request_method": "POST"}, 403),
+        ({"sec_fetch_site": "cross-site"}, 403),
+        ({"sec_fetch_site": "same-site", "method": "GET", "sec_fetch_mode": "no-cors"}, 403),
+        ({"sec_fetch_site": "cross-site", "method": "GET", "sec_fetch_mode": "navigate"}, 200),
+        ({"sec_fetch_site": "same-origin"}, 200),
+        ({}, 200),
+    ],
+)  # fmt: skip
+def test_a_foreign_page_is_refused(head: dict[str, str], status: int) -> None:
+    assert checked(LOOPBACK, host="localhost:8700", **head) == status
+
+
+PUBLIC = "https://gw.example/jm"
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "url"),
+    [
+        (LOOPBACK, {"host": "localhost:1"}, "http://localhost:1"),
+        (LOOPBACK, {}, "http://127.0.0.1:8700"),
+        (LOOPBACK, {"host": "gw.example", "x_forwarded_proto": "https"}, "https://gw.example"),
+        (LOOPBACK, {"host": "in", "x_forwarded_proto": "https, http", "x_forwarded_host": "gw.example, in"}, "https://gw.example"),
+        (LOOPBACK, {"host": "in", "forwarded": 'for=1.2.3.4;proto=HTTPS;host="gw.example:444", for=x;proto=http'}, "https://gw.example:444"),
+        (LOOPBACK, {"host": "in", "forwarded": 'proto=gopher;host="a b"'}, "http://in"),
+        (LOOPBACK, {"host": "in", "x_forwarded_host": "evil/../"}, "http://in"),
+        (LOOPBACK, {"host": "in", "x_forwarded_host": "gw.example:99999"}, "http://in"),
+        (LOOPBACK, {"host": "in", "x_forwarded_proto": "https", "peer": "10.0.0.1"}, "http://in"),
+        (GatewayConfig(trusted_proxies=("10.0.0.0/8",)), {"host": "in", "x_forwarded_proto": "https", "peer": "::ffff:10.0.0.1"}, "https://in"),
+        (GatewayConfig(trusted_proxies=()), {"host": "in", "x_forwarded_proto": "https"}, "http://in"),
+        (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in", "x_forwarded_proto": "http"}, PUBLIC),
+    ],
+)  # fmt: skip
+def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str], url: str) -> None:
+    request: Any = Head(**head)
+    assert Door(config).base_url(request) == url
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"public_url": "gw.example"}, {"public_url": "ftp://gw"}, {"trusted_proxies": ("nowhere",)}],
+)
+def test_settings_that_can_not_be_used_are_named(config: Any) -> None:
+    with pytest.raises(ConfigError, match=f"gateway.{next(iter(config))}"):
+        Door(GatewayConfig(**config))
+
+
+# -- at a gateway ----------------------------------------------------------------------------------------------------
+
+
+def test_a_web_page_drives_nothing(start_front: StartGateway) -> None:
+    """A gateway without keys on the loopback, and a page that the user of the same machine looks at."""
+    gateway = start_front()
+    opened = gateway.open(id="run")
+    for headers in (
+        {"origin": "https://evil.example", "content-type": "text/plain"},
+        {"host": "evil.example", "content-type": "text/plain"},
+        {"host": "evil.example", "origin": "http://evil.example"},
+    ):
+        for path, body in (
+            ("/v1/policies/tictactoe/pin", b'{"version": "tictactoe@0"}'),
+            ("/v1/trajectories/run/complete", b'{"reward": 1}'),
+            ("/v1/chat/completions", b"{}"),
+        ):
+            reply = httpx.post(f"{gateway.url}{path}", content=body, headers=headers)
+            assert reply.status_code == (421 if "host" in headers else 403), reply.text
+            assert "access-control-allow-origin" not in reply.headers
+    assert httpx.get(f"{gateway.url}/v1/trajectories/run").json()["status"] == "open"
+    assert httpx.get(f"{gateway.url}/health", headers={"host": "evil.example"}).status_code == 421
+    assert opened["base_url"] == f"{gateway.url}/t/run/v1"
+    behind = httpx.post(
+        f"{gateway.url}/v1/trajectories", json={"model": "tictactoe"}, headers={"x-forwarded-proto": "https"}
+    )
+    assert behind.json()["base_url"].startswith("https://127.0.0.1:")
+
+
+def test_pages_that_the_settings_name_may_call(start_front: StartGateway) -> None:
+    page = {"origin": "https://app.example"}
+    gateway = start_front(cors_origins=(page["origin"],))
+    asked = {
+        **page,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    preflight = httpx.options(f"{gateway.url}/v1/chat/completions", headers=asked)
+    assert preflight.status_code == 204
+    allowed = {
+        name: preflight.headers[f"access-control-allow-{name}"] for name in ("origin", "methods", "headers")
+    }
+    assert allowed == {"origin": page["origin"], "methods": "GET, POST", "headers": "authorization"}
+    for path in ("/health", "/v1/policies", "/v1/trajectories/none"):  # answers and errors alike
+        reply = httpx.get(f"{gateway.url}{path}", headers=page)
+        assert (reply.headers["access-control-allow-origin"], reply.headers["vary"]) == (
+            page["origin"],
+            "Origin",
+        )
+    with httpx.stream("GET", f"{gateway.url}/v1/policies/events", headers=page) as stream:
+        assert stream.headers["access-control-allow-origin"] == page["origin"]
+    assert httpx.get(f"{gateway.url}/health", headers={"origin": "https://b.example"}).status_code == 403
+    assert httpx.options(f"{gateway.url}/v1/models", headers=page).status_code == 405  # no preflight
+
+
+def test_the_authority_of_a_proxys_request_line_counts_as_host(start_front: StartGateway) -> None:
+    gateway = start_front()
+    port = gateway.config.gateway.port
+    for authority, status in (("evil.example", b"421"), (f"localhost:{port}", b"200")):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(f"GET http://{authority}/health HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert client.recv(65536)[9:12] == status
+
+
+def _complete(gateway: GatewayProcess, raw: str) -> int:
+    with httpx.Client() as client:
+        return client.post(f"{gateway.url}/v1/trajectories/{raw}/complete", json={"reward": 1}).status_code
+
+
+def test_a_path_is_decoded_once(start_front: StartGateway) -> None:
+    gateway = start_front()
+    for name in ("victimA", "victim%41", "a/b", "100%", "ä b"):
+        gateway.open(id=name, group=name)
+    assert _complete(gateway, "victim%2541") == 200  # the id `victim%41`
+
+    def status(name: str) -> str:
+        path = f"/v1/trajectories/{httpx.URL('http://x', params={'q': name}).query[2:].decode().replace('+', '%20')}"
+        return str(httpx.get(f"{gateway.url}{path}").json()["status"])
+
+    assert [status(n) for n in ("victimA", "victim%41")] == ["open", "completed"]
+    assert [_complete(gateway, raw) for raw in ("a%2Fb", "100%25", "%C3%A4%20b", "victim%41")] == [200] * 4
+    assert [_complete(gateway, raw) for raw in ("%ff", "a/b")] == [400, 404]
+    for name in (".", ".."):
+        reply = httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "id": name})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_name")

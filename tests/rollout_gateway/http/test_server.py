@@ -1,0 +1,178 @@
+"""The HTTP server alone: real sockets, raw bytes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.abc
+import httpx
+import pytest
+
+from rollout_gateway.http.server import Admit, Handler, Limits, Request, serving
+
+pytestmark = pytest.mark.anyio
+
+
+def _everyone(_: Request) -> None:
+    pass
+
+
+@asynccontextmanager
+async def serve(handler: Handler, admit: Admit = _everyone, **limits: Any) -> AsyncIterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.setblocking(False)
+        bounds = Limits(**{"max_body": 1000, **limits})
+        async with serving(handler, listener, bounds, grace_s=5, admit=admit):
+            yield listener.getsockname()[1]
+
+
+async def echo(request: Request) -> None:
+    if request.too_large:
+        request.answer(413, b"too large")
+        return
+    request.answer(200, request.method.encode() + b" " + request.target.encode() + b" " + request.body)
+
+
+async def spoken(port: int, *portions: bytes) -> bytes:
+    """What the server says to `portions` until it closes."""
+    out = b""
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        for portion in portions:
+            await stream.send(portion)
+        try:
+            while True:
+                out += await stream.receive()
+        except anyio.EndOfStream:
+            return out
+
+
+async def test_requests_sent_ahead_are_answered_in_order() -> None:
+    last = b"POST /c HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+    asked = (
+        b"GET /a?q=1 HTTP/1.1\r\nHost: x\r\n\r\nPOST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+        + last
+    )
+    async with serve(echo) as port:
+        whole = await spoken(port, asked)
+        bodies = [part.split(b"\r\n\r\n")[1] for part in whole.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+        assert bodies == [b"GET /a?q=1 ", b"POST /b abc", b"POST /c hello"]
+        assert await spoken(port, *(asked[i : i + 1] for i in range(len(asked)))) == whole
+
+
+async def test_what_is_no_http_or_too_long_is_refused_and_the_connection_ends() -> None:
+    async with serve(echo) as port:
+        assert (await spoken(port, b"what?\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert (await spoken(port, b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 70_000)).startswith(
+            b"HTTP/1.1 431 "
+        )
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2000\r\n\r\n"
+        assert (await spoken(port, head)).startswith(b"HTTP/1.1 413 ")
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert (await spoken(port, head, b"7d0\r\n" + b"x" * 2000)).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_client_that_asks_to_go_on_is_told_to() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+    async with serve(echo) as port:
+        assert (await spoken(port, head, b"ok")).startswith(
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n"
+        )
+
+
+async def test_a_stream_ends_as_its_version_of_http_wants_it() -> None:
+    async def stream(request: Request) -> None:
+        request.start(200, ())
+        for piece in (b"one", b"", b"two"):
+            request.write(piece)
+            await anyio.lowlevel.checkpoint()
+        request.end()
+
+    async with serve(stream) as port, httpx.AsyncClient() as client:
+        for _ in range(2):
+            assert (await client.get(f"http://127.0.0.1:{port}/")).text == "onetwo"
+        assert (await spoken(port, b"GET / HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nonetwo")
+
+
+async def test_a_client_that_leaves_is_noticed_and_the_handler_runs_on() -> None:
+    begun, left, ended = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def slow(request: Request) -> None:
+        request.on_gone = left.set
+        begun.set()
+        await left.wait()
+        assert request.gone
+        request.answer(200, b"no one reads this")
+        ended.set()
+
+    async with serve(slow) as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            await stream.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await begun.wait()
+        with anyio.fail_after(5):
+            await ended.wait()
+
+
+async def test_a_slow_reader_stops_the_source() -> None:
+    stopped, released = anyio.Event(), anyio.Event()
+    size = 0
+
+    async def flood(request: Request) -> None:
+        nonlocal size
+        request.on_flow = lambda stop: stopped.set() if stop else released.set()
+        request.start(200, ())
+        while not stopped.is_set():
+            request.write(b"x" * 65536)
+            size += 65536
+            await anyio.lowlevel.checkpoint()
+        await request.drain()
+        request.end()
+
+    async with serve(flood) as port, httpx.AsyncClient() as client:
+        async with client.stream("GET", f"http://127.0.0.1:{port}/") as reply:
+            await stopped.wait()
+            assert not released.is_set()
+            assert len(await reply.aread()) == size
+        assert released.is_set()
+
+
+async def test_a_fault_of_the_handler_is_a_500_and_the_next_request_is_answered() -> None:
+    async def faulty(request: Request) -> None:
+        if request.target == "/bad":
+            raise RuntimeError("a fault")
+        request.answer(200, b"fine")
+
+    async with serve(faulty) as port, httpx.AsyncClient() as client:
+        bad = await client.get(f"http://127.0.0.1:{port}/bad")
+        assert (bad.status_code, bad.json()["error"]["code"]) == (500, "internal_error")
+        assert (await client.get(f"http://127.0.0.1:{port}/good")).text == "fine"
+
+
+async def test_running_calls_end_before_the_server_stops() -> None:
+    begun, go = anyio.Event(), anyio.Event()
+    replies: list[httpx.Response] = []
+
+    async def slow(request: Request) -> None:
+        begun.set()
+        await go.wait()
+        request.answer(200, b"done")
+
+    async def ask(port: int) -> None:
+        async with httpx.AsyncClient() as client:
+            replies.append(await client.get(f"http://127.0.0.1:{port}/"))
+
+    async with anyio.create_task_group() as tg, serve(slow) as port:
+        tg.start_soon(ask, port)
+        await begun.wait()
+        tg.start_soon(_soon, go)
+    # The connection ends with this answer: a client that did not know would send its next request into a closed one.
+    assert [(r.text, r.headers.get("connection")) for r in replies] == [("done", "close")]
+
+
+async def _soon(event: anyio.Event) -> None:
+    await anyio.lowlevel.checkpoint()
+    event.set()

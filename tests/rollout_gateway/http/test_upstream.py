@@ -1,0 +1,130 @@
+"""The client for inference servers: a body in chunks, in whatever portions it arrives, with and without a cutter."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_gateway.http.upstream import Upstream, UpstreamError, _Connection
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def framed(*pieces: bytes) -> bytes:
+    """Pieces of a body in HTTP's chunked coding."""
+    return b"".join([b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces])
+
+
+def unframed(chunks: bytes) -> bytes:
+    """The body that whole chunks are."""
+    out = []
+    while chunks:
+        size, _, rest = chunks.partition(b"\r\n")
+        length = int(size, 16)
+        assert rest[length : length + 2] == b"\r\n"
+        out.append(rest[:length])
+        chunks = rest[length + 2 :]
+    return b"".join(out)
+
+
+def portions(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def piped(
+    arriving: Iterable[bytes], sink: Callable[[bytes], None], cutter: Callable[[bytes], int] | None
+) -> _Connection:
+    """A connection on which the head of a reply came, then each of `arriving`, without a socket."""
+
+    async def run() -> _Connection:
+        connection = _Connection(Upstream("http://127.0.0.1:9"))
+        connection.deadline = 0.0  # it was asked for something
+        connection.data_received(HEAD)
+        connection.sink, connection.cutter = sink, cutter
+        for data in arriving:
+            connection.data_received(data)
+        return connection
+
+    return asyncio.run(run())
+
+
+PIECE = st.binary(min_size=1, max_size=20) | st.sampled_from(
+    [b"\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"data: x\n\n", b"1\r"]
+)
+_CHUNK = re.compile(rb"([0-9a-f]+)\r\n")
+
+
+@given(st.lists(PIECE, min_size=1, max_size=12), st.integers(1, 60), st.lists(st.integers(0, 3), min_size=1))
+def test_what_a_cutter_takes_and_what_it_leaves_are_the_body_in_order(
+    pieces: list[bytes], size: int, appetite: list[int]
+) -> None:
+    got: list[bytes] = []
+    asked = iter(appetite * 1000)
+
+    def cutter(data: bytes) -> int:
+        at = 0
+        for _ in range(next(asked)):
+            begun = _CHUNK.match(data, at)
+            if begun is None:
+                break
+            end = begun.end() + int(begun[1], 16) + 2
+            if end > len(data) or begun[1] == b"0":
+                break
+            assert data[end - 2 : end] == b"\r\n"
+            got.append(data[begun.end() : end - 2])
+            at = end
+        # It is asked only where a chunk begins.
+        assert re.match(rb"[0-9a-f]+(\r(\n|$)|$)", data) is not None
+        return at
+
+    connection = piped(portions(framed(*pieces) + END, size), got.append, cutter)
+    assert b"".join(got) == b"".join(pieces)
+    assert connection.done
+    assert connection.error is None
+    assert connection.keep_alive
+
+
+def test_a_cutters_fault_is_raised_where_the_body_is_read() -> None:
+    def cutter(data: bytes) -> int:
+        raise RuntimeError("cut")
+
+    connection = piped([framed(b"a"), framed(b"b"), END], lambda _: None, cutter)
+    assert isinstance(connection.error, RuntimeError)
+    assert not connection.done
+
+
+def test_what_is_no_chunk_after_a_cut_is_an_error() -> None:
+    connection = piped([framed(b"a"), b"no chunk"], lambda _: None, lambda _: 0)
+    assert isinstance(connection.error, UpstreamError)
+
+
+def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+        await writer.wait_closed()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with_key = Upstream(f"http://127.0.0.1:{port}", api_key="sk-secret")
+            without = Upstream(f"http://127.0.0.1:{port}")
+            for upstream in (with_key, with_key, without):
+                assert await upstream.fetch("GET", "/v1/models") == (200, b"{}")
+            with_key.close()
+            without.close()
+        with pytest.raises(UpstreamError) as caught:
+            await Upstream("http://127.0.0.1:9", api_key="sk-secret").fetch("GET", "/v1/models")
+        assert "sk-secret" not in str(caught.value)
+
+    asyncio.run(run())
+    assert [b"Authorization: Bearer sk-secret\r\n" in head for head in heads] == [True, True, False]

@@ -1,0 +1,228 @@
+"""The seam to the model: whatever the layout, a trained token's logprob is that of its sequence alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from pipeline.config import ConfigError, TrainerConfig
+from tests.trainer.kit import VOCAB, exactly, stir
+from trainer.batches.packing import (
+    Cost,
+    Layout,
+    Reach,
+    micro_batches,
+    padded,
+    prefix_shared,
+    sharing_pays,
+    tree_sizes,
+)
+from trainer.batches.sequences import TokenSequence
+from trainer.engine.attention import FLEX, mask_of
+from trainer.engine.engine import Engine
+
+
+def sequence(ids: list[int], trained: list[int], temperature: float = 1.0) -> TokenSequence:
+    n = len(ids)
+    mask = np.zeros(n, np.bool_)
+    mask[trained] = True
+    return TokenSequence(
+        "t", np.array(ids, np.int32), mask, np.full(n, -1.0, np.float32), np.zeros(n, np.int32),
+        np.full(n, temperature, np.float32),
+    )  # fmt: skip
+
+
+def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]]:
+    """Two groups whose members share prompts, replies, all of it, or nothing."""
+    rng = np.random.default_rng(seed)
+
+    def some(n: int) -> list[int]:
+        return list(map(int, rng.integers(2, VOCAB, n)))
+
+    out: list[TokenSequence] = []
+    groups: list[int] = []
+    for group in range(2):
+        prompt, reply, turn = some(9), some(3), some(4)
+        for ids in (
+            prompt + reply + turn + some(3),
+            prompt + reply + turn + some(5),
+            prompt + reply,
+            prompt + reply,
+            prompt + some(4),
+            some(7),
+            prompt[:5] + some(2),
+        ):
+            trained = sorted(rng.choice(np.arange(1, len(ids)), 3, replace=False).tolist())
+            out.append(sequence(ids, trained, temperature=float(rng.choice([0.7, 1.0]))))
+            groups.append(group)
+    return out, groups
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    config = TrainerConfig(lora_rank=4, dtype="float64")
+    made = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    stir(made)
+    return made
+
+
+def alone(engine: Engine, one: TokenSequence) -> list[float]:
+    """Logprobs from a plain forward pass over one whole sequence."""
+    with torch.no_grad():
+        logits = engine.model(input_ids=torch.from_numpy(one.ids.astype(np.int64))[None]).logits[0]
+    logprobs = torch.log_softmax(logits / float(one.temperatures[-1]), -1)
+    return [float(logprobs[i - 1, one.ids[i]]) for i in np.flatnonzero(one.trained)]
+
+
+def through(engine: Engine, layout: Layout, sequences: list[TokenSequence]) -> np.ndarray:
+    shape = (len(sequences), max(s.trained_tokens for s in sequences))
+    with torch.no_grad():
+        return engine.logprobs(layout, shape)[0].numpy()
+
+
+@pytest.mark.parametrize("layout", ["padded", "prefix"])
+def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, layout: str) -> None:
+    sequences, groups = tree_of_conversations()
+    made = padded(sequences) if layout == "padded" else prefix_shared(sequences, groups)
+    out = through(engine, made, sequences)
+    for row, one in enumerate(sequences):
+        np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str, tmp_path: Path) -> None:
+    """Forward only: FlexAttention has no gradients on CPU, so there the trainer refuses it and the test gives it in its place."""
+    with pytest.raises(ConfigError, match="no gradients on CPU"):
+        Engine(tiny_base, TrainerConfig(lora_rank=4, attention="flex"), tmp_path)
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
+    engine.model.get_base_model().set_attn_implementation(FLEX)
+    for seed in range(3):
+        sequences, groups = tree_of_conversations(seed)
+        dense = through(engine, prefix_shared(sequences, groups), sequences)
+        engine.config = msgspec.structs.replace(engine.config, attention="flex")
+        assert isinstance(mask_of(prefix_shared(sequences, groups), flex=True), BlockMask)
+        out = through(engine, prefix_shared(sequences, groups), sequences)
+        rows = through(engine, padded(sequences), sequences)
+        engine.config = msgspec.structs.replace(engine.config, attention="sdpa")
+        # FlexAttention on CPU computes in float32 at most: a logprob is as exact as the largest of the terms it is made of.
+        near = 100 * float(np.finfo(np.float32).eps) * float(np.abs(dense).max())
+        np.testing.assert_allclose(out, dense, rtol=0, atol=near)
+        np.testing.assert_allclose(out, rows, rtol=0, atol=near)
+        for row, one in enumerate(sequences):
+            np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=0, atol=near)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_sees_its_own_path_and_nothing_else(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sequences = [sequence(list(map(int, rng.integers(2, 4, int(rng.integers(2, 9))))), [1]) for _ in range(8)]
+    for one in sequences:
+        one.trained[1:] = True
+    layout = prefix_shared(sequences, [0] * 8)
+    mask = layout.dense_mask()
+    assert mask is not None
+    for s, one in enumerate(sequences):
+        columns = [int(c) for c, owner in zip(layout.cols_N, layout.sequence_N, strict=True) if owner == s]
+        assert layout.ids_RL[0, columns].tolist() == one.ids[:-1].tolist()
+        for depth, column in enumerate(columns):
+            assert np.flatnonzero(mask[0, 0, column]).tolist() == sorted(columns[: depth + 1])
+
+
+def test_a_shared_prefix_is_laid_out_once() -> None:
+    prompt = [5] * 20
+    group = [sequence([*prompt, 7 + i, 8], [20, 21]) for i in range(8)]
+    one_by_one, tree = tree_sizes(group)
+    # The last token of a sequence predicts nothing, so it is not computed.
+    assert (one_by_one, tree) == (8 * 21, 20 + 8)
+
+
+def test_sharing_is_chosen_where_it_costs_less() -> None:
+    cost = Cost.of(parameters=4_000_000, layers=4, width=256)
+    rng = np.random.default_rng(0)
+
+    def group(shared: int, own: int, size: int = 8) -> list[TokenSequence]:
+        prompt = rng.integers(2, 4000, shared).tolist()
+        return [
+            sequence(prompt + rng.integers(2, 4000, own).tolist(), [shared, shared + own - 1])
+            for _ in range(size)
+        ]
+
+    assert sharing_pays(group(2000, 200), [0] * 8, cost)
+    assert sharing_pays(group(60, 20), [0] * 8, cost)
+    # Little in common and long: the dense mask over one long row costs more than it saves.
+    assert not sharing_pays(group(200, 1000), [0] * 8, cost)
+    assert not sharing_pays(group(1, 50), [0] * 8, cost)
+
+
+def test_unequal_sequences_that_share_nothing_are_a_forest() -> None:
+    group = [sequence([5, 6, 7], [2]), sequence([8, 9], [1])]
+    assert tree_sizes(group) == (3, 3)
+
+
+@pytest.mark.parametrize("packing", ["padded", "prefix", "auto"])
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, budget: int) -> None:
+    sequences, groups = tree_of_conversations()
+    batches = micro_batches(sequences, groups, budget, packing)  # type: ignore[arg-type]
+    assert sorted(i for b in batches for i in b.indices) == list(range(len(sequences)))
+    if budget == 10_000:
+        assert len(batches) == 1
+    if budget == 40 and packing == "padded":
+        assert all(b.layout.ids_RL.numel() <= 40 for b in batches)
+
+
+def test_one_long_sequence_may_exceed_the_budget(engine: Engine) -> None:
+    long = sequence(list(range(2, 30)), [5, 27])
+    (batch,) = micro_batches([long], [0], 4, "padded")
+    assert batch.layout.tokens == 27
+
+
+def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -> None:
+    from trainer.batches.groups import Example
+
+    sequences, groups = tree_of_conversations(3)
+    advantages = np.random.default_rng(1).normal(size=len(sequences))
+    batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
+    gradients = []
+    for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
+        config = TrainerConfig(lora_rank=4, packing=packing, tokens_per_batch=budget, dtype="float64")  # type: ignore[arg-type]
+        engine = exactly(Engine(tiny_base, config, tmp_path))
+        stir(engine)
+        metrics = engine.backward(batch, groups, 0)
+        gradients.append((metrics["loss"], [p.grad.clone() for p in engine.parameters]))
+    first_loss, first = gradients[0]
+    assert max(g.abs().max() for g in first) > 1e-4
+    for loss, other in gradients[1:]:
+        assert loss == pytest.approx(first_loss, rel=1e-10)
+        for mine, theirs in zip(other, first, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=4), Reach(chunk=3)], ids=str)
+def test_a_window_is_counted_along_the_path(reach: Reach) -> None:
+    sequences, groups = tree_of_conversations(4)
+    layout = prefix_shared(sequences, groups)
+    dense = layout.dense_mask(reach)
+    assert dense is not None
+    assert layout.positions_RL is not None
+    for n, (row, column) in enumerate(zip(layout.rows_N.tolist(), layout.cols_N.tolist(), strict=True)):
+        one = sequences[int(layout.sequence_N[n])]
+        at = int(layout.positions_RL[row, column])
+        first = (
+            max(0, at + 1 - reach.window)
+            if reach.window
+            else at // reach.chunk * reach.chunk
+            if reach.chunk
+            else 0
+        )
+        seen = torch.nonzero(dense[row, 0, column]).flatten()
+        assert layout.ids_RL[row, seen].tolist() == one.ids[first : at + 1].tolist()
+    flex = mask_of(layout, flex=True, reach=reach)
+    assert isinstance(flex, BlockMask)
+    rows, length = layout.ids_RL.shape
+    assert torch.equal(create_mask(flex.mask_mod, rows, 1, length, length, device="cpu"), dense)

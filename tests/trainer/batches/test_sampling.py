@@ -1,0 +1,138 @@
+"""How a token was sampled, from the request and the server's defaults; what can be followed is, the rest is counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import TrainerConfig
+from tests.trainer.kit import VOCAB, exactly, exchange, stir
+from trainer.batches.groups import Example
+from trainer.batches.packing import padded, prefix_shared
+from trainer.batches.sampling import NO_DEFAULTS, Defaults, cut, defaults_of, sampling_of
+from trainer.batches.sequences import build
+from trainer.engine.engine import Engine
+
+
+def asked(**settings: Any) -> bytes:
+    return json.dumps({"messages": [], **settings}).encode()
+
+
+def test_the_request_comes_before_the_servers_default() -> None:
+    defaults = Defaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1)
+    found = sampling_of(asked(), defaults)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.95, 20, 0.1)
+    found = sampling_of(asked(temperature=1.2, top_p=1, top_k=-1, min_p=0), defaults)
+    assert (found.temperature, found.cuts, found.bent_by) == (1.2, False, "")
+    assert sampling_of(b"no json", NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "neutral"),
+    [
+        ("repetition_penalty", 1.05, 1.0), ("presence_penalty", 0.5, 0), ("frequency_penalty", -0.5, 0),
+        ("logit_bias", {"7": 5}, {}), ("bad_words", ["x"], []), ("allowed_token_ids", [1], None), ("min_tokens", 3, 0),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_followed_is_named(setting: str, value: Any, neutral: Any) -> None:
+    assert sampling_of(asked(**{setting: value}), NO_DEFAULTS).bent_by == setting
+    assert sampling_of(asked(**{setting: neutral}), NO_DEFAULTS).bent_by == ""
+
+
+def test_tokens_under_a_penalty_are_context_and_counted() -> None:
+    free = exchange("t", 0, [5, 6], [7, 8, 9], request=asked())
+    bent = exchange("t", 1, [5, 6, 7, 8, 9, 10], [11, 12], request=asked(presence_penalty=1.0))
+    left_out: Counter[str] = Counter()
+    (sequence,) = build("t", [free, bent], left_out=left_out)
+    assert sequence.ids.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert np.flatnonzero(sequence.trained).tolist() == [2, 3, 4]
+    assert left_out == {"presence_penalty": 2}
+    assert build("t", [free], defaults=Defaults(repetition_penalty=1.05), left_out=left_out) == []
+    assert left_out["repetition_penalty"] == 3
+
+
+def test_the_servers_defaults_are_those_of_the_models_repository(tiny_base: str, tmp_path: Path) -> None:
+    """Of a hub name too: transformers loads generation_config.json with the model, from wherever the model comes."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_base)
+    assert defaults_of(model) == NO_DEFAULTS
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": true, "eos_token_id": 1}'
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert defaults_of(model) == Defaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert defaults_of(model, ["--generation-config", "vllm"]) == NO_DEFAULTS
+    assert defaults_of(model, ["--generation-config=vllm"]) == NO_DEFAULTS
+    override = ["--override-generation-config", '{"temperature": 1.0}']
+    assert defaults_of(model, override) == Defaults(temperature=1.0, top_k=20, top_p=0.95)
+
+
+@pytest.mark.parametrize(
+    "bounds", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (6, 0.8, 0.05), (0, 1.0, 0.0)]
+)
+def test_cuts_are_vllms(bounds: tuple[int, float, float]) -> None:
+    """Against vLLM's own code for top_k and top_p, and its definition of min_p."""
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    top_k, top_p, min_p = bounds
+    torch.manual_seed(0)
+    logits = torch.randn(40, VOCAB) * 2
+    want = logits.clone()
+    if min_p:
+        likely = want.softmax(-1)
+        want[likely < min_p * likely.max(-1, keepdim=True).values] = -torch.inf
+    want = sampler.apply_top_k_top_p_pytorch(
+        want, torch.full((40,), top_k or VOCAB, dtype=torch.int32), torch.full((40,), top_p)
+    )
+    # Targets that no cut removes.
+    mine = cut(logits, logits.argmax(-1), torch.tensor([bounds] * 40, dtype=torch.float32))
+    assert torch.equal(mine, want)
+    assert (mine == -torch.inf).any() == (bounds != (0, 1.0, 0.0))
+
+
+def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    assert cut(logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 0.0]])).tolist() == [
+        [3.0, -torch.inf, 1.0]
+    ]
+
+
+@pytest.mark.parametrize("packing", ["padded", "prefix"])
+def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Path, packing: str) -> None:
+    config = TrainerConfig(lora_rank=4, dtype="float64", entropy_coef=0.1)
+    engine = exactly(Engine(tiny_base, config, tmp_path))
+    stir(engine)
+    request = asked(temperature=0.8, top_k=6, top_p=0.9)
+    sequences = []
+    for name in ("a", "b"):
+        first = exchange(name, 0, [5, 6, 7], [8, 9], request=asked())
+        second = exchange(name, 1, [5, 6, 7, 8, 9, 4], [10, ord(name) % VOCAB], request=request)
+        sequences += build(name, [first, second])
+    layout = padded(sequences) if packing == "padded" else prefix_shared(sequences, [0, 0])
+    out, entropies = engine.logprobs(layout, (2, 4))
+    for row, s in zip(out, sequences, strict=True):
+        ids = torch.from_numpy(s.ids.astype(np.int64))
+        logits = engine.model(input_ids=ids[None]).logits[0].detach()
+        want = []
+        for at in np.flatnonzero(s.trained):
+            scores = logits[at - 1]
+            if at >= 6:
+                scores = scores / 0.8
+                scores = torch.where(scores < scores.topk(6).values[-1], -torch.inf, scores)
+                order = scores.argsort()
+                gone = order[scores[order].softmax(-1).cumsum(-1) <= 1 - 0.9]
+                kept = scores[ids[at]] if scores[ids[at]] > -torch.inf else logits[at - 1, ids[at]] / 0.8
+                scores[gone] = -torch.inf
+                scores[ids[at]] = kept if scores[ids[at]] == -torch.inf else scores[ids[at]]
+            want.append(scores.log_softmax(-1)[ids[at]])
+        torch.testing.assert_close(row, torch.stack(want), rtol=0, atol=1e-6)  # top_p is a float32
+    # Neither loss nor entropy bonus turns into NaN where a token has no probability.
+    assert torch.isfinite(entropies).all()
+    engine.backward([Example(s, 1.0) for s in sequences], [0, 0], 0)
+    assert all(torch.isfinite(p.grad).all() for p in engine.parameters)

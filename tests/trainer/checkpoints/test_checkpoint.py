@@ -1,0 +1,151 @@
+"""Checkpoints: whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.events import Member
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, Manifest, batch_id, pack, unpack
+
+
+def manifest(step: int, files: dict[str, bytes]) -> Manifest:
+    return Manifest(
+        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b", groups=("g",),
+        group_seqs=(1,), config_hash="c", config={}, base_model="base", adapter="a", adapter_sha256="s",
+        adapter_bytes=1, files={n: hashlib.sha256(c).hexdigest() for n, c in files.items()}, metrics={"loss": 0.5},
+        started_at=1, written_at=2,
+    )  # fmt: skip
+
+
+FILES = {"adapter_model.safetensors": b"weights", "state.pt": b"state"}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    made = Checkpoints(tmp_path / "m")
+    made.open_to_write()
+    return made
+
+
+def test_what_is_written_comes_back(checkpoints: Checkpoints) -> None:
+    checkpoints.write(manifest(3, FILES), FILES)
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest[0] == manifest(3, FILES)
+    assert newest[1] == FILES
+
+
+def test_a_half_written_checkpoint_is_none(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.write(manifest(1, FILES), FILES)
+    original = checkpoint._write_durably
+
+    def dies(path: Path, content: bytes) -> None:
+        original(path, content)
+        if path.name == "state.pt":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_write_durably", dies)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write(manifest(2, FILES), FILES)
+    assert checkpoints.steps() == [1]
+    checkpoints.open_to_write()
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        checkpoints.write(manifest(step, FILES), FILES)
+    (checkpoints.path(2) / "state.pt").write_bytes(b"bit rot")
+    with pytest.raises(CheckpointError, match="not what was written"):
+        checkpoints.read(2)
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest[0].step == 1
+
+
+def test_a_checkpoint_without_its_manifest_is_incomplete(checkpoints: Checkpoints) -> None:
+    checkpoints.write(manifest(1, FILES), FILES)
+    (checkpoints.path(1) / "manifest.json").unlink()
+    assert checkpoints.newest() is None
+
+
+def test_pruning_keeps_the_newest_and_the_best(checkpoints: Checkpoints) -> None:
+    for step in range(1, 7):
+        checkpoints.write(manifest(step, FILES), FILES)
+    checkpoints.prune(2, frozenset({3}))
+    assert checkpoints.steps() == [3, 5, 6]
+    checkpoints.prune(0)
+    assert checkpoints.steps() == [6]
+
+
+def test_an_adapters_tar_is_the_same_for_the_same_files() -> None:
+    files = {"b": b"2", "a": b"1"}
+    assert pack(files) == pack(dict(reversed(files.items())))
+    assert unpack(pack(files)) == files
+
+
+def test_a_tar_with_anything_else_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="no plain file"):
+        unpack(pack({"../evil": b""}))
+
+
+def test_a_batch_is_named_by_what_goes_into_it() -> None:
+    one = batch_id("m@1", ("g1", "g2"), "c")
+    assert one == batch_id("m@1", ("g1", "g2"), "c")
+    assert len({one, batch_id("m@2", ("g1", "g2"), "c"), batch_id("m@1", ("g2", "g1"), "c"),
+                batch_id("m@1", ("g1", "g2"), "d"), batch_id("m@1", ("g1",), "c")}) == 5  # fmt: skip
+
+
+def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.config import TrainerConfig
+    from trainer.engine.engine import Engine
+
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path / "scratch")
+    with torch.no_grad():
+        for parameter in engine.parameters:
+            parameter.normal_()
+    files = checkpoint.adapter_files(engine.weights(), engine.lora, tiny_base)
+    assert files == checkpoint.adapter_files(engine.weights(), engine.lora, tiny_base)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), tmp_path)
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model(input_ids=ids).logits)
+
+
+def test_one_lucky_trajectory_does_not_dethrone_a_mean_over_a_hundred(tiny_base: str, tmp_path: Path) -> None:
+    from tests.trainer import kit
+    from trainer.engine.engine import Engine
+    from trainer.learner import Learner
+
+    config = kit.settings(tiny_base, tmp_path)
+    learner = Learner(config, config.models[0], Engine(tiny_base, config.trainer, tmp_path))
+
+    def played(step: int, rewards: list[float]) -> checkpoint.Best | None:
+        members = tuple(
+            Member(
+                trajectory=f"{step}-{i}", reward=r, exchanges=1, split="val", first_step=step, last_step=step
+            )
+            for i, r in enumerate(rewards)
+        )
+        learner.validate(kit.group(f"v{step}", [], members=members))
+        return learner.checkpoints.best()
+
+    assert played(1, [1.0] * 7) is None  # fewer than best_min_trajectories
+    hundred = played(2, [0.0, 1.0, 1.0, 1.0] * 25)
+    assert hundred is not None
+    assert (hundred.step, hundred.reward, hundred.trajectories) == (2, 0.75, 100)
+    assert played(3, [1.0]) == hundred
+    assert played(4, [0.0, *[1.0] * 7]) == hundred  # 0.875 over 8: within chance
+    better = played(5, [0.0, *[1.0] * 99])
+    assert better is not None
+    assert better.step == 5

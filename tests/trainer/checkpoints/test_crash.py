@@ -1,0 +1,138 @@
+"""Killed at every point of the commit protocol, and at random ones: the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import config as configuration
+from pipeline.config import Config, NatsConfig
+from pipeline.events import CheckpointPublished
+from pipeline.log.broker import Broker
+from tests.conftest import NatsServer
+from tests.trainer import kit
+from tests.trainer.crash_child import DIED, POINTS
+from trainer.checkpoints import checkpoint
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]  # each starts the trainer again and again
+
+
+class Lives:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def live(self, point: str = "none", nth: int = 1) -> int:
+        """One life of the trainer; its exit code."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{point} {nth}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+@contextmanager
+def lives(config: Config) -> Iterator[Lives]:
+    path = Path(config.run_dir) / "config.toml"
+    configuration.save(config, path)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.crash_child", str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield Lives(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def run(base: str, folder: Path, nats: NatsConfig, steps: int) -> Config:
+    return kit.with_many_loras(
+        kit.settings(base, folder, nats, max_steps=steps, max_staleness=100, keep_checkpoints=2)
+    )
+
+
+async def fill(broker: Broker, groups: int) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(groups):
+        rewards = [0.5] * 2 if i % 7 == 3 else rng.random(2).tolist()
+        await kit.publish_group(broker, f"g{i}", rewards, seed=i)
+
+
+async def published(broker: Broker) -> list[CheckpointPublished]:
+    history = await broker.history("POLICY", "policy.checkpoint.>")
+    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+
+
+def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
+    _, files = checkpoint.Checkpoints(config.path("checkpoints", kit.MODEL)).read(step)
+    return {k: v.numpy() for k, v in checkpoint.weights_of(files).items()}
+
+
+async def _uninterrupted(
+    base: str, folder: Path, server: NatsServer, steps: int, groups: int
+) -> tuple[list[tuple[str, ...]], dict[str, np.ndarray]]:
+    nats = NatsConfig(url=server.url, ack_timeout_s=60)
+    config = run(base, folder, nats, steps)
+    async with Broker.connect(nats) as broker:
+        await fill(broker, groups)
+        with lives(config) as trainer:
+            assert trainer.live() == 0
+        return [e.groups for e in await published(broker)], final_weights(config, steps)
+
+
+async def _check(
+    broker: Broker, config: Config, steps: int, groups: list[tuple[str, ...]], weights: dict[str, np.ndarray]
+) -> None:
+    events = await published(broker)
+    assert [e.step for e in events] == list(range(1, steps + 1))
+    assert [e.groups for e in events] == groups
+    discarded = await broker.history("GROUPS", "group.discarded.>")
+    assert len({r.event.group for r in discarded}) == len(discarded)  # type: ignore[union-attr]
+    mine = final_weights(config, steps)
+    assert mine.keys() == weights.keys()
+    for name, tensor in mine.items():
+        np.testing.assert_allclose(tensor, weights[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+async def test_killed_at_every_point_of_the_commit(
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+) -> None:
+    steps, groups = 8, 20
+    expected = await _uninterrupted(tiny_base, tmp_path / "whole", start_nats(), steps, groups)
+    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
+    config = run(tiny_base, tmp_path / "killed", nats, steps)
+    async with Broker.connect(nats) as broker:
+        await fill(broker, groups)
+        with lives(config) as trainer:
+            # Three groups are discarded and acknowledged, so the fifth is in the middle of a batch's.
+            assert trainer.live("acked", 5) == DIED
+            for point in POINTS:
+                # The second passage: of a file, that is in the middle of a checkpoint.
+                assert trainer.live(point, 2) == DIED, point
+            assert trainer.live() == 0
+        await _check(broker, config, steps, *expected)
+
+
+async def test_killed_ten_times_at_random(
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+) -> None:
+    steps, groups = 30, 75
+    expected = await _uninterrupted(tiny_base, tmp_path / "whole", start_nats(), steps, groups)
+    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
+    config = run(tiny_base, tmp_path / "killed", nats, steps)
+    rng = random.Random(6)
+    async with Broker.connect(nats) as broker:
+        await fill(broker, groups)
+        with lives(config) as trainer:
+            for _ in range(10):
+                # A step passes about ten of these points: the ten deaths spread over the run.
+                assert trainer.live("any", rng.randrange(1, 50)) == DIED
+            assert trainer.live() == 0
+        await _check(broker, config, steps, *expected)

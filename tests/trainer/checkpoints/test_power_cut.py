@@ -1,0 +1,184 @@
+"""A power cut takes the end of the log, while checkpoints on the disk are ahead of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import CheckpointPublished, unpack_seqs
+from pipeline.log.broker import Broker
+from pipeline.log.place import place_of
+from tests.conftest import NatsServer
+from tests.trainer import kit
+from tests.trainer.test_service import all_acked, checkpoints, discards, running, steps_reach
+from trainer import service
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.commits import TrainerError
+
+pytestmark = pytest.mark.anyio
+
+
+class Power:
+    """Cuts the power of a server: what it holds is what it held at `synced`."""
+
+    def __init__(self, server: NatsServer, folder: Path) -> None:
+        self._server, self._copy = server, folder / "synced"
+
+    async def synced(self) -> None:
+        """The server wrote everything through to its disk now."""
+        await anyio.to_thread.run_sync(self._synced)
+
+    def _synced(self) -> None:
+        self._server.kill()
+        shutil.copytree(self._server.folder / "js", self._copy)
+        self._server.start()
+
+    async def cut(self, *, keep_consumers: bool = False) -> None:
+        """Everything since `synced` is gone; with `keep_consumers` not what consumers had acknowledged by then."""
+        await anyio.to_thread.run_sync(self._cut, keep_consumers)
+
+    async def cut_again(self) -> None:
+        shutil.rmtree(self._server.folder / "lost")
+        await self.cut()
+
+    def _cut(self, keep_consumers: bool) -> None:
+        self._server.kill()
+        there = self._server.folder / "js"
+        lost = there.rename(there.with_name("lost"))
+        shutil.copytree(self._copy, there)
+        if keep_consumers:
+            for folder in lost.rglob("obs"):
+                target = there / folder.relative_to(lost)
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(folder, target)
+        self._server.start()
+
+
+@pytest.fixture
+def power(nats_server: NatsServer, tmp_path: Path) -> Power:
+    return Power(nats_server, tmp_path)
+
+
+@pytest.mark.parametrize("keep_consumers", [False, True])
+async def test_the_disk_gives_back_what_the_log_lost(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, keep_consumers: bool
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=9)
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 2)
+        await all_acked(broker)
+    await power.synced()
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(2, 5):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=2)
+        before = await steps_reach(broker, 5)
+        await all_acked(broker)
+    await power.cut(keep_consumers=keep_consumers)
+
+    async with Broker.connect(nats_config) as broker:
+        assert len(await checkpoints(broker)) == 2
+        async with running(config) as facts:
+            assert facts == {"step": 5}
+            assert await checkpoints(broker) == before  # the same events in the same order
+            for event in before:
+                assert await broker.get_object("ADAPTERS", event.adapter)
+            # GROUPS counts the same numbers again: for new groups, which all train, and for one that was lost and is
+            # scored again, which does not train twice.
+            await kit.publish_group(broker, "g3", [0.0, 1.0], seed=3, step=2)
+            for i in range(10, 13):
+                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=5)
+            events = await steps_reach(broker, 8)
+            await all_acked(broker)
+        assert [e.groups for e in events] == [(f"g{i}",) for i in (0, 1, 2, 3, 4, 10, 11, 12)]
+        assert [(d.group, d.reason) for d in await discards(broker)] == [("g3", "repeated")]
+        seqs = [int(unpack_seqs(e.group_seqs)[0]) for e in events]
+        assert len(set(seqs)) < len(seqs)  # else the test proves nothing: a number stands for two groups
+        places = {(s, int(unpack_seqs(e.group_times)[0])) for s, e in zip(seqs, events, strict=True)}
+        assert len(places) == 8
+        scored = {place_of(r) for r in await broker.history("GROUPS", "group.scored.>")}
+        assert {tuple(p) for p in scored} & places
+
+
+async def test_new_groups_are_trained_while_the_trainer_lives_on(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
+) -> None:
+    """The log's machine alone lost its power; the trainer's connection came back."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config):
+        pass
+    await power.synced()
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(3):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        before = await steps_reach(broker, 3)
+        await all_acked(broker)
+        await power.cut()
+        assert await steps_reach(broker, 3) == before  # without waiting for a step
+        await power.cut_again()
+        for i in range(10, 13):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=3)
+        events = await steps_reach(broker, 6)
+        assert events[:3] == before
+        assert [e.groups for e in events[3:]] == [("g10",), ("g11",), ("g12",)]
+
+
+async def test_a_gap_between_log_and_disk_is_told_and_passed(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=0
+    )
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=0)
+        await steps_reach(broker, 1)
+    await power.synced()
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(1, 5):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
+            before = await steps_reach(broker, i + 1)
+    await power.cut()
+    held = Checkpoints.of(config, kit.MODEL).steps()
+    assert held[0] > 2
+    async with Broker.connect(nats_config) as broker:
+        async with running(config) as facts:
+            assert facts == {"step": 5}
+            assert await checkpoints(broker) == [before[0], *before[held[0] - 1 :]]
+        assert any(r.message == "steps lost" for r in caplog.records)
+
+
+async def test_a_fork_is_refused(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
+) -> None:
+    """The disk went another way than the log: publishing it would give one version two meanings."""
+    config = kit.settings(tiny_base, tmp_path / "a", nats_config, groups_per_step=1)
+    other = kit.settings(tiny_base, tmp_path / "b", nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config):
+        pass
+    await power.synced()
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(3):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 3)
+    await power.cut()
+    async with Broker.connect(nats_config) as broker, running(other):
+        await kit.publish_group(broker, "else", [0.0, 1.0], seed=9)
+        await steps_reach(broker, 1)
+    with pytest.raises(TrainerError, match="another log's training"):
+        await service.serve(config, lambda **_: None)
+
+
+async def test_checkpoints_from_before_stream_times_still_count(nats_config: NatsConfig) -> None:
+    old = CheckpointPublished(
+        project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=("g",),
+        group_seqs=(7).to_bytes(8, "little"), config_hash="", adapter="a", adapter_sha256="", adapter_bytes=0,
+    )  # fmt: skip
+    consumed = service.Consumed()
+    consumed.checkpoint(old)
+    assert consumed.has(service.Place(7, 123), "g")
+    assert not consumed.has(service.Place(7, 123), "another group under that number")

@@ -1,0 +1,257 @@
+"""Adapters that nothing needs go, and nothing that serves or may have to serve is ever removed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline.config import Config, NatsConfig, RetentionConfig
+from pipeline.events import (
+    CheckpointPublished,
+    PolicyLoaded,
+    PolicyPromoted,
+    PolicyRetired,
+    PolicyUnloaded,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+)
+from pipeline.log import objects
+from pipeline.log.broker import Broker
+from pipeline.log.history import Recorded
+from pipeline.security import users
+from rollout_gateway.serving.policies import Policies
+from tests.conftest import NatsServer
+from tests.trainer import kit
+from tests.trainer.test_service import all_acked, running, steps_reach
+from trainer import service
+from trainer.checkpoints.checkpoint import Best
+from trainer.checkpoints.retention import Holdings, Retention, kept
+
+pytestmark = pytest.mark.anyio
+V = [f"tiny@{i}" for i in range(13)]
+
+
+def retained(config: Config, **settings: float) -> Config:
+    return msgspec.structs.replace(config, retention=RetentionConfig(**{"grace_s": 0.0, **settings}))  # type: ignore[arg-type]
+
+
+async def publish(broker: Broker, step: int, branch: str = "main") -> CheckpointPublished:
+    name = f"p/tiny@{step}/{branch}"
+    await broker.put_object("ADAPTERS", name, b"adapter" * 100)
+    event = CheckpointPublished(
+        project="p", model="tiny", step=step, version=V[step], parent=V[step - 1], batch_id="b", groups=(), branch=branch,
+        config_hash="", adapter=name, adapter_sha256="", adapter_bytes=700,
+    )  # fmt: skip
+    await broker.publish(event)
+    return event
+
+
+async def present(broker: Broker, branch: str = "main") -> set[str]:
+    return {V[i] for i in range(1, 13) if await objects.there(broker, "ADAPTERS", f"p/tiny@{i}/{branch}")}
+
+
+def loaded(version: str, replica: str = "r", incarnation: str = "1") -> PolicyLoaded:
+    return PolicyLoaded(
+        project="p", model="tiny", step=int(version[5:]), version=version, replica=replica, incarnation=incarnation
+    )  # fmt: skip
+
+
+async def test_what_serves_or_may_have_to_serve_stays(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = retained(kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2)
+    learners = service.make_learners(config, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        for step in range(1, 13):
+            await publish(broker, step)
+        await publish(broker, 1, branch="other")
+        learners["tiny"].checkpoints.set_best(Best(2, 0.9, 8))
+        await broker.publish(
+            PolicyPromoted(
+                project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1"
+            )
+        )
+        opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
+        await broker.publish(opened)
+        await broker.publish(loaded(V[1], "old life", "1"))
+        await broker.publish(loaded(V[10], "old life", "2"))  # it started anew and holds nothing of before
+        await broker.publish(loaded(V[3], "r"))
+        await broker.publish(loaded(V[8], "r"))
+        await broker.publish(
+            PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", incarnation="1")
+        )
+        retention = Retention(config, broker, learners)
+        await retention.look()
+        retired = {
+            r.event.version
+            for r in await broker.history("POLICY", "policy.retired.>")
+            if isinstance(r.event, PolicyRetired)
+        }
+        assert retired == {V[1], V[8]}
+        assert await present(broker) == set(V[1:])  # told first, removed later
+        await retention.look()
+        # 2 best, 3 held, 5 and 7 the split's with 4 and 6 before them, 9 pinned, 10 held, 11 and 12 newest.
+        assert await present(broker) == {V[i] for i in (2, 3, 4, 5, 6, 7, 9, 10, 11, 12)}
+        assert await present(broker, "other") == {V[1]}  # another trainer's
+
+        # The run ends, the split ends, the server lets go.
+        await broker.publish(
+            TrajectoryCompleted(project="p", trajectory="run", model="tiny", group="g", outcome="masked")
+        )
+        await broker.publish(
+            PolicyPromoted(project="p", model="tiny", version="", action="follow", request="2")
+        )
+        await broker.publish(
+            PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", incarnation="1")
+        )
+        await retention.look()
+        await retention.look()
+        assert await present(broker) == {V[2], V[10], V[11], V[12]}
+
+
+async def test_a_retired_version_that_is_needed_after_all_stays(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = retained(
+        kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2, grace_s=3600.0
+    )
+    learners = service.make_learners(config, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        for step in range(1, 6):
+            await publish(broker, step)
+        retention = Retention(config, broker, learners)
+        await retention.look()
+        await retention.look()
+        assert await present(broker) == set(V[1:6])  # the time of grace runs
+        await broker.publish(loaded(V[1]))
+        await retention.look()
+        history = await broker.history("POLICY", "policy.>")
+        policies = Policies("p", ["tiny"])
+        for recorded in history:
+            policies.apply(recorded)
+        assert policies.offered(V[1])
+        assert policies.knows(V[2])  # it serves where it serves
+        assert not policies.offered(V[2])
+        assert V[2] not in policies.names()
+
+
+async def test_events_that_nothing_needs_go_with_age(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = retained(kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2)
+    learners = service.make_learners(config, tmp_path)
+    async with Broker.connect(nats_config) as broker:
+        for step in range(1, 5):
+            await publish(broker, step)
+            await broker.publish(loaded(V[step], incarnation=str(step)))
+        for request in ("1", "2"):
+            await broker.publish(
+                PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request)
+            )
+        retention = Retention(config, broker, learners)
+        for _ in range(2):
+            await retention.look()
+
+        async def left() -> list[Recorded]:
+            return await broker.history("POLICY", "policy.>")
+
+        before = len(await left())
+        assert await retention.trim(0) == 0
+        assert len(await left()) == before
+        assert await retention.trim(2**62) > 0
+        events = [r.event for r in await left()]
+        assert {e.version for e in events if isinstance(e, CheckpointPublished)} == {V[3], V[4]}
+        assert {e.version for e in events if isinstance(e, PolicyLoaded)} == {V[3], V[4]}
+        assert [e.request for e in events if isinstance(e, PolicyPromoted)] == ["2"]
+        assert not [e for e in events if isinstance(e, PolicyRetired)]
+        await retention._delete(1)  # an attempt whose answer was lost is repeated
+
+
+async def test_what_an_interrupted_upload_left_is_swept(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.put_object("ADAPTERS", "kept", b"k" * 300_000)
+        await broker.put_object("ADAPTERS", "kept", b"n" * 300_000)  # replaced: the chunks of before are gone
+        for _ in range(3):
+            await broker.js.publish("$O.ADAPTERS.C.orphan", b"x" * 1000)
+        subjects = await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
+        assert len(subjects) == 2
+        assert await objects.sweep(broker, "ADAPTERS", 0) == 0  # as young as an upload under way
+        assert await objects.sweep(broker, "ADAPTERS", 2**62) == 1
+        assert await broker.get_object("ADAPTERS", "kept") == b"n" * 300_000
+        assert "$O.ADAPTERS.C.orphan" not in await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
+
+
+async def test_the_trainer_removes_as_it_trains(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
+    config = retained(config, adapters=2, every_s=0.05)
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(4):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
+            events = await steps_reach(broker, i + 1)
+        await all_acked(broker)
+        with anyio.fail_after(30):
+            while await objects.there(broker, "ADAPTERS", events[1].adapter):
+                await anyio.sleep(0.05)
+        assert [await objects.there(broker, "ADAPTERS", e.adapter) for e in events] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+
+
+def test_random_histories_never_remove_what_is_held() -> None:
+    draw = random.Random(7)
+    for _ in range(300):
+        versions = V[1 : draw.randint(2, 12)]
+        holdings, truth = Holdings(), {r: ("0", set[str]()) for r in "ab"}
+        for _ in range(draw.randint(0, 30)):
+            replica = draw.choice("ab")
+            life, holds = truth[replica]
+            if draw.random() < 0.1:
+                truth[replica] = str(int(life) + 1), set()  # told by its next load
+                continue
+            version = draw.choice(versions)
+            if version in holds:
+                holds.discard(version)
+                holdings.note(PolicyUnloaded(
+                    project="p", model="tiny", version=version, replica=replica, incarnation=life))  # fmt: skip
+            else:
+                holds.add(version)
+                holdings.note(loaded(version, replica, life))
+        served = {v for _, holds in truth.values() for v in holds}
+        assert served <= holdings.versions()
+        decided = set(draw.sample(versions, min(2, len(versions))))
+        stay = kept(versions, draw.randint(1, 4), holdings.versions(), decided)
+        assert served | decided | {versions[-1]} <= stay
+
+
+async def test_the_trainers_rights_suffice(
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    server = start_nats(extra=users.authorization(keys))
+    guarded = NatsConfig(url=server.url, users=str(keys), publish_deadline_s=5)
+    config = retained(kit.settings(tiny_base, tmp_path, guarded, max_staleness=0), adapters=2)
+    learners = service.make_learners(config, tmp_path)
+    async with Broker.connect(guarded, name="operator"):
+        pass
+    own = msgspec.structs.replace(guarded, provision=False)
+    async with Broker.connect(own, name="gateway") as broker:
+        await broker.publish(loaded(V[1]))
+    async with Broker.connect(own, name="trainer") as broker:
+        for step in range(1, 6):
+            await publish(broker, step)
+        retention = Retention(config, broker, learners)
+        for _ in range(2):
+            await retention.look()
+        assert await present(broker) == {V[1], V[4], V[5]}
+        await retention._sweep()
+        assert await retention.trim(2**62) > 0

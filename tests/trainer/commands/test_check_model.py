@@ -1,0 +1,76 @@
+"""`journeyman check-model`: whether a base trains right here, and what memory a step takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.cli import ELSEWHERE
+from tests.trainer.families import make
+from trainer.commands import check_model
+from trainer.engine.forward import Forward
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = 0
+    try:
+        check_model.main(list(arguments))
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    return code, capsys.readouterr().out
+
+
+def test_a_model_that_trains_right(tiny_base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ELSEWHERE["check-model"][0] == "trainer.commands.check_model"
+    code, out = asked(capsys, tiny_base, "--json")
+    found: dict[str, Any] = json.loads(out)
+    assert code == 0
+    assert found["refused"] is None
+    assert 0 <= found["padded_difference"] < 1e-4
+    assert 0 <= found["packed_difference"] < 1e-4
+    assert (found["layout"], found["dtype"]) == ("prefix", "float32")
+    assert found["memory"] > found["memory_parts"]["weights"] > 0
+    code, text = asked(capsys, tiny_base)
+    assert code == 0
+    assert "trains right" in text
+
+
+def test_a_model_with_a_state_is_trained_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = asked(capsys, make("qwen3_5_text", tmp_path), "--json")
+    found = json.loads(out)
+    assert (code, found["refused"], found["layout"], found["packed_difference"]) == (0, None, "padded", None)
+    code, out = asked(capsys, str(tmp_path), "--json", "--set", "trainer.packing=prefix")
+    found = json.loads(out)
+    assert code == 1
+    assert "carry a state" in found["refused"]
+    assert found["padded_difference"] < 1e-4
+
+
+def test_a_model_that_would_train_wrong_is_refused_with_the_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bare(self: Forward, hidden_nD: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model.get_output_embeddings()(hidden_nD)
+        return out
+
+    monkeypatch.setattr(Forward, "logits", bare)
+    code, out = asked(capsys, make("granite", tmp_path), "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["padded_difference"] > 1
+    assert "differ from the model's own" in found["refused"]
+    assert found["memory"] is None
+
+
+def test_what_can_not_be_loaded_is_refused_and_not_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
+    code, out = asked(capsys, str(tmp_path), "--json")
+    assert code == 1
+    assert "no_such_family" in json.loads(out)["refused"]
+    assert asked(capsys, str(tmp_path), "--set", "trainer.nonsense=1")[0] == 2

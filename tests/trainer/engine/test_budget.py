@@ -1,0 +1,62 @@
+"""How large a pass may be, as memory runs out and suffices."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from trainer.engine.budget import GOOD_STEPS, Budget, PassTooLargeError, is_out_of_memory
+
+
+def test_what_memory_that_ran_out_looks_like() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("a bug"))
+    error = pickle.loads(pickle.dumps(PassTooLargeError((3,), 70, "no room")))
+    assert is_out_of_memory(error)
+    assert (error.indices, error.tokens, error.alone) == ((3,), 70, 3)
+    assert str(error) == "a pass of 1 sequence(s) and 70 tokens: no room"
+    assert PassTooLargeError((3, 4), 70, "").alone is None
+
+
+def test_half_of_what_was_tried_until_good_steps_double_it() -> None:
+    budget = Budget(1000)
+    assert not budget.step_taken()
+    budget.halve(400)
+    assert budget.tokens == 200
+    grew = [budget.step_taken() for _ in range(3 * GOOD_STEPS)]
+    assert grew == ([False] * (GOOD_STEPS - 1) + [True]) * 3
+    assert budget.tokens == 1000  # never beyond the setting
+
+
+def test_growing_in_vain_is_tried_less_and_less_often() -> None:
+    budget = Budget(1000)
+    budget.halve(1000)
+    waits = []
+    for _ in range(9):
+        n = 1
+        while not budget.step_taken():
+            n += 1
+        waits.append(n)
+        budget.halve(budget.tokens)
+    assert waits == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(2000, 250), (100, 100), (500, 250)])
+def test_another_setting_keeps_what_memory_was_found_to_hold(most: int, expected: int) -> None:
+    budget = Budget(500)
+    budget.halve(500)
+    budget.allow(most)
+    assert budget.tokens == expected
+    free = Budget(500)
+    free.allow(most)
+    assert free.tokens == most
+
+
+def test_a_budget_never_reaches_zero() -> None:
+    budget = Budget(4)
+    for _ in range(5):
+        budget.halve(4)
+    assert budget.tokens == 1

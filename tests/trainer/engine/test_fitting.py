@@ -1,0 +1,134 @@
+"""Steps where memory does not hold what the budget allows. A stand-in for the passes says when memory runs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pipeline.config import TrainerConfig
+from tests.trainer.engine.test_engine import batch
+from tests.trainer.kit import VOCAB, exactly, exchange
+from trainer.batches.groups import Example
+from trainer.batches.packing import Layout
+from trainer.batches.sequences import build
+from trainer.engine import budget
+from trainer.engine.engine import Engine
+from trainer.engine.state import UntrainableError
+
+
+@pytest.fixture
+def engine(tiny_base: str, tmp_path: Path) -> Engine:
+    config = TrainerConfig(
+        lora_rank=4, tokens_per_batch=1024, packing="padded", dtype="float64", logprob_bound=1e9
+    )
+    return exactly(Engine(tiny_base, config, tmp_path))
+
+
+def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on a pass of more tokens runs out of memory; the sizes of the passes that were tried."""
+    original, tried = Engine.logprobs, []
+
+    def limited(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+        tried.append(layout.ids_RL.numel())
+        if layout.ids_RL.numel() > tokens:
+            raise torch.OutOfMemoryError("too much")
+        return original(self, layout, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "logprobs", limited)
+    return tried
+
+
+def long_one(tokens: int) -> Example:
+    prompt = [2 + i % (VOCAB - 2) for i in range(tokens)]
+    (sequence,) = build("long", [exchange("long", 0, prompt, [3, 4, 5])])
+    return Example(sequence, 0.7)
+
+
+def test_out_of_memory_halves_the_budget_and_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = engine.new_line()
+    examples = batch(engine, line)
+    whole = engine.step(line, examples, [0] * 6)
+    with_room_for(engine, 60, monkeypatch)
+    engine.config = msgspec.structs.replace(engine.config, check_sequences=0)
+    halved = engine.step(line, examples, [0] * 6)
+    assert halved.metrics["token_budget"] <= 64
+    assert halved.metrics["micro_batches"] > 1
+    assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
+    for name, tensor in whole.line.weights.items():
+        torch.testing.assert_close(halved.line.weights[name], tensor, rtol=1e-7, atol=1e-9)
+    monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.step(line, examples, [0] * 6)
+
+
+@pytest.mark.parametrize("packing", ["padded", "prefix"])
+def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
+    engine: Engine, packing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fault that was: the budget fell to 64 for good, the trainer restarted ten times and the batch was buried."""
+    engine.use(msgspec.structs.replace(engine.config, packing=packing))
+    line = engine.new_line()
+    examples = batch(engine, line)
+    without = engine.step(line, examples, [0] * 6)
+    assert without.dropped == ()
+    assert without.metrics["sequences_dropped"] == 0
+    tried = with_room_for(engine, 150, monkeypatch)
+    long = long_one(200)
+    result = engine.step(line, [*examples[:3], long, *examples[3:]], [0] * 7)
+    assert result.dropped == (long.sequence,)
+    assert (result.metrics["sequences_dropped"], result.metrics["tokens_dropped"]) == (1, 3)
+    assert result.metrics["sequences"] == 6
+    assert tried.count(202) == 2  # it gets a second try alone, with all memory free
+    for name, tensor in without.line.weights.items():
+        torch.testing.assert_close(result.line.weights[name], tensor, rtol=1e-7, atol=1e-9)
+    # The sequence was at fault: passes are as large as before.
+    assert engine.budget.tokens == 1024
+    assert "memory does not hold a pass of it alone" in caplog.text
+
+
+def test_where_nothing_fits_the_batch_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = engine.new_line()
+    examples = batch(engine, line)
+    with_room_for(engine, 5, monkeypatch)
+    with pytest.raises(UntrainableError, match="step 1 is not taken: memory holds none of its 6 sequences"):
+        engine.step(line, examples, [0] * 6)
+
+
+def test_the_budget_grows_again_after_good_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "GOOD_STEPS", 2)
+    engine.budget = budget.Budget(1024)
+    line = engine.new_line()
+    examples = batch(engine, line)
+    with monkeypatch.context() as scarce:
+        with_room_for(engine, 60, scarce)
+        engine.step(line, examples, [0] * 6)
+    found = [engine.budget.tokens]
+    assert found[0] < 66
+    for _ in range(12):
+        engine.step(line, examples, [0] * 6)
+        found.append(engine.budget.tokens)
+    assert found[-1] == 1024
+    assert found == sorted(found)
+
+
+def test_a_check_that_does_not_fit_is_left_out_and_said(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = Engine.logprobs
+
+    def checks_fail(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("too much")
+        return original(self, *args, **kwargs)
+
+    line = engine.new_line()
+    examples = batch(engine, line)
+    monkeypatch.setattr(Engine, "logprobs", checks_fail)
+    metrics = engine.step(line, examples, [0] * 6).metrics
+    assert metrics["checks_left_out"] == 1
+    assert "sampler_logprob_diff" not in metrics
+    assert "a check of the step is left out" in caplog.text

@@ -1,0 +1,87 @@
+"""The engines' settings. Unsloth itself needs a GPU: here a stand-in records what it is asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import ConfigError, TrainerConfig
+from trainer.batches.groups import Example
+from trainer.batches.packing import MicroBatch
+from trainer.engine import engine as engines
+from trainer.engine import loading
+from trainer.engine.engine import Engine
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"engine": "unsloth"}, {"load_in_4bit": True}]
+)  # fmt: skip
+def test_what_this_machine_can_not_run_says_so(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError):
+        loading.device_for(TrainerConfig(**settings))
+
+
+def test_dtype_follows_the_device_unless_told() -> None:
+    assert loading.dtype_for(TrainerConfig(), CPU) == torch.float32
+    assert loading.dtype_for(TrainerConfig(), torch.device("cuda")) == torch.bfloat16
+    assert loading.dtype_for(TrainerConfig(dtype="bfloat16"), CPU) == torch.bfloat16
+
+
+def test_unsloth_never_shares_prefixes() -> None:
+    with pytest.raises(ConfigError, match="attention mask"):
+        loading.load("base", TrainerConfig(engine="unsloth", packing="prefix"), CPU)
+
+
+class FastLanguageModel:
+    """Stands in for Unsloth's entry point."""
+
+    asked: dict[str, Any] = {}  # noqa: RUF012 - a recording
+
+    @classmethod
+    def from_pretrained(cls, **asked: Any) -> tuple[Any, None]:
+        cls.asked = asked
+        return AutoModelForCausalLM.from_pretrained(asked["model_name"], dtype=asked["dtype"]), None
+
+    @classmethod
+    def get_peft_model(cls, model: Any, **asked: Any) -> Any:
+        cls.asked |= asked
+        wanted = {k: asked[k] for k in ("r", "lora_alpha", "lora_dropout", "bias", "target_modules")}
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **wanted))
+
+
+def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.trainer.batches.test_packing import tree_of_conversations
+
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
+    monkeypatch.setattr(engines, "device_for", lambda _: CPU)
+    config = TrainerConfig(
+        engine="unsloth", load_in_4bit=True, lora_rank=4, seed=9, dtype="float32", logprob_bound=1e9
+    )
+    engine = Engine(tiny_base, config, tmp_path)
+    asked = FastLanguageModel.asked
+    assert (asked["load_in_4bit"], asked["r"], asked["random_state"]) == (True, 4, 9)
+    seen: list[MicroBatch] = []
+    original = engine._backward
+
+    def watch(batch: MicroBatch, *args: Any) -> None:
+        seen.append(batch)
+        original(batch, *args)
+
+    monkeypatch.setattr(engine, "_backward", watch)
+    sequences, groups = tree_of_conversations()
+    engine.step(engine.new_line(), [Example(s, 1.0) for s in sequences], groups)
+    assert all(b.layout.ends_RL is None for b in seen)

@@ -1,0 +1,400 @@
+"""Parity: on the same tokens our loss and gradients are those of TRL's GRPOTrainer over a padded batch.
+
+The reference below is TRL's trainer with TRL's own tensors (prompts padded on the left, completions on the right, tool
+tokens masked) and arguments that each case spells out by TRL's names, so that a setting of ours that is mapped wrongly shows.
+Only its fused LM head, a GPU kernel, is replaced by plain logits.
+
+Both sides compute in float64. A loss is a small difference of large terms: in float32 two correct orders of summation differ
+by more than any tolerance that would still find a mistake, and by how much depends on the processor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from pipeline.config import ConfigError, TrainerConfig
+from tests.trainer.kit import VOCAB, exactly, exchange, stir
+from trainer.batches.groups import Example
+from trainer.batches.sequences import TokenSequence, build
+from trainer.engine import losses as grpo
+from trainer.engine.engine import Engine
+
+
+class PaddedGRPOTrainer(grpo.GRPOTrainer):
+    """TRL's, with the logprobs computed from all logits of the padded batch."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *_: Any, **__: Any
+    ) -> Any:
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
+        logprobs = torch.log_softmax(logits[:, :-1].double(), -1)[:, -logits_to_keep:]
+        chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+        return chosen, -(logprobs.exp() * logprobs).sum(-1), None
+
+
+def batch(seed: int = 0) -> list[Example]:
+    """Single replies and two-turn conversations with a tool result between, of unequal length."""
+    rng = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return list(map(int, rng.integers(2, VOCAB, int(rng.integers(low, high)))))
+
+    out = []
+    for i in range(6):
+        name = f"t{i}"
+        prompt, reply = some(3, 9), some(2, 6)
+        exchanges = [exchange(name, 0, prompt, reply, logprobs=rng.uniform(-4, -2, len(reply)).tolist())]
+        if i % 2:
+            tool, last = some(1, 5), some(2, 6)
+            exchanges.append(
+                exchange(
+                    name, 1, prompt + reply + tool, last, logprobs=rng.uniform(-4, -2, len(last)).tolist()
+                )
+            )
+        (sequence,) = build(name, exchanges)
+        out.append(Example(sequence, float(rng.normal())))
+    return out
+
+
+def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
+    prompts, completions = [], []
+    for e in examples:
+        start = int(np.flatnonzero(e.sequence.trained)[0])
+        prompts.append(e.sequence.ids[:start])
+        completions.append((e.sequence, start))
+    width = max(map(len, prompts))
+    length = max(len(s.ids) - start for s, start in completions)
+    size = len(examples)
+    out = {
+        "prompt_ids": torch.zeros(size, width, dtype=torch.long),
+        "prompt_mask": torch.zeros(size, width, dtype=torch.long),
+        "completion_ids": torch.zeros(size, length, dtype=torch.long),
+        "completion_mask": torch.zeros(size, length, dtype=torch.long),
+        "tool_mask": torch.ones(size, length, dtype=torch.long),
+        "advantages": torch.tensor([e.advantage for e in examples]),
+    }
+    sampled = torch.zeros(size, length)
+    for i, (prompt, (s, start)) in enumerate(zip(prompts, completions, strict=True)):
+        n = len(s.ids) - start
+        out["prompt_ids"][i, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        out["prompt_mask"][i, width - len(prompt) :] = 1
+        out["completion_ids"][i, :n] = torch.from_numpy(s.ids[start:].astype(np.int64))
+        out["completion_mask"][i, :n] = 1
+        out["tool_mask"][i, :n] = torch.from_numpy(s.trained[start:].astype(np.int64))
+        sampled[i, :n] = torch.from_numpy(np.nan_to_num(s.logprobs[start:]))
+    out["num_items_in_batch"] = (out["completion_mask"] * out["tool_mask"]).sum()
+    out["sampled"] = sampled
+    return out
+
+
+def trl_arguments(output: Path, **given: Any) -> grpo.GRPOConfig:
+    """TRL's arguments, none of them taken from our settings."""
+    return grpo.GRPOConfig(
+        output_dir=str(output), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=2, num_generations=2, steps_per_generation=1, gradient_accumulation_steps=1,
+        report_to="none", remove_unused_columns=False, disable_tqdm=True, **given,
+    )  # fmt: skip
+
+
+def reference(engine: Engine, args: grpo.GRPOConfig, beta: float, examples: list[Example]) -> float:
+    """TRL's loss of the batch; its gradient is added to the engine's parameters."""
+    trainer = PaddedGRPOTrainer(
+        model=engine.model, reward_funcs=[grpo._no_reward], args=args,
+        train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
+    )  # fmt: skip
+    # Not by the arguments: with them the constructor would make a second adapter, and would start vLLM.
+    trainer.beta = beta
+    trainer.use_vllm = args.vllm_importance_sampling_correction
+    trainer.current_gradient_accumulation_steps = 1
+    engine.model.train()
+    inputs = reference_inputs(examples)
+    sampled = inputs.pop("sampled")
+    mask = inputs["completion_mask"] * inputs["tool_mask"]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    keep = inputs["completion_ids"].size(1)
+    with torch.no_grad():
+        current, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
+        if beta:
+            with engine.model.disable_adapter():
+                base, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
+            inputs["ref_per_token_logps"] = base
+    if not args.vllm_importance_sampling_correction:
+        inputs["old_per_token_logps"] = torch.where(mask.bool(), sampled, current)
+    else:
+        # As TRL does after generation with vLLM.
+        mode = args.vllm_importance_sampling_mode
+        low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        difference = (current - sampled) * mask
+        if "sequence" in mode:
+            difference = difference.sum(-1, keepdim=True)
+        ratio = difference.exp()
+        if "truncate" in mode:
+            ratio = ratio.clamp(min=low, max=high)
+        else:
+            ratio = torch.where((ratio > high) | (ratio < (low or 0.0)), 0.0, ratio)
+        inputs["importance_sampling_ratio"] = ratio
+        inputs["old_per_token_logps"] = current
+    if args.off_policy_mask_threshold is not None:
+        inputs["sampling_per_token_logps"] = sampled
+    loss = trainer.compute_loss(engine.model, inputs)
+    loss.backward()
+    return float(loss.detach())
+
+
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+ON: dict[str, Any] = {
+    "loss_type": "dapo", "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
+}  # fmt: skip
+"""TRL's arguments for our defaults with `correction_max` 2."""
+OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction": False}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+def test_parity_with_trl(
+    engines: dict[str, Engine], tmp_path: Path, loss_type: str, correction: str, beta: float
+) -> None:
+    if loss_type == "vespo" and correction.startswith("sequence"):
+        pytest.skip("TRL's VESPO takes token corrections only")
+    level = "sequence" if loss_type == "luspo" else "token"
+    theirs = (OFF if correction == "none" else ON | {"vllm_importance_sampling_mode": correction}) | {
+        "loss_type": loss_type, "importance_sampling_level": level,
+        "epsilon_high": 5.0 if loss_type == "cispo" else None,
+    }  # fmt: skip
+    settings = {
+        "loss_type": loss_type,
+        "sampler_correction": correction,
+        "beta": beta,
+        "importance_level": level,
+    }
+    assert_parity(engines["tiny"], settings, theirs, tmp_path)
+
+
+PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        (
+            {"entropy_coef": 0.05, "loss_type": loss_type},
+            ON | {"entropy_coef": 0.05, "loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else None},
+        )
+        for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
+    ),
+    ({"delta": 1.3, "sampler_correction": "none"}, OFF | {"delta": 1.3}),
+    ({"off_policy_mask": 0.01, "sampler_correction": "none"}, OFF | {"off_policy_mask_threshold": 0.01}),
+    ({"off_policy_mask": 0.01}, ON | {"off_policy_mask_threshold": 0.01}),
+    ({"correction_max": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
+    ({"correction_min": 0.5}, ON | {"vllm_importance_sampling_clip_min": 0.5}),
+    (
+        {"correction_min": 0.5, "sampler_correction": "token_mask"},
+        ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_mask"},
+    ),
+    (
+        {"correction_min": 0.5, "sampler_correction": "sequence_mask"},
+        ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "sequence_mask"},
+    ),
+    ({"epsilon": 0.9, "sampler_correction": "none"}, OFF | {"epsilon": 0.9}),
+    ({"epsilon_high": 5.0, "sampler_correction": "none"}, OFF | {"epsilon_high": 5.0}),
+    (
+        {"importance_level": "sequence", "sampler_correction": "none"},
+        OFF | {"importance_sampling_level": "sequence"},
+    ),
+    (
+        {"max_completion_length": 100, "loss_type": "dr_grpo"},
+        ON | {"max_completion_length": 100, "loss_type": "dr_grpo"},
+    ),
+    (
+        {"beta": 0.1, "kl_unbiased": False, "sampler_correction": "none"},
+        OFF | {"use_bias_correction_kl": False},
+    ),
+    (
+        {
+            "loss_type": "sapo", "sampler_correction": "none",
+            "loss_options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+        },
+        OFF | {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+    ),
+    (
+        {
+            "loss_type": "vespo",
+            "loss_options": {
+                "vespo_k_pos": 1.5,
+                "vespo_lambda_pos": 2.0,
+                "vespo_k_neg": 2.0,
+                "vespo_lambda_neg": 2.5,
+            },
+        },
+        ON | {
+            "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 2.5,
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "theirs"), PAIRS, ids=lambda v: str(v)[:60])
+def test_parity_with_trl_s_options(
+    engines: dict[str, Engine], tmp_path: Path, options: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """Each option, mapped as spelled out, and each makes a difference."""
+    engine = engines["tiny"]
+    gradients = assert_parity(engine, options, theirs, tmp_path)
+    kept = ("loss_type", "beta", "sampler_correction")
+    engine.use(TrainerConfig(**BATCH | {k: v for k, v in options.items() if k in kept}))
+    engine.model.zero_grad()
+    engine.backward(batch(), [0] * 6, 0)
+    assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.parameters], rel=1e-3)
+
+
+BATCH: dict[str, Any] = {
+    "lora_rank": 4,
+    "dtype": "float64",
+    "tokens_per_batch": 40,
+    "correction_max": 2.0,
+    "packing": "padded",
+}
+
+
+def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -> None:
+    """TRL checks it in its constructor, where it would sample itself; here it does not."""
+    with pytest.raises(
+        ConfigError, match=r"sampler_correction: loss_type vespo takes .* not 'sequence_truncate'"
+    ):
+        engines["tiny"].use(
+            TrainerConfig(
+                lora_rank=4, dtype="float64", loss_type="vespo", sampler_correction="sequence_truncate"
+            )
+        )
+
+
+@pytest.mark.parametrize("inside", grpo.RELIED_ON)
+def test_what_is_relied_on_of_trls_inside_is_there(inside: str) -> None:
+    assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.RELIED_ON[inside]
+
+
+def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
+    with pytest.raises(ConfigError, match="loss_options: sapo_temprature is none of"):
+        engines["tiny"].use(
+            TrainerConfig(lora_rank=4, dtype="float64", loss_options={"sapo_temprature": 1.0})
+        )
+
+
+def assert_parity(
+    engine: Engine, settings: dict[str, Any], theirs: dict[str, Any], tmp_path: Path
+) -> list[float]:
+    """Compare loss and gradients under our `settings` with TRL's under `theirs`; returns the gradients' norms."""
+    config = TrainerConfig(**BATCH | settings)
+    engine.use(config)
+    examples = batch()
+    engine.model.zero_grad()
+    # The KL of TRL is set by hand on its trainer: see `reference`.
+    args = trl_arguments(tmp_path, **{"use_bias_correction_kl": True} | theirs)
+    their_loss = reference(engine, args, config.beta, examples)
+    their_gradients = [p.grad.clone() for p in engine.parameters]
+    engine.model.zero_grad()
+    metrics = engine.backward(examples, [0] * len(examples), 0)
+    assert metrics["micro_batches"] > 1
+    assert metrics["loss"] == pytest.approx(their_loss, rel=1e-9, abs=1e-12)
+    for mine, other in zip(engine.parameters, their_gradients, strict=True):
+        assert mine.grad is not None
+        assert mine.grad.dtype == torch.float64
+        torch.testing.assert_close(mine.grad, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
+    return [float(g.norm()) for g in their_gradients]
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    config = TrainerConfig(lora_rank=4, dtype="float64")
+    engine = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    stir(engine)
+    return {"tiny": engine}
+
+
+def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
+    current = torch.tensor([[-1.0, -2.0]])
+    sampled = torch.tensor([[float("nan"), -3.0]])
+    ratio = grpo.importance_ratio(current, sampled, torch.ones(1, 2), "token_truncate", 2.0)
+    assert ratio.tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
+    engine = engines["tiny"]
+    engine.use(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction=correction))  # type: ignore[arg-type]
+    engine.model.zero_grad()
+    (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
+    metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
+    assert np.isfinite(metrics["loss"])
+    assert all(torch.isfinite(p.grad).all() for p in engine.parameters)
+
+
+def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.ndarray:
+    """Change of the trained tokens' logprobs after one small step."""
+    line = engine.new_line()
+    before = _logprobs(engine, sequence)
+    after = engine.step(line, [Example(sequence, advantage)], [0]).line
+    engine.put(after.weights)
+    changed = _logprobs(engine, sequence) - before
+    engine.put(line.weights)
+    return changed
+
+
+def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
+    from trainer.batches.packing import padded
+
+    with torch.no_grad():
+        out, _ = engine.logprobs(padded([sequence]), (1, sequence.trained_tokens))
+    return out.numpy()[0]
+
+
+def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
+    engine = engines["tiny"]
+    engine.use(TrainerConfig(lora_rank=4, dtype="float64", learning_rate=1e-4, logprob_bound=1e9))
+    (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
+    assert _direction(engine, sequence, 1.0).sum() > 0
+    assert _direction(engine, sequence, -1.0).sum() < 0
+
+
+def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
+    """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
+    engine = engines["tiny"]
+    engine.use(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction="sequence_truncate"))
+
+    def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
+        (sequence,) = build(
+            "t",
+            [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])],
+        )
+        engine.model.zero_grad()
+        metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
+        return metrics, [p.grad.clone() for p in engine.parameters]
+
+    one, first = gradient(0.0)
+    other, second = gradient(-20.0)
+    assert one["tokens"] == 2
+    assert one["ratio_max"] == other["ratio_max"]
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp_path: Path) -> None:
+    """The fault that was: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that it is in four
+    bits."""
+    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
+    before = engine.weights()
+    engine.model.is_loaded_in_4bit = True
+    engine.use(TrainerConfig(lora_rank=4, learning_rate=1e-3))
+    assert {p.dtype for p in engine.parameters} == {torch.float32}
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
+    with torch.no_grad():  # what is read and written as the adapter is still what is trained
+        engine.parameters[0].fill_(0.5)
+    assert any(bool((tensor == 0.5).all()) for tensor in engine.weights().values())

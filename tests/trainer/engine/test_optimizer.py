@@ -1,0 +1,51 @@
+"""The optimizer and its schedule, as a step finds them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pipeline.config import TrainerConfig
+from tests.trainer.engine.test_engine import batch
+from tests.trainer.kit import exactly
+from trainer.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    config = TrainerConfig(lora_rank=4, learning_rate=1e-2, dtype="float64")
+    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, schedule: str) -> None:
+    """The fault that was: the optimizer's state brought its old settings along."""
+    old = msgspec.structs.replace(engine.config, learning_rate=1e-2, lr_schedule=schedule, max_steps=10)
+    new = msgspec.structs.replace(old, learning_rate=1e-4, weight_decay=0.1, adam_betas=(0.8, 0.9))
+    kept = engine.config
+    engine.use(old)
+    line = engine.step(engine.new_line(), batch(engine, engine.new_line()), [0] * 6).line
+    engine.use(new)
+    after = engine.step(line, batch(engine, line, seed=20), [0] * 6)
+    share = 0.9 if schedule == "linear" else 1.0
+    assert after.metrics["learning_rate"] == pytest.approx(1e-4 * share)
+    (group,) = after.line.optimizer["param_groups"]  # type: ignore[index]
+    assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.9))
+    moved = max(float((after.line.weights[k] - line.weights[k]).abs().max()) for k in line.weights)
+    assert 0 < moved < 1e-3
+    engine.use(old)
+    moved = engine.step(line, batch(engine, line, seed=20), [0] * 6).line.weights
+    assert max(float((moved[k] - line.weights[k]).abs().max()) for k in moved) > 1e-3
+    engine.use(kept)
+
+
+def test_the_inverse_root_falls_without_an_end(engine: Engine) -> None:
+    kept = engine.config
+    engine.use(msgspec.structs.replace(kept, learning_rate=1e-3, lr_schedule="inverse_sqrt", warmup_steps=1))
+    line, rates = engine.new_line(), []
+    for _ in range(5):
+        result = engine.step(line, batch(engine, line), [0] * 6)
+        line = result.line
+        rates.append(result.metrics["learning_rate"])
+    engine.use(kept)
+    assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])

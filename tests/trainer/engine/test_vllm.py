@@ -1,0 +1,101 @@
+"""The trainer against the real sampler: same tokens, same logprobs, and an adapter that really changes what is sampled."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config, ModelConfig, TrainerConfig
+from pipeline.events import ExchangeRecorded
+from tests.conftest import VllmServer
+from tests.trainer import kit
+from trainer.batches.groups import prepare
+from trainer.batches.sequences import build
+from trainer.checkpoints import checkpoint
+from trainer.engine.engine import Engine
+from trainer.engine.state import SamplerMismatchError
+from trainer.learner import BatchGroup, Learner
+
+pytestmark = pytest.mark.vllm
+
+
+def post(server: VllmServer, path: str, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return bytes(answer.read())
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 1.0}, {"temperature": 0.7, "top_k": 12}, {"temperature": 1.1, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 30, "top_p": 0.95, "min_p": 0.01},
+]  # fmt: skip
+"""How the members of a group are sampled."""
+
+
+def play(server: VllmServer, version: str, step: int, name: str, **sampling: float) -> list[ExchangeRecorded]:
+    """Two turns of a conversation, as the gateway would record them."""
+    messages: list[dict[str, str]] = []
+    out = []
+    for turn in range(2):
+        messages.append({"role": "user", "content": f"a{turn + 1}=x b2=o move {turn}?"})
+        body = {
+            "model": version, "messages": messages, "max_tokens": 8, "logprobs": True,
+            "return_token_ids": True, "top_logprobs": 0, **sampling,
+        }  # fmt: skip
+        answer = json.loads(post(server, "/v1/chat/completions", body))
+        choice = answer["choices"][0]
+        messages.append({"role": "assistant", "content": choice["message"]["content"] or ""})
+        out.append(
+            kit.exchange(
+                name, turn, answer["prompt_token_ids"], choice["token_ids"],
+                logprobs=[t["logprob"] for t in choice["logprobs"]["content"]], step=step,
+                request=json.dumps(body).encode(), finish_reason=choice["finish_reason"],
+            )
+        )  # fmt: skip
+    return out
+
+
+def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServer, tmp_path: Path) -> None:
+    settings = TrainerConfig(groups_per_step=1, learning_rate=1e-2, check_sequences=16)
+    model = ModelConfig(name=kit.MODEL, base=str(vllm_server.base))
+    config = Config(project="p", run_dir=str(tmp_path), models=(model,), trainer=settings)
+    learner = Learner(config, model, Engine(model.base, settings, tmp_path))
+    version, loaded = f"{vllm_server.model}@0", []
+    try:
+        for step in range(3):
+            group = kit.group(f"g{step}", [0.0, 0.2, 0.9, 1.0], step=step)
+            sequences = [
+                s
+                for i, m in enumerate(group.members)
+                for s in build(m.trajectory, play(vllm_server, version, step, m.trajectory, **SAMPLING[i]))
+            ]
+            taken = learner.take([BatchGroup(prepare(group, sequences), step + 1)])
+            learner.advance(taken)
+            metrics = taken.manifest.metrics
+            assert metrics["sampler_logprob_checked"] >= 8  # a token a call at the least
+            assert metrics["sampler_logprob_diff"] < 1e-3
+            folder = tmp_path / f"adapter-{step}"
+            folder.mkdir()
+            for name, content in checkpoint.unpack(taken.adapter).items():
+                (folder / name).write_bytes(content)
+            version = f"trainer-test@{step + 1}"
+            post(vllm_server, "/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
+            loaded.append(version)
+        # The base model no longer agrees: the adapter is what vLLM sampled with.
+        group = kit.group("base", [0.0, 1.0], step=3)
+        sequences = [
+            s
+            for m in group.members
+            for s in build(m.trajectory, play(vllm_server, f"{vllm_server.model}@0", 3, m.trajectory))
+        ]
+        with pytest.raises(SamplerMismatchError, match="step 4 is not taken"):
+            learner.take([BatchGroup(prepare(group, sequences), 9)])
+    finally:
+        for name in loaded:
+            post(vllm_server, "/v1/unload_lora_adapter", {"lora_name": name})

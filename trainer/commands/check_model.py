@@ -1,0 +1,113 @@
+"""`journeyman check-model MODEL`: does a base model train right on this machine, how, and what memory does a step take?
+
+    journeyman check-model Qwen/Qwen3-8B
+    journeyman check-model /models/gemma-3-4b --json --set trainer.lora_rank=16
+
+The model is loaded as the trainer would load it, and what a training pass computes is compared with the model's own forward
+pass (see `trainer.engine.verify`). Exits 0 where it trains right, 1 where it is refused, 2 on bad usage or settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
+from pipeline.telemetry import logs as log
+from trainer.commands import cli
+from trainer.first import import_first
+
+
+def check(base: str, config: TrainerConfig) -> dict[str, Any]:
+    """The findings, as `--json` prints them: differences in nats, memory in bytes. `refused` is `None` where the model trains
+    right, else the reason."""
+    import_first(Config(models=(ModelConfig(base=base),), trainer=config))
+    from trainer.engine.engine import Engine
+    from trainer.engine.memory import measure
+    from trainer.engine.verify import RefusedError
+
+    out: dict[str, Any] = {
+        "model": base, "padded_difference": None, "packed_difference": None, "layout": None, "refused": None,
+        "memory": None,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            engine = Engine(base, config, Path(scratch))
+        except RefusedError as error:
+            verified = error.verified
+            out["refused"] = verified.refused
+        except (ConfigError, ValueError, OSError, RuntimeError, ImportError) as error:
+            # What can't be loaded can't be trained: an unknown family, no such model, no room.
+            out["refused"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return out
+        else:
+            verified = engine.verified
+            memory = measure(engine)
+            out["memory"] = memory.step(config.tokens_per_batch)
+            out["memory_parts"] = {
+                "weights": memory.weights, "optimizer": memory.optimizer, "per_token": memory.per_token,
+                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing, "tokens_per_batch": config.tokens_per_batch, "free": memory.free,
+                "tokens_that_fit": memory.tokens(),
+            }  # fmt: skip
+            out["device"], out["dtype"] = str(engine.device), str(engine.dtype).removeprefix("torch.")
+    out["padded_difference"] = verified.padded.largest
+    out["packed_difference"] = verified.packed.largest if verified.packed else None
+    out["layout"] = verified.layout if out["refused"] is None else None
+    out["attention"], out["why_padded"] = verified.attention, verified.why_padded
+    return out
+
+
+def report(found: dict[str, Any]) -> str:
+    """The findings for people."""
+    lines = [f"{found['model']}: " + (f"refused: {found['refused']}" if found["refused"] else "trains right")]
+    for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared")):
+        if (difference := found[f"{name}_difference"]) is not None:
+            lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")
+    if found["layout"]:
+        how = "prefixes are shared where it pays" if found["layout"] == "prefix" else "one row a sequence"
+        because = f" ({found['why_padded']})" if found["why_padded"] else ""
+        lines.append(f"  layout: {how}{because}; attention: {found['attention']}")
+    if found["memory"] is not None:
+        parts = found["memory_parts"]
+        lines.append(
+            f"  memory of a step: {found['memory'] / 2**30:.2f} GiB with {parts['tokens_per_batch']} tokens a pass "
+            f"({parts['per_token'] / 2**20:.3f} MiB a token, weights {parts['weights'] / 2**30:.2f} GiB)"
+        )
+        if parts["tokens_that_fit"] is not None:
+            lines.append(
+                f"  free: {parts['free'] / 2**30:.2f} GiB, enough for passes of {parts['tokens_that_fit']} tokens"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="journeyman check-model", description="Say whether a base model trains right on this machine."
+    )
+    out.add_argument("model", help="folder or hub name of the base model")
+    out.add_argument("--json", action="store_true", help="print the findings as JSON, memory in bytes")
+    out.add_argument("--config", help="settings, TOML; its [trainer] is used")
+    out.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+
+    def command() -> None:
+        config: Config = load(args.config, [*args.overrides, f"models.0.base={json.dumps(args.model)}"])
+        found = check(args.model, config.trainer_of(config.models[0]))
+        sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else report(found))
+        if found["refused"] is not None:
+            raise SystemExit(1)
+
+    cli.run("check-model", command)
+
+
+if __name__ == "__main__":
+    log.configure("check-model", "WARNING")
+    main()

@@ -1,0 +1,54 @@
+"""What the trainer's commands share: which run they mean, and how they fail."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, load
+from pipeline.log.broker import BrokerError
+from trainer.checkpoints.checkpoint import CheckpointError
+
+
+class UsageError(ValueError):
+    """An argument that can't be used."""
+
+
+class FailedError(RuntimeError):
+    """What the command was asked for could not be done."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", help="settings, TOML")
+    parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+
+
+def run_config(args: argparse.Namespace) -> Config:
+    """Settings of the run that the arguments name; default: the run under runs/ that changed last."""
+    if args.config:
+        overrides = [*args.overrides, *([f"run_dir={args.run_dir}"] if args.run_dir else [])]
+        return load(args.config, overrides)
+    folder = Path(args.run_dir) if args.run_dir else _newest_run()
+    return load(folder / "config.toml", [*args.overrides, f"run_dir={folder}"])
+
+
+def _newest_run(root: Path = Path("runs")) -> Path:
+    found = sorted(root.glob("*/config.toml"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise ConfigError("no run under runs/: name one with --run-dir, or settings with --config")
+    return found[-1].parent
+
+
+def run(name: str, command: Callable[[], None]) -> None:
+    """Run `command`; exits 2 on bad usage or settings, 1 on what went wrong, with one line on stderr."""
+    try:
+        command()
+    except (ConfigError, UsageError) as error:
+        sys.stderr.write(f"journeyman {name}: {error}\n")
+        raise SystemExit(2) from error
+    except (CheckpointError, BrokerError, FailedError, OSError) as error:
+        sys.stderr.write(f"journeyman {name}: {error}\n")
+        raise SystemExit(1) from error

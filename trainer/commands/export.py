@@ -1,0 +1,152 @@
+"""`journeyman export`: a trained policy as a folder that loads elsewhere.
+
+    journeyman export OUT                        the newest checkpoint of the newest run, as a PEFT adapter
+    journeyman export OUT --step best --merged   the best by validation, merged into the base model's weights
+
+A checkpoint that was pruned from the disk is fetched from the log's object store where `--nats-url` names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from pipeline import streams
+from pipeline.config import Config
+from pipeline.events import CheckpointPublished, checkpoint_subject
+from pipeline.log.broker import Broker
+from pipeline.security.signing import Trust
+from pipeline.telemetry import logs as log
+from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
+from trainer.commands import cli
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="journeyman export", description="Write an adapter or merged weights into a folder."
+    )
+    made.add_argument("out", type=Path, help="folder to write; must not exist")
+    cli.add_run_arguments(made)
+    made.add_argument("--model", help="which policy; default: the only one")
+    made.add_argument("--step", default="latest", help="a step, `latest`, or `best` by validation reward")
+    made.add_argument(
+        "--merged", action="store_true", help="the base model's weights with the adapter merged in"
+    )
+    made.add_argument("--nats-url", help="the log, for a step that is no longer on disk")
+    return made
+
+
+def find_files(
+    checkpoints: Checkpoints, step: str, fetch: Fetch | None = None
+) -> tuple[int, dict[str, bytes]]:
+    """The step that `step` means, and its adapter's files; raises `CheckpointError`."""
+    steps = checkpoints.steps()
+    if step == "latest":
+        if not steps:
+            raise CheckpointError(f"no checkpoint in {checkpoints.folder}")
+        number = steps[-1]
+    elif step == "best":
+        best = checkpoints.best()
+        if best is None:
+            raise CheckpointError(
+                "no validation trajectories were scored, so no checkpoint is known as the best"
+            )
+        number = best.step
+    elif step.isdigit() and int(step) > 0:
+        number = int(step)
+    else:
+        raise cli.UsageError(f"--step {step}: a number from 1 on, `latest` or `best`")
+    if number in steps:
+        return number, checkpoints.read(number)[1]
+    if fetch is None:
+        raise CheckpointError(
+            f"step {number} is not on disk (there are: {', '.join(map(str, steps)) or 'none'}); "
+            "--nats-url fetches it from the log"
+        )
+    return number, unpack(fetch(number))
+
+
+class Fetch:
+    """Gets an adapter's tar from the log."""
+
+    def __init__(self, config: Config, model: str, url: str) -> None:
+        self._config, self._model, self._url = config, model, url
+
+    def __call__(self, step: int) -> bytes:
+        return anyio.run(self._get, step)
+
+    async def _get(self, step: int) -> bytes:
+        config = self._config
+        subject = checkpoint_subject(config.project, self._model, str(step), config.trainer.branch)
+        nats = msgspec.structs.replace(config.nats, url=self._url)
+        async with Broker.connect(nats, name="export", provision=False) as broker:
+            history = await broker.history("POLICY", subject)
+            events = [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+            if not events:
+                raise CheckpointError(f"the log has no {self._model}@{step} of project {config.project}")
+            objections = [Trust(config.signing).objection(e) for e in events]
+            if "" not in objections:
+                raise CheckpointError(objections[-1])
+            event = events[objections.index("")]
+            tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
+            if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
+                raise CheckpointError(
+                    f"the archive of {event.version} in the log is not the one that was published"
+                )
+            return tar
+
+
+def write_adapter(files: dict[str, bytes], out: Path) -> None:
+    """A PEFT adapter folder."""
+    for name in ADAPTER_FILES:
+        (out / name).write_bytes(files[name])
+
+
+def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
+    """The base model with the adapter merged in, and the base's tokenizer files."""
+    import tempfile
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(files, Path(folder))
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        model.merge_and_unload().save_pretrained(out)
+    if Path(base).is_dir():
+        for file in Path(base).iterdir():
+            if file.is_file() and not (out / file.name).exists() and file.suffix != ".safetensors":
+                shutil.copy(file, out / file.name)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+
+    def command() -> None:
+        config = cli.run_config(args)
+        if args.model is None and len(config.models) > 1:
+            raise cli.UsageError(f"--model: one of {', '.join(m.name for m in config.models)}")
+        model = config.model(args.model) if args.model else config.models[0]
+        if args.out.exists():
+            raise cli.UsageError(f"{args.out} exists already")
+        fetch = Fetch(config, model.name, args.nats_url) if args.nats_url else None
+        step, files = find_files(Checkpoints.of(config, model.name), args.step, fetch)
+        args.out.mkdir(parents=True)
+        if args.merged:
+            write_merged(files, model.base, args.out)
+        else:
+            write_adapter(files, args.out)
+        sys.stdout.write(f"{model.name}@{step} written to {args.out}\n")
+
+    cli.run("export", command)
+
+
+if __name__ == "__main__":
+    log.configure("export")
+    main()

@@ -1,0 +1,230 @@
+"""`journeyman sft`: a supervised warm start, with TRL's SFTTrainer.
+
+    journeyman sft OUT --base MODEL --data chats.jsonl           one {"messages": [...]} a line
+    journeyman sft OUT --base MODEL --from-run runs/x --top 200  the best trajectories of a run's store
+
+It writes a model folder (the base with the trained adapter merged in, tokenizer included): put it into `models.base` and
+reinforcement goes on from there. What is trained are the assistant's turns. Trajectories of a run are trained on the
+exact tokens that were sampled; chats are rendered with the model's chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.events import ExchangeRecorded, pack_ids, pack_mask
+from pipeline.telemetry import logs as log
+from trainer.batches.sequences import build
+from trainer.commands import cli
+
+logger = log.get_logger("trainer.commands.sft")
+
+Row = dict[str, list[int]]
+"""`input_ids` and `completion_mask` of one sequence: 1 where the token is learned."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="journeyman sft",
+        description="Supervised warm start from chats or from a run's best trajectories.",
+    )
+    made.add_argument("out", type=Path, help="model folder to write; must not exist")
+    made.add_argument("--base", required=True, help="folder or hub name of the model to start from")
+    source = made.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, help='JSONL file, one {"messages": [...]} a line')
+    source.add_argument("--from-run", type=Path, help="run directory whose store holds the trajectories")
+    made.add_argument(
+        "--top", type=int, default=0, help="with --from-run: only so many, the best first; 0: all"
+    )
+    made.add_argument(
+        "--min-reward", type=float, default=None, help="with --from-run: no trajectory below it"
+    )
+    made.add_argument("--epochs", type=float, default=1.0)
+    made.add_argument("--learning-rate", type=float, default=1e-4)
+    made.add_argument("--batch-size", type=int, default=8)
+    made.add_argument("--lora-rank", type=int, default=16)
+    made.add_argument("--max-length", type=int, default=4096)
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def chats_of(lines: Iterable[str]) -> Iterator[list[dict[str, Any]]]:
+    """The conversations of a JSONL file; raises `UsageError` naming the line that is none."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise cli.UsageError(f'line {number} is no {{"messages": [...]}}') from error
+        if not isinstance(messages, list) or not any(m.get("role") == "assistant" for m in messages):
+            raise cli.UsageError(f"line {number} has no assistant message to learn from")
+        yield messages
+
+
+def tokens_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """One row per assistant turn whose prompt does not extend what came before, as when sampling.
+
+    The prompt is the conversation before the turn with the template's generation prompt, exactly what the model gets
+    when it is served."""
+    exchanges: list[ExchangeRecorded] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
+        whole = _render(tokenizer, messages[: i + 1], add_generation_prompt=False)
+        if whole[: len(prompt)] != prompt:
+            raise cli.UsageError(
+                "the model's chat template changes the prompt once a reply follows: no turn to learn"
+            )
+        exchanges.append(_exchange(str(len(exchanges)), len(exchanges), prompt, whole[len(prompt) :]))
+    return _rows(exchanges)
+
+
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+) -> list[int]:
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _exchange(
+    trajectory: str, seq: int, prompt: Sequence[int], sampled: Sequence[int], forced: Sequence[int] = ()
+) -> ExchangeRecorded:
+    return ExchangeRecorded(
+        project="sft", trajectory=trajectory, seq=seq, model="sft", policy_version="sft@0", step=0, request=b"{}",
+        response=b"{}", prompt_ids=pack_ids(prompt), sampled_ids=pack_ids(sampled), logprobs=b"",
+        forced=pack_mask(forced),
+    )  # fmt: skip
+
+
+def _rows(exchanges: Sequence[ExchangeRecorded]) -> list[Row]:
+    return [
+        {"input_ids": s.ids.tolist(), "completion_mask": s.trained.astype(int).tolist()}
+        for s in build("sft", exchanges)
+    ]
+
+
+def rows_of_run(run_dir: Path, top: int, minimum: float | None) -> list[Row]:
+    """The exact tokens of a run's best trained-split trajectories, read through `journeyman sql`."""
+    floor = "-inf" if minimum is None else repr(float(minimum))
+    limit = f"LIMIT {int(top)}" if top else ""
+    query = f"""
+        WITH worth AS (
+          SELECT project, trajectory, max(reward) AS reward FROM rewards
+          WHERE outcome = 'scored' AND split = 'train' GROUP BY ALL
+        ), best AS (
+          SELECT * FROM worth WHERE reward >= '{floor}'::DOUBLE ORDER BY reward DESC, trajectory {limit}
+        )
+        SELECT e.trajectory, e.seq, e.choice, e.prompt_ids, e.sampled_ids, e.forced
+        FROM exchanges e JOIN best USING (project, trajectory)
+        WHERE e.status = 'complete' AND NOT e.side_call
+        ORDER BY e.trajectory, e.seq, e.choice
+    """  # noqa: S608 - numbers of our own only
+    # By command: services do not import each other.
+    done = subprocess.run(
+        [sys.executable, "-m", "store.sql", query, "--run-dir", str(run_dir), "--format", "json"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise cli.UsageError(f"the store of {run_dir} does not answer: {done.stderr.decode().strip()}")
+    by_trajectory: dict[str, list[ExchangeRecorded]] = {}
+    for found in json.loads(done.stdout or b"[]"):
+        by_trajectory.setdefault(found["trajectory"], []).append(
+            _exchange(
+                found["trajectory"], found["seq"], found["prompt_ids"], found["sampled_ids"], found["forced"] or ()
+            )
+        )  # fmt: skip
+    return [row for exchanges in by_trajectory.values() for row in _rows(exchanges)]
+
+
+def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
+    """The base model with an adapter trained on `rows`, merged."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    from trainer.engine.losses import quiet_imports
+
+    with quiet_imports():
+        from trl import SFTConfig, SFTTrainer
+
+    class PlainSFTTrainer(SFTTrainer):  # type: ignore[misc]  # TRL has no types
+        """TRL's fused LM head is a GPU kernel; the loss is the same from plain logits."""
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs["labels"][:, 1:]
+            logits = model(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
+            ).logits[:, :-1]
+            learned = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            total = torch.nn.functional.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]).float(),
+                labels.reshape(-1),
+                ignore_index=-100,
+                reduction="sum",
+            )
+            loss = total / torch.as_tensor(learned).clamp(min=1)
+            return (loss, None) if return_outputs else loss
+
+    on_gpu = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = (SFTTrainer if on_gpu else PlainSFTTrainer)(
+            model=model,
+            args=SFTConfig(
+                output_dir=scratch, use_cpu=not on_gpu, bf16=on_gpu, seed=args.seed, num_train_epochs=args.epochs,
+                learning_rate=args.learning_rate, per_device_train_batch_size=args.batch_size,
+                max_length=args.max_length, completion_only_loss=True, gradient_checkpointing=on_gpu,
+                report_to="none", save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(list(rows)),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(
+                r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            ),
+        )  # fmt: skip
+        result = trainer.train()
+        logger.info("trained", rows=len(rows), loss=round(result.training_loss, 4))
+        return trainer.model.merge_and_unload()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+
+    def command() -> None:
+        from transformers import AutoTokenizer
+
+        if args.out.exists():
+            raise cli.UsageError(f"{args.out} exists already")
+        tokenizer = AutoTokenizer.from_pretrained(args.base)
+        if args.data:
+            lines = args.data.read_text("utf-8").splitlines()
+            rows = [row for chat in chats_of(lines) for row in tokens_of_chat(tokenizer, chat)]
+        else:
+            rows = rows_of_run(args.from_run, args.top, args.min_reward)
+        if not rows:
+            raise cli.UsageError("nothing to learn from")
+        model = train(rows, args, tokenizer)
+        model.save_pretrained(args.out)
+        tokenizer.save_pretrained(args.out)
+        sys.stdout.write(f"{len(rows)} sequences learned; model written to {args.out}\n")
+
+    cli.run("sft", command)
+
+
+if __name__ == "__main__":
+    log.configure("sft")
+    main()

@@ -1,0 +1,81 @@
+"""`journeyman train`: the trainer alone, on a log that runs elsewhere.
+
+    journeyman train --config settings.toml --set nats.url=nats://host:4222
+
+It resumes from the newest committed step, always: there is no other way to start. Several GPUs: the same under
+`accelerate launch -m trainer.commands.train`. Ctrl-C stops it between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import anyio
+import msgspec
+
+from pipeline.config import ConfigError
+from pipeline.log.broker import BrokerError
+from pipeline.telemetry import logs as log
+from trainer.commands import cli
+from trainer.first import import_first
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="journeyman train", description="Run the trainer alone.")
+    cli.add_run_arguments(made)
+    made.add_argument("--nats-url", help="the log")
+    made.add_argument("--resume", action="store_true", help="accepted for clarity: every start resumes")
+    made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+
+    def command() -> None:
+        if args.nats_url:
+            args.overrides.append(f"nats.url={args.nats_url}")
+        config = cli.run_config(args)
+        if args.dry_run:
+            print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the answer
+            return
+        if not config.nats.url:
+            raise ConfigError("nats.url: say where the log is, with --nats-url")
+        os.umask(0o077)  # a run's files are its owner's
+        import_first(config)
+        from trainer.checkpoints.commits import TrainerError
+        from trainer.service import train
+
+        async def until_stopped() -> None:
+            async with anyio.create_task_group() as tg:
+
+                async def stop() -> None:
+                    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                        async for _ in signals:
+                            tg.cancel_scope.cancel()
+                            return
+
+                tg.start_soon(stop)
+                await train(config, lambda **_: None)
+                tg.cancel_scope.cancel()
+
+        try:
+            anyio.run(until_stopped)
+        except* (TrainerError, BrokerError) as group:
+            raise cli.FailedError("; ".join(str(e) for e in _leaves(group))) from group
+
+    cli.run("train", command)
+
+
+def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
+    out: list[Exception] = []
+    for error in group.exceptions:
+        out += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return out
+
+
+if __name__ == "__main__":
+    log.configure("train")
+    main()

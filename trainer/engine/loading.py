@@ -1,0 +1,162 @@
+"""Loading a base model and putting a fresh adapter on it: the two engines.
+
+`transformers` serves CPU and CUDA. `unsloth` (CUDA only) patches the model's code: it is faster and can hold the base
+in four bits, but it replaces the attention mask by a plain causal one, so prefixes are never shared on that path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.config import ConfigError, TrainerConfig
+from pipeline.telemetry.logs import get_logger
+from trainer.engine.attention import implementation
+from trainer.engine.forward import without_noise
+
+log = get_logger("trainer.engine.loading")
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of the architectures that Unsloth patches."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A base model with a fresh adapter."""
+
+    model: Any
+    lora: LoraConfig
+    prefix_sharing: bool
+    """Whether the model obeys an attention mask of ours."""
+    checkpointing: bool = False
+    """Whether layers compute their activations again for the backward pass."""
+
+
+def device_for(config: TrainerConfig) -> torch.device:
+    """Raises `ConfigError` where the engine can't run on this machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.engine == "unsloth" and device.type != "cuda":
+        raise ConfigError("trainer.engine: unsloth needs a CUDA GPU; `transformers` runs everywhere")
+    if config.load_in_4bit and config.engine != "unsloth":
+        raise ConfigError("trainer.load_in_4bit: only engine `unsloth` loads in four bits")
+    return device
+
+
+def dtype_for(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
+    """`base` (a folder or hub name) with an adapter whose first weights depend on `config.seed` alone."""
+    if config.engine == "unsloth":
+        if config.packing == "prefix":
+            raise ConfigError(
+                "trainer.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or `auto`"
+            )
+        return _load_unsloth(base, config, device)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype_for(config, device), attn_implementation=implementation(config, device)
+    )
+    lora = LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, bias="none",
+        target_modules=targets_of(model, config), task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(config.seed)
+    peft = get_peft_model(model, lora).to(device)
+    without_noise(peft)
+    return Loaded(peft, lora, prefix_sharing=True, checkpointing=_checkpoint(model, config, device))
+
+
+def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
+    """Whether activations are to be computed again for the backward pass, by the setting and the device."""
+    if config.gradient_checkpointing == "auto":
+        return bool(device.type == "cuda")
+    return bool(config.gradient_checkpointing == "on")
+
+
+def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
+    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting is `on` and the
+    model can't."""
+    if not checkpointing_wanted(config, device):
+        return False
+    try:
+        # Nothing in the model is random (see `without_noise`), so no random state has to be kept.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    except (ValueError, NotImplementedError) as error:
+        if config.gradient_checkpointing == "on":
+            raise ConfigError(f"trainer.gradient_checkpointing: {type(model).__name__}: {error}") from error
+        log.warning("this model has no gradient checkpointing: passes take more memory", error=str(error))
+        return False
+    return True
+
+
+def targets_of(model: Any, config: TrainerConfig) -> list[str]:
+    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora_targets`, or all that can.
+
+    Raises `ConfigError` where a name of the setting is none of them. Routers and experts get none: PEFT would put adapters on
+    the experts' fused weights and on the router, which vLLM does not serve."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head
+    }
+    # A class of a model's own answers more than a product: Llama4's router gives scores and logits.
+    left_out = {_leaf(name) for name, m in linear.items()
+                if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")}  # fmt: skip
+    if model.config.model_type in ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"):
+        left_out |= {"out_proj", "conv1d"}  # their fused kernels read the weights past PEFT
+    if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
+        left_out |= {
+            "gate",
+            "router",
+            "shared_expert_gate",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "w1",
+            "w2",
+            "w3",
+        }
+    possible = {_leaf(name) for name in linear} - left_out
+    if unknown := set(config.lora_targets) - possible:
+        raise ConfigError(
+            f"trainer.lora_targets: {', '.join(sorted(unknown))} can't have an adapter; there are: {', '.join(sorted(possible))}"
+        )
+    return sorted(config.lora_targets or possible)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
+    # Imported here only: it patches transformers and PEFT for the whole process as it is imported.
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=base,
+        max_seq_length=config.max_seq_length,
+        load_in_4bit=config.load_in_4bit,
+        dtype=dtype_for(config, device),
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0,
+        bias="none",
+        target_modules=list(config.lora_targets or TARGETS),
+        use_gradient_checkpointing="unsloth" if checkpointing_wanted(config, device) else False,
+        random_state=config.seed,
+    )
+    without_noise(model)
+    return Loaded(model, model.peft_config["default"], False, checkpointing_wanted(config, device))

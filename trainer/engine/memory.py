@@ -1,0 +1,171 @@
+"""What memory a training step takes, measured on a short pass and extrapolated.
+
+PyTorch tells what it keeps for the backward pass as it keeps it. A pass over a few tokens and one over twice as many give the
+bytes that each token costs on any architecture, with the type, rank and checkpointing that are set. To these come the weights,
+the adapter with its gradient and Adam's two moments, the logits, of which one piece at a time is held, and the dense masks of a
+prefix tree, which grow with its square. With gradient checkpointing a token costs what all layers keep, and what one layer keeps
+while it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainer.batches.packing import padded
+from trainer.batches.sequences import TokenSequence
+from trainer.engine.forward import reaches_of
+
+if TYPE_CHECKING:
+    from trainer.engine.engine import Engine
+
+_TOKENS = 32
+_COPIES_OF_LOGITS = 4
+"""Logits in the model's type and in float32, their log-softmax, and the gradient."""
+_TRANSIENT = 1.1
+"""What the backward pass needs beside what was kept for it: measured at up to a tenth."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    weights: int
+    """The base model and the adapter."""
+    optimizer: int
+    """The adapter's gradient and Adam's two moments."""
+    per_token: int
+    """Kept for the backward pass, for each token of a pass."""
+    logits: int
+    """Of the piece of the logits that is held at once, for a full pass."""
+    per_pair: int
+    """Of a pass's dense masks, for each pair of its tokens: a tree may fill the pass."""
+    free: int | None
+    """Free on the device before a step, the weights being there already; `None` where it can't be told."""
+
+    def step(self, tokens: int) -> int:
+        """Peak of a step whose passes hold `tokens` tokens."""
+        return (
+            self.weights
+            + self.optimizer
+            + int(_TRANSIENT * (self.per_token * tokens + self.logits) + self.per_pair * tokens**2)
+        )
+
+    def tokens(self, share: float = 0.9) -> int | None:
+        """Tokens of a pass that fit into `share` of the free memory."""
+        if self.free is None:
+            return None
+        room = share * self.free - self.optimizer - _TRANSIENT * self.logits
+        each = _TRANSIENT * max(self.per_token, 1)
+        if room <= 0:
+            return 0
+        # The root of per_pair * n^2 + each * n = room, in the form that has no 0 / 0 where there are no masks.
+        return int(2 * room / (each + (each**2 + 4 * self.per_pair * room) ** 0.5))
+
+
+def free_bytes(device: torch.device, share: float = 0.0) -> int | None:
+    """Free memory of the device, of its share for this process where that is not 0; of the host where the device is the CPU."""
+    if device.type == "cuda":
+        free, total = (int(n) for n in torch.cuda.mem_get_info(device))
+        used = int(torch.cuda.memory_allocated(device))
+        free += int(torch.cuda.memory_reserved(device)) - used  # PyTorch holds it and does not use it
+        return max(0, min(free, int(share * total) - used)) if share else free
+    try:
+        with open("/proc/meminfo") as file:  # noqa: PTH123 - no file of ours
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None  # not Linux
+    return None
+
+
+def _kept(engine: Engine, tokens: int) -> int:
+    """Bytes that a pass of the trunk over so many tokens keeps for the backward pass, weights not counted."""
+    ids = np.arange(tokens + 1, dtype=np.int32) % engine.vocabulary
+    n = len(ids)
+    sequence = TokenSequence(
+        "memory", ids, np.arange(n) > 0, np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32)
+    )  # fmt: skip
+    fixed = {t.untyped_storage().data_ptr() for t in (*engine.model.parameters(), *engine.model.buffers())}
+    seen: dict[int, tuple[int, Any]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in fixed:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = engine.forward.hidden(padded([sequence]).to(engine.device))
+    del hidden
+    return sum(size for size, _ in seen.values())
+
+
+def _per_token(engine: Engine) -> int:
+    """Bytes that each further token of a pass keeps for the backward pass."""
+    return max(0, (_kept(engine, 2 * _TOKENS) - _kept(engine, _TOKENS)) // _TOKENS)
+
+
+@contextmanager
+def _everything_kept(engine: Engine) -> Iterator[None]:
+    """Without gradient checkpointing for a while."""
+    switched = [m for m in engine.model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for module in switched:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.gradient_checkpointing = True
+
+
+def _peak_per_token(engine: Engine) -> int:
+    """Bytes of each token of a pass at the peak of its backward pass."""
+    kept = _per_token(engine)
+    if not engine.checkpointing or engine.config.engine == "unsloth":
+        return kept
+    with _everything_kept(engine):
+        everything = _per_token(engine)
+    layers = int(getattr(engine.forward.text, "num_hidden_layers", None) or 1)
+    return kept + -(-everything // layers)  # one layer at a time is computed again
+
+
+def measure(engine: Engine) -> Memory:
+    """What a step of `engine` takes."""
+    weights = sum(t.untyped_storage().nbytes() for t in _distinct(engine.model))
+    adapter = sum(p.numel() * p.element_size() for p in engine.parameters)
+    tokens = engine.config.tokens_per_batch
+    pieces = min(tokens, engine.logits_at_once)
+    itemsize = torch.promote_types(engine.dtype, torch.float32).itemsize
+    return Memory(
+        weights=weights,
+        optimizer=3 * adapter,
+        per_token=_peak_per_token(engine),
+        logits=_COPIES_OF_LOGITS * itemsize * pieces * engine.vocabulary,
+        per_pair=_per_pair(engine),
+        free=free_bytes(engine.device, engine.config.gpu_memory_share),
+    )
+
+
+def _per_pair(engine: Engine) -> int:
+    """Bytes of the dense masks: a bool, and the kernel's copy in the model's type, for each kind of layer."""
+    if (
+        engine.verified.layout != "prefix"
+        or engine.config.packing == "padded"
+        or engine.config.attention == "flex"
+    ):
+        return 0
+    kinds = len(set((reaches_of(engine.forward.text) or {}).values()))
+    return int(kinds * (1 + engine.dtype.itemsize))
+
+
+def _distinct(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, tied ones once."""
+    found = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return list(found.values())

@@ -1,0 +1,48 @@
+"""AdamW and its schedule for one step: made anew from the settings of now and the state that the line carries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+
+from pipeline.config import TrainerConfig
+from trainer.engine.state import Line
+
+_PROGRESS = ("last_epoch", "_step_count")
+"""Of a scheduler's state, how far it has come; the rest is its settings."""
+
+
+def optimizer_of(
+    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], line: Line
+) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer and its learning rate scheduler, as `line` left them, under the settings of `config`. `line` is not changed."""
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay, foreach=True,
+    )  # fmt: skip
+    name: str = config.lr_schedule
+    if name == "constant" and config.warmup_steps:
+        name = "constant_with_warmup"
+    scheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=max(config.max_steps, 1),
+    )
+    if line.optimizer is not None and line.scheduler is not None:
+        # The optimizer works on what it is given in place; the line must survive an abandoned step.
+        optimizer.load_state_dict(copy.deepcopy(line.optimizer))
+        # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has come.
+        for name in _PROGRESS:
+            setattr(scheduler, name, line.scheduler[name])
+        for group, base, schedule in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["initial_lr"] = base
+            group["lr"] = base * schedule(scheduler.last_epoch)
+            group["weight_decay"], group["betas"] = config.weight_decay, config.adam_betas
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    return optimizer, scheduler

@@ -1,0 +1,229 @@
+"""Several processes, one step: the passes of a batch are shared out, gradients are summed, one process commits.
+
+    accelerate launch --num_processes 4 -m trainer --config runs/x/config.toml     # or trainer.processes = 4
+
+The process of rank 0 is the trainer service; the others hold the same models and do what it sends them (`follow`). A step's
+loss is the sum of its passes' losses, so the sum of their gradients is the step's gradient whoever computed them. The
+launcher's environment is taken over here and hidden from accelerate and TRL, which would otherwise take each pass for a
+share of a batch of equal shares and wait for each other in the middle of it.
+
+Whatever fails in one process fails in all before gradients are exchanged, so nobody waits for one that gave up; memory that
+ran out anywhere halves everyone's budget. A process that dies breaks the connections of the others: the launcher ends them
+all, and the supervisor starts the trainer anew.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config import Config, TrainerConfig
+from pipeline.telemetry.logs import get_logger
+from trainer.batches.groups import Example
+from trainer.batches.packing import MicroBatch
+from trainer.engine.budget import PassTooLargeError, is_out_of_memory
+from trainer.engine.fitting import free
+
+if TYPE_CHECKING:
+    from trainer.engine.engine import Engine
+    from trainer.engine.state import Weights
+
+log = get_logger("trainer.engine.parallel")
+
+T = TypeVar("T")
+
+LAUNCHER = "JOURNEYMAN_LAUNCHER"
+"""Environment variable: the launcher's process id; its file descriptors are where the supervisor's are."""
+_PATIENCE = timedelta(days=365)
+"""Between two steps the others wait for as long as no groups come."""
+
+
+class PeerError(RuntimeError):
+    """Another process could not do its part of the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One try of a step, as the leader sends it."""
+
+    engine: int
+    config: TrainerConfig
+    weights: Weights
+    examples: Sequence[Example]
+    groups: Sequence[int]
+    step: int
+    budget: int
+
+
+class Peers:
+    """The processes of this trainer, as seen from one of them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        # Orders travel over gloo: NCCL would keep the GPU busy while it waits.
+        self._control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @classmethod
+    def join(cls) -> Peers:
+        """Meet the other processes that the launcher started, by its environment variables."""
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+        found = {name: os.environ.pop(name) for name in names if name in os.environ}
+        # torchrun, which accelerate starts, keeps the store in which processes meet; without it the first process does.
+        agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "TORCHELASTIC_"))]:
+            del os.environ[name]
+        rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if torch.cuda.device_count():
+            # One device each, before anything touches CUDA: to every process its own is the first.
+            devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(found.get("LOCAL_RANK", "0")) % len(devices)]
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.TCPStore(
+                found["MASTER_ADDR"],
+                int(found["MASTER_PORT"]),
+                size,
+                is_master=not agents_store and rank == 0,
+                timeout=timedelta(minutes=5),
+            ),
+            rank=rank,
+            world_size=size,
+            timeout=_PATIENCE,
+        )
+        return cls(rank, size)
+
+    # -- orders --------------------------------------------------------------------------------------------------
+
+    def send(self, job: Job | None) -> None:
+        """To all others; none: there will be no more."""
+        dist.broadcast_object_list([job], src=0, group=self._control)
+
+    def receive(self) -> Job | None:
+        box: list[Job | None] = [None]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def share(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This process's passes: the same division is found in every process. Large ones are dealt out first."""
+        load = [0.0] * self.size
+        mine = []
+        for batch in sorted(batches, key=_size, reverse=True):
+            rank = load.index(min(load))
+            load[rank] += _size(batch)
+            if rank == self.rank:
+                mine.append(batch)
+        return mine
+
+    def together(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter]) -> list[T]:
+        """Do `work` in every process and sum the gradients of `parameters`; what each came to, by rank.
+
+        Raises what failed here, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of memory, and
+        `PeerError`."""
+        failure: Exception | None = None
+        result: T | None = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - the others have to know, whatever it was
+            failure = error
+        memory = failure is not None and is_out_of_memory(failure)
+        too_large = failure if isinstance(failure, PassTooLargeError) else None
+        said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes: list[Any] = [None] * self.size
+        dist.all_gather_object(outcomes, (result, memory, too_large, said), group=self._control)
+        if failure is not None:
+            raise failure
+        for _, _, theirs, _ in outcomes:
+            if theirs is not None:
+                raise theirs
+        if any(out_of_memory for _, out_of_memory, _, _ in outcomes):
+            raise torch.OutOfMemoryError("another process of the trainer ran out of memory")
+        if others := [f"process {rank}: {said}" for rank, (_, _, _, said) in enumerate(outcomes) if said]:
+            raise PeerError("; ".join(others)[:2000])
+        self._sum(parameters)
+        return [result for result, _, _, _ in outcomes]
+
+    @staticmethod
+    def _sum(parameters: Sequence[torch.nn.Parameter]) -> None:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([g.to(torch.promote_types(g.dtype, torch.float32)).reshape(-1) for g in gradients])
+        dist.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+def _size(batch: MicroBatch) -> float:
+    return float(batch.layout.ids_RL.numel())
+
+
+def follow(config: Config, peers: Peers) -> None:
+    """A process other than the first: do its part of every step until the first says that it is over."""
+    from trainer.learner import make_engines
+
+    # A stop is for the first process, which may want to finish a step.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with TemporaryDirectory() as scratch:
+        engines = list(make_engines(config, Path(scratch), peers).values())
+        while (job := peers.receive()) is not None:
+            take_part(engines[job.engine], job)
+
+
+def take_part(engine: Engine, job: Job) -> None:
+    """What a follower does of one try; a failure is the leader's to deal with, which was told."""
+    assert engine.peers is not None
+    engine.use(job.config)
+    engine.put(job.weights)
+    engine.model.zero_grad(set_to_none=True)
+    try:
+        engine.peers.together(lambda: engine.passes(job.examples, job.groups, job.budget), engine.parameters)
+    except (RuntimeError, ValueError) as error:
+        log.warning(
+            "part of a step failed", rank=engine.peers.rank, error=f"{type(error).__name__}: {error}"[:500]
+        )
+        free(engine)
+
+
+def launch(processes: int, arguments: Sequence[str]) -> None:
+    """Become `accelerate launch` with so many processes of the trainer. Does not return."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    os.environ[LAUNCHER] = str(os.getpid())
+    # As for several GPUs on a machine without any too: the processes see for themselves what there is.
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes),
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port),
+        "--module", "trainer", *arguments,
+    ]  # fmt: skip
+    os.execv(sys.executable, command)  # noqa: S606 - that is what it is to become
+
+
+def adopt_ready_fd(arguments: list[str]) -> list[str]:
+    """`arguments` with the launcher's `--ready-fd` opened here: a launcher does not hand its descriptors down."""
+    launcher = os.environ.pop(LAUNCHER, "")
+    if not launcher or "--ready-fd" not in arguments:
+        return arguments
+    place = arguments.index("--ready-fd") + 1
+    opened = os.open(f"/proc/{launcher}/fd/{arguments[place]}", os.O_WRONLY)
+    return [*arguments[:place], str(opened), *arguments[place + 1 :]]

@@ -1,0 +1,216 @@
+"""Does a model train right? What is trained is compared with the model's own forward pass before the first step.
+
+The reference is `model(...).logits` of one sequence at a time, with eager attention: what the modelling code writes out, with
+nothing that a faster kernel might leave out (SDPA ignores Gemma2's soft cap on attention scores, for example). Against it stand
+the logprobs that a step would compute, of padded rows and of a prefix tree. Where they differ there is no training: a wrong
+mask, position or head trains something, and nothing would notice.
+
+The sequences are random tokens. They reach beyond every sliding window of at most a few thousand tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from pipeline.config import ConfigError, TrainerConfig
+from pipeline.telemetry.logs import get_logger
+from trainer.batches.packing import Layout, padded, prefix_shared
+from trainer.batches.sequences import TokenSequence
+from trainer.engine.forward import reaches_of, ways_of
+
+if TYPE_CHECKING:
+    from trainer.engine.engine import Engine
+
+log = get_logger("trainer.engine.verify")
+
+_TAIL = 24
+"""Positions at the end of each sequence that are compared."""
+_LONGEST = {"cpu": 1024, "cuda": 8192}
+"""Tokens of the longest sequence that is tried, by device."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the logprobs of a training pass from the model's own, absolute, in nats."""
+
+    mean: float
+    largest: float
+
+    def explained(self, config: TrainerConfig, dtype: torch.dtype) -> bool:
+        """Whether rounding explains it. In bfloat16 single tokens differ by whole nats where rounding sends them to another
+        expert, so there the mean is held to the bound."""
+        exact = dtype in (torch.float32, torch.float64)
+        return (self.largest if exact else self.mean) <= bound_of(config, dtype)
+
+    def __str__(self) -> str:
+        return f"{self.largest:.3g} nats (mean {self.mean:.3g})"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came out."""
+
+    padded: Difference
+    packed: Difference | None
+    """`None` where prefixes can't be shared, or are not to be."""
+    layout: Literal["prefix", "padded"]
+    """What `trainer.packing` = `auto` may use; `prefix` allows both."""
+    attention: str
+    """The attention implementation that was found right."""
+    why_padded: str = ""
+    """Why prefixes are not shared."""
+    refused: str = ""
+    """Why the model can't be trained under these settings; empty: it can."""
+
+
+class RefusedError(ConfigError):
+    """A model that can't be trained under the settings given."""
+
+    def __init__(self, verified: Verified) -> None:
+        super().__init__(verified.refused)
+        self.verified = verified
+
+
+def bound_of(config: TrainerConfig, dtype: torch.dtype) -> float:
+    """`trainer.logprob_bound`, or its default for the type of the model's weights."""
+    if config.logprob_bound is not None:
+        return config.logprob_bound
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.08
+
+
+def _sequence(ids: np.ndarray[Any, Any]) -> TokenSequence:
+    n = len(ids)
+    trained = np.zeros(n, np.bool_)
+    trained[max(1, n - _TAIL) :] = True
+    return TokenSequence(
+        "verify", ids.astype(np.int32), trained, np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32)
+    )  # fmt: skip
+
+
+def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
+    """Two groups' worth of one: branches off a shared beginning at several depths, one that shares nothing, two alike."""
+    rng = np.random.default_rng(0)
+
+    def some(n: int) -> np.ndarray[Any, Any]:
+        return rng.integers(0, vocabulary, n)
+
+    length = min(max(48, reach + _TAIL + 8), longest)
+    root = some(length - 24)
+    first, second = some(12), some(12)
+    branches = [
+        np.concatenate([root, first, second]),
+        np.concatenate([root, first, some(9)]),
+        np.concatenate([root, first, second]),
+        np.concatenate([root, some(7)]),
+        np.concatenate([root[: len(root) // 2], some(15)]),
+        some(13),
+    ]
+    return [_sequence(ids) for ids in branches]
+
+
+@contextmanager
+def _reference(engine: Engine, eager: bool) -> Iterator[None]:
+    """The model as it is for inference, with eager attention where that can be had."""
+    model = engine.model.get_base_model()
+    kept = engine.forward.attention
+    engine.model.eval()
+    if eager:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if eager:
+            model.set_attn_implementation(kept)
+        engine.model.train()
+
+
+def _own(engine: Engine, chosen: Sequence[TokenSequence], eager: bool) -> list[torch.Tensor]:
+    """Logprobs of each sequence's trained tokens by the model's own forward pass."""
+    out = []
+    with _reference(engine, eager), torch.no_grad():
+        for s in chosen:
+            ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(engine.device)
+            keep = s.trained_tokens + 1
+            logits_LV = engine.model(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
+            logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+            logprobs_LV = torch.log_softmax(logits_LV[-keep:-1], -1)
+            out.append(logprobs_LV.gather(1, ids_1L[0, -keep + 1 :, None]).squeeze(1).cpu())
+    return out
+
+
+def _difference(
+    engine: Engine, layout: Layout, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
+) -> Difference:
+    shape = (len(chosen), max(s.trained_tokens for s in chosen))
+    with torch.no_grad():
+        logprobs_SK, _ = engine.logprobs(layout, shape, entropy=False)
+    found = [(row[: len(want)].cpu() - want).abs() for row, want in zip(logprobs_SK, own, strict=True)]
+    all_N = torch.cat(found).nan_to_num(nan=float("inf"))
+    return Difference(float(all_N.mean()), float(all_N.max()))
+
+
+def verify(engine: Engine, *, shares_prefixes: bool) -> Verified:
+    """Find out how `engine`'s model can be trained. Leaves the attention implementation and the way of sharing prefixes that
+    were found right in place. Raises `RefusedError` where no layout, or not the one that is set, gives the model's logprobs."""
+    config, forward = engine.config, engine.forward
+    reaches = reaches_of(forward.text) or {}
+    reach = max((r.window or r.chunk for r in reaches.values()), default=0)
+    positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
+    # Not beyond what one pass is to hold: the check must fit wherever training does.
+    longest = max(32, min(_LONGEST.get(engine.device.type, 1024), config.tokens_per_batch, positions))
+    chosen = sequences(engine.vocabulary, longest, reach)
+    name = type(forward.model).__name__
+    patched = config.engine == "unsloth"
+    own = _own(engine, chosen, eager=not patched)
+    rows = _difference(engine, padded(chosen), chosen, own)
+    if not rows.explained(config, engine.dtype) and not patched and config.attention == "sdpa":
+        log.warning(
+            "SDPA does not compute this model's attention: going on with eager attention",
+            model=engine.base, difference=str(rows),
+        )  # fmt: skip
+        forward.model.set_attn_implementation("eager")
+        rows = _difference(engine, padded(chosen), chosen, own)
+    if not rows.explained(config, engine.dtype):
+        raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
+            f"{engine.base} ({name}) can't be trained here: the logprobs of a training pass differ from the model's own by "
+            f"{rows}; trainer.logprob_bound is {bound_of(config, engine.dtype):g}"
+        )))  # fmt: skip
+    packed, why = None, "the engine replaces the attention mask"
+    if shares_prefixes:
+        packed, why = _try_ways(engine, chosen, own)
+    if why and config.packing == "prefix":
+        raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
+            f"trainer.packing: prefixes can't be shared with {engine.base} ({name}): {why}; use `padded` or `auto`"
+        )))  # fmt: skip
+    if why:
+        log.info("prefixes are not shared: every sequence gets its own row", model=engine.base, why=why)
+    return Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
+
+
+def _try_ways(
+    engine: Engine, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
+) -> tuple[Difference | None, str]:
+    """The difference under the first way of sharing prefixes that is right, else under the last one and why it is not."""
+    found: Difference | None = None
+    why = "some of its layers carry a state from token to token"
+    layout = prefix_shared(chosen, [0] * len(chosen))
+    for way in ways_of(engine.forward.text):
+        engine.forward.way = way
+        try:
+            found = _difference(engine, layout, chosen, own)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            why = f"it does not take a mask of ours ({type(error).__name__}: {error})"[:300]
+            continue
+        if found.explained(engine.config, engine.dtype):
+            return found, ""
+        why = f"its logprobs would differ from its own by {found}"
+    engine.forward.way = None
+    return found, why
