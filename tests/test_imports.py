@@ -1,15 +1,23 @@
-"""The design's import rule: services import `pipeline` and never each other; the SDK imports none of them."""
+"""The rules for imports, which keep every package readable by itself.
+
+1. A service imports `pipeline` and itself, never another service. The SDK (`journeyman`) imports none of them.
+2. Within a package, no two modules import each other, directly or through others. Whatever two modules share lives in a third that
+   imports neither. Imports under `TYPE_CHECKING` count: a reader has to follow them too. Imports inside functions do not count:
+   they delay the loading of large libraries and end no cycle that a reader meets at the top of a file.
+3. A room (a package within a package) says in the docstring of its `__init__.py` what lives there, module by module.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {"pipeline", "rollout_gateway", "judge", "trainer", "store", "journeyman"}
-MAY_IMPORT = {
+MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": set(),
     "rollout_gateway": {"pipeline"},
     "judge": {"pipeline"},
@@ -17,20 +25,103 @@ MAY_IMPORT = {
     "store": {"pipeline"},
     "journeyman": set(),
 }
+WITH_CYCLES = {"pipeline", "rollout_gateway", "trainer"}
+"""Packages that still have import cycles. Remove a package from here with its last cycle."""
+WITHOUT_TABLES = {"pipeline", "rollout_gateway", "judge", "trainer", "store"}
+"""Packages with a room whose `__init__.py` does not name its modules yet."""
 
 
-def imported(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+def module_names(package: str) -> dict[str, Path]:
+    """The modules of a package by dotted name."""
+    paths = (ROOT / package).rglob("*.py")
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node outside of functions."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from statements(node)
+
+
+def imported(nodes: Iterator[ast.AST]) -> set[str]:
+    """Dotted names that the nodes import: `from a.b import c` gives `a.b` and `a.b.c`."""
+    found: set[str] = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module.partition(".")[0])
-    return found & OURS
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            assert node.module
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
-@pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
-def test_a_folder_imports_only_what_the_design_allows(folder: str) -> None:
-    allowed: set[str] = MAY_IMPORT[folder] | {folder}
-    wrong = {str(p.relative_to(ROOT)): imported(p) - allowed for p in (ROOT / folder).rglob("*.py")}
-    assert not {path: names for path, names in wrong.items() if names}
+def dependencies(package: str) -> dict[str, set[str]]:
+    """Module to the modules of the same package that it imports.
+
+    `from a.b import c` imports the module `a.b.c` where there is one, and `a.b` only for other names."""
+    modules = module_names(package)
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        needed: set[str] = set()
+        for node in statements(ast.parse(path.read_text("utf-8"))):
+            names = imported(iter((node,)))
+            if isinstance(node, ast.ImportFrom) and all(
+                f"{node.module}.{alias.name}" in modules for alias in node.names
+            ):
+                names.discard(node.module or "")
+            needed |= names & modules.keys()
+        graph[name] = needed - {name}
+    return graph
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_the_design_allows(package: str) -> None:
+    forbidden = MAY_IMPORT.keys() - MAY_IMPORT[package] - {package}
+    wrong = {
+        name: bad
+        for name, path in module_names(package).items()
+        if (
+            bad := {
+                n.partition(".")[0]
+                for n in imported(iter(list(ast.walk(ast.parse(path.read_text("utf-8"))))))
+            }
+            & forbidden
+        )
+    }
+    assert not wrong
+
+
+def marked(pending: set[str]) -> list[object]:
+    return [
+        pytest.param(
+            p, marks=[pytest.mark.xfail(strict=True, reason="not mended yet")] if p in pending else []
+        )
+        for p in MAY_IMPORT
+    ]
+
+
+@pytest.mark.parametrize("package", marked(WITH_CYCLES))
+def test_no_modules_import_each_other(package: str) -> None:
+    try:
+        TopologicalSorter(dependencies(package)).prepare()
+    except CycleError as error:
+        pytest.fail(
+            f"import cycle: {' -> '.join(error.args[1])}; move what the modules share into a third one"
+        )
+
+
+@pytest.mark.parametrize("package", marked(WITHOUT_TABLES))
+def test_a_room_names_what_lives_there(package: str) -> None:
+    unnamed: list[str] = []
+    for room in (ROOT / package).rglob("__init__.py"):
+        doc = ast.get_docstring(ast.parse(room.read_text("utf-8"))) or ""
+        inside = [p.stem for p in room.parent.glob("*.py")] + [
+            p.parent.name for p in room.parent.glob("*/__init__.py")
+        ]
+        unnamed += [
+            f"{room.parent.relative_to(ROOT)}: {n}" for n in inside if not n.startswith("__") and n not in doc
+        ]
+    assert not unnamed
