@@ -108,7 +108,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
                 "ratio_max",
                 "tokens",
             )
-            logprob = sum(float(e.sequence.logprobs[e.sequence.trained].sum()) for e in examples)
+            logprob = sum(float(e.sequence.logprobs[e.sequence.loss_mask].sum()) for e in examples)
             steps.append(
                 {"version": version, "logprob_mean": logprob / found["tokens"]} | {n: found[n] for n in names}
             )

@@ -85,7 +85,7 @@ def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
         with torch.no_grad():
             computed, _ = engine.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)
         logprobs = np.full(len(sequence.ids), np.nan, np.float32)
-        logprobs[sequence.trained] = computed[0].float().cpu().numpy()
+        logprobs[sequence.loss_mask] = computed[0].float().cpu().numpy()
         out.append(dataclasses.replace(example, sequence=dataclasses.replace(sequence, logprobs=logprobs)))
     return out
 

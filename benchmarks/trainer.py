@@ -193,7 +193,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     total = sum(e.sequence.trained_tokens for e in examples)
 
     def rows(part: list[Any]) -> dict[str, Any]:
-        starts = [int(np.flatnonzero(e.sequence.trained)[0]) for e in part]
+        starts = [int(np.flatnonzero(e.sequence.loss_mask)[0]) for e in part]
         width = max(starts)
         length = max(len(e.sequence.ids) - s for e, s in zip(part, starts, strict=True))
         out = {
@@ -208,7 +208,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             out["prompt_mask"][i, width - start :] = 1
             out["completion_ids"][i, :n] = ids[start:]
             out["completion_mask"][i, :n] = 1
-            out["tool_mask"][i, :n] = torch.from_numpy(e.sequence.trained[start:].astype(np.int64))
+            out["tool_mask"][i, :n] = torch.from_numpy(e.sequence.loss_mask[start:].astype(np.int64))
         out["sampled"] = torch.zeros(len(part), length)
         for i, (e, start) in enumerate(zip(part, starts, strict=True)):
             known = np.nan_to_num(e.sequence.logprobs[start:])

@@ -42,7 +42,9 @@ class Words:
     def trained(self, sequence: TokenSequence) -> list[str]:
         words = list(self.ids)
         return [
-            words[i] for i, t in zip(sequence.ids, sequence.trained, strict=True) if t and words[i][0] == "w"
+            words[i]
+            for i, t in zip(sequence.ids, sequence.loss_mask, strict=True)
+            if t and words[i][0] == "w"
         ]
 
 

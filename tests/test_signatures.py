@@ -16,7 +16,7 @@ from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
-from tests.trainer.test_service import running, steps_reach
+from tests.trainer.kit import running, steps_reach
 from trainer.checkpoints import checkpoint
 from trainer.commands.export import Fetch
 

@@ -1,11 +1,14 @@
-"""A tiny random Qwen3, and groups whose logprobs are the model's own."""
+"""A tiny random Qwen3, exchanges, groups and sequences for it, and the trainer service on a log."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import torch
@@ -13,8 +16,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
-from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs, pack_mask
+from pipeline.events import (
+    CheckpointPublished,
+    DeadLettered,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    Member,
+    pack_ids,
+    pack_logprobs,
+    pack_mask,
+)
 from pipeline.log.broker import Broker
+from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine
 
 VOCAB = 32
@@ -137,3 +151,105 @@ async def publish_group(
             await broker.publish(event)
     await broker.publish(scored)
     return scored
+
+
+def sequence(ids: list[int], trained: list[int], temperature: float = 1.0) -> TokenSequence:
+    n = len(ids)
+    mask = np.zeros(n, np.bool_)
+    mask[trained] = True
+    return TokenSequence(
+        "t", np.array(ids, np.int32), mask, np.full(n, -1.0, np.float32), np.zeros(n, np.int32),
+        np.full(n, temperature, np.float32),
+    )  # fmt: skip
+
+
+def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]]:
+    """Two groups whose members share prompts, replies, all of it, or nothing."""
+    rng = np.random.default_rng(seed)
+
+    def some(n: int) -> list[int]:
+        return list(map(int, rng.integers(2, VOCAB, n)))
+
+    out: list[TokenSequence] = []
+    groups: list[int] = []
+    for group in range(2):
+        prompt, reply, turn = some(9), some(3), some(4)
+        for ids in (
+            prompt + reply + turn + some(3),
+            prompt + reply + turn + some(5),
+            prompt + reply,
+            prompt + reply,
+            prompt + some(4),
+            some(7),
+            prompt[:5] + some(2),
+        ):
+            trained = sorted(rng.choice(np.arange(1, len(ids)), 3, replace=False).tolist())
+            out.append(sequence(ids, trained, temperature=float(rng.choice([0.7, 1.0]))))
+            groups.append(group)
+    return out, groups
+
+
+# -- the service on a log ---------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[dict[str, Any]]:
+    """The trainer service, ready; stopped at the block's end."""
+    from trainer import service  # the engine's tests do without it
+
+    facts: dict[str, Any] = {}
+    started = anyio.Event()
+
+    def ready(**said: str | int | float) -> None:
+        facts.update(said)
+        started.set()
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(service.serve, config, ready)
+        with anyio.fail_after(60):
+            await started.wait()
+        yield facts
+        tg.cancel_scope.cancel()
+
+
+async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 100) -> Any:
+    with anyio.fail_after(timeout_s):
+        while not (found := await probe()):
+            await anyio.sleep(0.05)
+    return found
+
+
+async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
+    history = await broker.history("POLICY", "policy.checkpoint.>")
+    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+
+
+async def discards(broker: Broker) -> list[GroupDiscarded]:
+    history = await broker.history("GROUPS", "group.discarded.>")
+    return [r.event for r in history if isinstance(r.event, GroupDiscarded)]
+
+
+async def unacked(broker: Broker) -> int:
+    info = await broker.js.consumer_info("GROUPS", "trainer")
+    return int(info.num_ack_pending or 0) + int(info.num_pending or 0)
+
+
+async def steps_reach(broker: Broker, n: int) -> list[CheckpointPublished]:
+    async def probe() -> list[CheckpointPublished]:
+        found = await checkpoints(broker)
+        return found if len(found) >= n else []
+
+    return list(await until(probe))
+
+
+async def all_acked(broker: Broker) -> None:
+    async def probe() -> bool:
+        return await unacked(broker) == 0
+
+    await until(probe)
+
+
+async def dead_letters(broker: Broker) -> AsyncIterator[DeadLettered]:
+    for recorded in await broker.history("DEAD", "dead.>"):
+        if isinstance(recorded.event, DeadLettered):
+            yield recorded.event

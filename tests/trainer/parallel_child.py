@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tests.trainer.batches.test_packing import tree_of_conversations
-from tests.trainer.kit import exactly, settings
+from tests.trainer.kit import exactly, settings, tree_of_conversations
 from trainer import learner
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine

@@ -17,7 +17,7 @@ from pipeline import config as configuration
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.trainer import kit
-from tests.trainer.test_service import checkpoints, steps_reach
+from tests.trainer.kit import checkpoints, steps_reach
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.commands import train
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,20 @@ import torch
 
 from pipeline import streams
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
-from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded
+from pipeline.events import DeadLettered, GroupDiscarded
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
+from tests.trainer.kit import (
+    all_acked,
+    checkpoints,
+    dead_letters,
+    discards,
+    running,
+    steps_reach,
+    unacked,
+    until,
+)
 from trainer import service
 from trainer.batches.packing import Layout
 from trainer.checkpoints import checkpoint
@@ -28,61 +37,6 @@ from trainer.engine.engine import Engine
 from trainer.engine.state import Line
 
 pytestmark = pytest.mark.anyio
-
-
-@asynccontextmanager
-async def running(config: Config) -> AsyncIterator[dict[str, Any]]:
-    """The service, ready; stopped at the block's end."""
-    facts: dict[str, Any] = {}
-    started = anyio.Event()
-
-    def ready(**said: str | int | float) -> None:
-        facts.update(said)
-        started.set()
-
-    async with anyio.create_task_group() as tg:
-        tg.start_soon(service.serve, config, ready)
-        with anyio.fail_after(60):
-            await started.wait()
-        yield facts
-        tg.cancel_scope.cancel()
-
-
-async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 100) -> Any:
-    with anyio.fail_after(timeout_s):
-        while not (found := await probe()):
-            await anyio.sleep(0.05)
-    return found
-
-
-async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.history("POLICY", "policy.checkpoint.>")
-    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
-
-
-async def discards(broker: Broker) -> list[GroupDiscarded]:
-    history = await broker.history("GROUPS", "group.discarded.>")
-    return [r.event for r in history if isinstance(r.event, GroupDiscarded)]
-
-
-async def unacked(broker: Broker) -> int:
-    info = await broker.js.consumer_info("GROUPS", "trainer")
-    return int(info.num_ack_pending or 0) + int(info.num_pending or 0)
-
-
-async def steps_reach(broker: Broker, n: int) -> list[CheckpointPublished]:
-    async def probe() -> list[CheckpointPublished]:
-        found = await checkpoints(broker)
-        return found if len(found) >= n else []
-
-    return list(await until(probe))
-
-
-async def all_acked(broker: Broker) -> None:
-    async def probe() -> bool:
-        return await unacked(broker) == 0
-
-    await until(probe)
 
 
 async def test_groups_become_a_checkpoint(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
@@ -149,7 +103,7 @@ async def test_a_trajectory_that_memory_does_not_hold_is_told_of_and_its_group_t
             (told,) = await until(partial(discards, broker))
         assert (event.metrics["sequences_dropped"], event.metrics["sequences"]) == (1, 2)
         assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
-        assert not [r async for r in _letters(broker)]
+        assert not [r async for r in dead_letters(broker)]
 
 
 async def test_a_group_of_which_a_part_was_too_large_is_taken_over(
@@ -172,12 +126,6 @@ async def test_a_group_of_which_a_part_was_too_large_is_taken_over(
         async with running(config):
             (event,) = await steps_reach(broker, 1)
             assert event.groups == ("part",)
-
-
-async def _letters(broker: Broker) -> AsyncIterator[DeadLettered]:
-    for recorded in await broker.history("DEAD", "dead.>"):
-        if isinstance(recorded.event, DeadLettered):
-            yield recorded.event
 
 
 async def test_stale_groups_are_discarded(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:

@@ -90,11 +90,11 @@ def bound_staleness(
     kept: list[TokenSequence] = []
     stale = 0
     for sequence in sequences:
-        old = sequence.trained & (step - sequence.steps.astype(np.int64) > max_staleness)
+        old = sequence.loss_mask & (step - sequence.steps.astype(np.int64) > max_staleness)
         if count := int(old.sum()):
             stale += count
             sequence = sequence.without(old)
-        if sequence.trained.any():
+        if sequence.loss_mask.any():
             kept.append(sequence)
     return kept, stale
 

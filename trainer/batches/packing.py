@@ -86,13 +86,13 @@ class Trained:
 
 
 def _trained(sequence: TokenSequence) -> Trained:
-    at = np.flatnonzero(sequence.trained)
+    at = np.flatnonzero(sequence.loss_mask)
     return Trained(at, sequence.ids[at].astype(np.int64), sequence.temperatures[at])
 
 
 def _used(sequence: TokenSequence) -> npt.NDArray[np.int32]:
     """The ids up to the last one that predicts something: what follows it changes no trained token."""
-    return sequence.ids[: int(np.flatnonzero(sequence.trained)[-1])]
+    return sequence.ids[: int(np.flatnonzero(sequence.loss_mask)[-1])]
 
 
 def _layout(

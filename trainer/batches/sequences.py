@@ -9,7 +9,7 @@ chosen greedily or under penalties and biases (`trainer.batches.sampling`), and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,8 @@ class TokenSequence:
 
     trajectory: str
     ids: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
+    """True for the tokens that are trained."""
     logprobs: npt.NDArray[np.float32]
     """The sampler's, in nats; NaN where the token was not sampled or its logprob is unknown."""
     steps: npt.NDArray[np.int32]
@@ -39,14 +40,14 @@ class TokenSequence:
 
     @property
     def trained_tokens(self) -> int:
-        return int(self.trained.sum())
+        return int(self.loss_mask.sum())
 
     def without(self, dropped: npt.NDArray[np.bool_]) -> TokenSequence:
         """The same tokens with those under `dropped` (shape [T]) as context."""
         return TokenSequence(
             self.trajectory,
             self.ids,
-            self.trained & ~dropped,
+            self.loss_mask & ~dropped,
             self.logprobs,
             self.steps,
             self.temperatures,
@@ -57,7 +58,7 @@ class TokenSequence:
 class _Growing:
     def __init__(self) -> None:
         self.ids: list[npt.NDArray[np.int32]] = []
-        self.trained: list[npt.NDArray[np.bool_]] = []
+        self.loss_mask: list[npt.NDArray[np.bool_]] = []
         self.logprobs: list[npt.NDArray[np.float32]] = []
         self.steps: list[npt.NDArray[np.int32]] = []
         self.temperatures: list[npt.NDArray[np.float32]] = []
@@ -70,14 +71,14 @@ class _Growing:
     def add(
         self,
         ids: npt.NDArray[np.int32],
-        trained: npt.NDArray[np.bool_],
+        loss_mask: npt.NDArray[np.bool_],
         logprobs: npt.NDArray[np.float32],
         step: int,
         sampling: Sampling,
     ) -> None:
         n = len(ids)
         self.ids.append(ids)
-        self.trained.append(trained)
+        self.loss_mask.append(loss_mask)
         self.logprobs.append(logprobs)
         self.steps.append(np.full(n, step, np.int32))
         self.temperatures.append(np.full(n, sampling.temperature, np.float32))
@@ -90,11 +91,11 @@ class _Growing:
         self.add(ids, np.zeros(len(ids), np.bool_), np.full(len(ids), np.nan, np.float32), -1, Sampling())
 
     def done(self, trajectory: str) -> TokenSequence:
-        trained = np.concatenate(self.trained)
-        if len(trained):
-            trained[0] = False  # nothing before it predicts the first token
+        loss_mask = np.concatenate(self.loss_mask)
+        if len(loss_mask):
+            loss_mask[0] = False  # nothing before it predicts the first token
         return TokenSequence(
-            trajectory, self.flat, trained, np.concatenate(self.logprobs), np.concatenate(self.steps),
+            trajectory, self.flat, loss_mask, np.concatenate(self.logprobs), np.concatenate(self.steps),
             np.concatenate(self.temperatures), self._cuts(),
         )  # fmt: skip
 
@@ -143,7 +144,7 @@ def build(
             exchange.step,
             sampling if follows else Sampling(),
         )
-    return [s for s in (g.done(trajectory) for g in growing) if s.trained.any()]
+    return [s for s in (g.done(trajectory) for g in growing) if s.loss_mask.any()]
 
 
 def _trainable(
@@ -159,7 +160,3 @@ def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32
     logprobs = unpack_logprobs(exchange.logprobs)
     # Logprobs that do not match the tokens one to one say nothing about any of them.
     return logprobs if len(logprobs) == length else np.full(length, np.nan, np.float32)
-
-
-def trained_tokens(sequences: Sequence[TokenSequence]) -> int:
-    return sum(s.trained_tokens for s in sequences)

@@ -109,7 +109,7 @@ def _exchange(
 
 def _rows(exchanges: Sequence[ExchangeRecorded]) -> list[Row]:
     return [
-        {"input_ids": s.ids.tolist(), "completion_mask": s.trained.astype(int).tolist()}
+        {"input_ids": s.ids.tolist(), "completion_mask": s.loss_mask.astype(int).tolist()}
         for s in build("sft", exchanges)
     ]
 

@@ -2,7 +2,7 @@
 
     journeyman train --config settings.toml --set nats.url=nats://host:4222
 
-It resumes from the newest committed step, always: there is no other way to start. Several GPUs: the same under
+Every start resumes from the newest committed step. Several GPUs: the same under
 `accelerate launch -m trainer.commands.train`. Ctrl-C stops it between steps.
 """
 
@@ -26,7 +26,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="journeyman train", description="Run the trainer alone.")
     cli.add_run_arguments(made)
     made.add_argument("--nats-url", help="the log")
-    made.add_argument("--resume", action="store_true", help="accepted for clarity: every start resumes")
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     return made
 

@@ -55,19 +55,19 @@ def sampler_difference(
     A value above about 1e-3 in float32 means that the tokens, the mask or the version are not what was sampled."""
     chosen = [(examples[i].sequence, groups[i]) for i in picked(groups, engine.config.check_sequences)]
     differences: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-    for version in sorted({int(v) for s, _ in chosen for v in np.unique(s.steps[s.trained])}):
+    for version in sorted({int(v) for s, _ in chosen for v in np.unique(s.steps[s.loss_mask])}):
         weights = line.history.get(version)
         if weights is None:
             continue
         at = [(s.without(s.steps != version), group) for s, group in chosen]
-        sequences = [s for s, _ in at if s.trained.any()]
-        inside = [group for s, group in at if s.trained.any()]
+        sequences = [s for s, _ in at if s.loss_mask.any()]
+        inside = [group for s, group in at if s.loss_mask.any()]
         with engine.having(weights):
             for batch, logprobs in _logprobs(engine, sequences, inside, packing):
                 computed = logprobs.cpu().numpy()
                 for row, i in enumerate(batch.indices):
                     s = sequences[i]
-                    differences.append(np.abs(computed[row, : s.trained_tokens] - s.logprobs[s.trained]))
+                    differences.append(np.abs(computed[row, : s.trained_tokens] - s.logprobs[s.loss_mask]))
     known = np.concatenate(differences) if differences else np.zeros(0, np.float32)
     known = known[~np.isnan(known)]  # unknown to the sampler
     if not len(known):

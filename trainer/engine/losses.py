@@ -270,9 +270,9 @@ def inputs_of(
     for row, index in enumerate(indices):
         sequence = examples[index].sequence
         n = sequence.trained_tokens
-        ids_SK[row, :n] = sequence.ids[sequence.trained]
+        ids_SK[row, :n] = sequence.ids[sequence.loss_mask]
         mask_SK[row, :n] = 1.0
-        sampled_SK[row, :n] = sequence.logprobs[sequence.trained]
+        sampled_SK[row, :n] = sequence.logprobs[sequence.loss_mask]
     mask = torch.from_numpy(mask_SK).to(device)
     sampled = torch.from_numpy(sampled_SK).to(device)
     advantages = torch.tensor([examples[i].advantage * examples[i].weight for i in indices], device=device)

@@ -55,14 +55,14 @@ class Measured:
         self.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()
         for row, s in enumerate(inside):
-            difference = computed[row, : s.trained_tokens] - s.logprobs[s.trained]
+            difference = computed[row, : s.trained_tokens] - s.logprobs[s.loss_mask]
             self.differences.append(difference.astype(np.float32))
             difference = np.nan_to_num(difference)
             ratio = np.exp(difference)
             self.kl += float((ratio - 1 - difference).sum())
             self.longest = max(self.longest, float(difference.sum()))
             self.ratios.append(ratio.astype(np.float32))
-            self.steps.append(s.steps[s.trained])
+            self.steps.append(s.steps[s.loss_mask])
             self.cut += int((ratio > maximum).sum())
 
     def summary(self, step: int) -> dict[str, float]:

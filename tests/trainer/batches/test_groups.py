@@ -129,7 +129,7 @@ def test_old_tokens_of_a_long_trajectory_become_context() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7], step=1), exchange("t", 1, [5, 7, 6], [8], step=4)])
     (kept,), stale = bound_staleness([sequence], 5, 2)
     assert stale == 1
-    assert kept.ids[kept.trained].tolist() == [8]
+    assert kept.ids[kept.loss_mask].tolist() == [8]
     assert bound_staleness([sequence], 9, 2) == ([], 2)
 
 

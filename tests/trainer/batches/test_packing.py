@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from pipeline.config import ConfigError, TrainerConfig
-from tests.trainer.kit import VOCAB, exactly, stir
+from tests.trainer.kit import exactly, sequence, stir, tree_of_conversations
 from trainer.batches.packing import (
     Cost,
     Layout,
@@ -27,42 +27,6 @@ from trainer.engine.attention import FLEX, mask_of
 from trainer.engine.engine import Engine
 
 
-def sequence(ids: list[int], trained: list[int], temperature: float = 1.0) -> TokenSequence:
-    n = len(ids)
-    mask = np.zeros(n, np.bool_)
-    mask[trained] = True
-    return TokenSequence(
-        "t", np.array(ids, np.int32), mask, np.full(n, -1.0, np.float32), np.zeros(n, np.int32),
-        np.full(n, temperature, np.float32),
-    )  # fmt: skip
-
-
-def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]]:
-    """Two groups whose members share prompts, replies, all of it, or nothing."""
-    rng = np.random.default_rng(seed)
-
-    def some(n: int) -> list[int]:
-        return list(map(int, rng.integers(2, VOCAB, n)))
-
-    out: list[TokenSequence] = []
-    groups: list[int] = []
-    for group in range(2):
-        prompt, reply, turn = some(9), some(3), some(4)
-        for ids in (
-            prompt + reply + turn + some(3),
-            prompt + reply + turn + some(5),
-            prompt + reply,
-            prompt + reply,
-            prompt + some(4),
-            some(7),
-            prompt[:5] + some(2),
-        ):
-            trained = sorted(rng.choice(np.arange(1, len(ids)), 3, replace=False).tolist())
-            out.append(sequence(ids, trained, temperature=float(rng.choice([0.7, 1.0]))))
-            groups.append(group)
-    return out, groups
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     config = TrainerConfig(lora_rank=4, dtype="float64")
@@ -76,7 +40,7 @@ def alone(engine: Engine, one: TokenSequence) -> list[float]:
     with torch.no_grad():
         logits = engine.model(input_ids=torch.from_numpy(one.ids.astype(np.int64))[None]).logits[0]
     logprobs = torch.log_softmax(logits / float(one.temperatures[-1]), -1)
-    return [float(logprobs[i - 1, one.ids[i]]) for i in np.flatnonzero(one.trained)]
+    return [float(logprobs[i - 1, one.ids[i]]) for i in np.flatnonzero(one.loss_mask)]
 
 
 def through(engine: Engine, layout: Layout, sequences: list[TokenSequence]) -> np.ndarray:
@@ -122,7 +86,7 @@ def test_a_token_sees_its_own_path_and_nothing_else(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sequences = [sequence(list(map(int, rng.integers(2, 4, int(rng.integers(2, 9))))), [1]) for _ in range(8)]
     for one in sequences:
-        one.trained[1:] = True
+        one.loss_mask[1:] = True
     layout = prefix_shared(sequences, [0] * 8)
     mask = layout.dense_mask()
     assert mask is not None

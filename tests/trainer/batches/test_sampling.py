@@ -52,7 +52,7 @@ def test_tokens_under_a_penalty_are_context_and_counted() -> None:
     left_out: Counter[str] = Counter()
     (sequence,) = build("t", [free, bent], left_out=left_out)
     assert sequence.ids.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
-    assert np.flatnonzero(sequence.trained).tolist() == [2, 3, 4]
+    assert np.flatnonzero(sequence.loss_mask).tolist() == [2, 3, 4]
     assert left_out == {"presence_penalty": 2}
     assert build("t", [free], defaults=Defaults(repetition_penalty=1.05), left_out=left_out) == []
     assert left_out["repetition_penalty"] == 3
@@ -120,7 +120,7 @@ def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Pa
         ids = torch.from_numpy(s.ids.astype(np.int64))
         logits = engine.model(input_ids=ids[None]).logits[0].detach()
         want = []
-        for at in np.flatnonzero(s.trained):
+        for at in np.flatnonzero(s.loss_mask):
             scores = logits[at - 1]
             if at >= 6:
                 scores = scores / 0.8

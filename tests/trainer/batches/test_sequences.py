@@ -11,11 +11,11 @@ from trainer.batches.sequences import TokenSequence, build
 
 
 def tokens(sequence: TokenSequence) -> list[tuple[int, bool]]:
-    return list(zip(sequence.ids.tolist(), sequence.trained.tolist(), strict=True))
+    return list(zip(sequence.ids.tolist(), sequence.loss_mask.tolist(), strict=True))
 
 
 def trained(sequence: TokenSequence) -> list[int]:
-    return sequence.ids[sequence.trained].tolist()
+    return sequence.ids[sequence.loss_mask].tolist()
 
 
 def test_a_prompt_that_extends_the_conversation_continues_its_sequence() -> None:
@@ -30,8 +30,8 @@ def test_tool_and_user_turns_are_context() -> None:
         "t", [exchange("t", 0, [5], [7]), exchange("t", 1, [5, 7, *tool_result], [8]), exchange("t", 2, [5, 7, *tool_result, 8, 30], [9])]
     )  # fmt: skip
     assert trained(sequence) == [7, 8, 9]
-    assert not np.isin(sequence.ids[sequence.trained], [*tool_result, 30, 5]).any()
-    assert (sequence.steps[~sequence.trained] == -1).all()
+    assert not np.isin(sequence.ids[sequence.loss_mask], [*tool_result, 30, 5]).any()
+    assert (sequence.steps[~sequence.loss_mask] == -1).all()
 
 
 def test_a_rewritten_history_begins_a_sequence_of_its_own() -> None:

@@ -14,7 +14,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.place import place_of
 from tests.conftest import NatsServer
 from tests.trainer import kit
-from tests.trainer.test_service import all_acked, checkpoints, discards, running, steps_reach
+from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
 from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.commits import TrainerError

@@ -27,7 +27,7 @@ from pipeline.security import users
 from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
 from tests.trainer import kit
-from tests.trainer.test_service import all_acked, running, steps_reach
+from tests.trainer.kit import all_acked, running, steps_reach
 from trainer import service
 from trainer.checkpoints.checkpoint import Best
 from trainer.checkpoints.retention import Holdings, Retention, kept

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pipeline.config import ConfigError, TrainerConfig
-from tests.trainer.batches.test_packing import sequence
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
-from tests.trainer.kit import stir
+from tests.trainer.kit import sequence, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import Reach, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
@@ -55,7 +54,7 @@ def own_logprobs(engine: Engine, s: TokenSequence) -> torch.Tensor:
     finally:
         engine.model.train()
     logprobs = torch.log_softmax(logits[0].float() / 0.7, -1)
-    at = np.flatnonzero(s.trained)
+    at = np.flatnonzero(s.loss_mask)
     return logprobs[at - 1, s.ids[at].astype(np.int64)]
 
 

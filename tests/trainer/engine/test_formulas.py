@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, 
         formulas.Reply(
             e.advantage,
             [theirs[i, t] for t in range(n)],
-            e.sequence.logprobs[e.sequence.trained].astype(np.float64).tolist(),
+            e.sequence.logprobs[e.sequence.loss_mask].astype(np.float64).tolist(),
             base[i].tolist(),
             [torch.tensor(h, dtype=torch.float64) for h in entropies[i]],
         )

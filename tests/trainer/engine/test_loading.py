@@ -64,7 +64,7 @@ class FastLanguageModel:
 def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
     tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.trainer.batches.test_packing import tree_of_conversations
+    from tests.trainer.kit import tree_of_conversations
 
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)

@@ -67,7 +67,7 @@ def batch(seed: int = 0) -> list[Example]:
 def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
     prompts, completions = [], []
     for e in examples:
-        start = int(np.flatnonzero(e.sequence.trained)[0])
+        start = int(np.flatnonzero(e.sequence.loss_mask)[0])
         prompts.append(e.sequence.ids[:start])
         completions.append((e.sequence, start))
     width = max(map(len, prompts))
@@ -88,7 +88,7 @@ def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
         out["prompt_mask"][i, width - len(prompt) :] = 1
         out["completion_ids"][i, :n] = torch.from_numpy(s.ids[start:].astype(np.int64))
         out["completion_mask"][i, :n] = 1
-        out["tool_mask"][i, :n] = torch.from_numpy(s.trained[start:].astype(np.int64))
+        out["tool_mask"][i, :n] = torch.from_numpy(s.loss_mask[start:].astype(np.int64))
         sampled[i, :n] = torch.from_numpy(np.nan_to_num(s.logprobs[start:]))
     out["num_items_in_batch"] = (out["completion_mask"] * out["tool_mask"]).sum()
     out["sampled"] = sampled

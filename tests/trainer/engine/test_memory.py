@@ -10,9 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import ConfigError, TrainerConfig
-from tests.trainer.batches.test_packing import tree_of_conversations
 from tests.trainer.families import make
-from tests.trainer.kit import exactly, make_model, stir
+from tests.trainer.kit import exactly, make_model, stir, tree_of_conversations
 from trainer.batches.groups import Example
 from trainer.engine import loading, memory
 from trainer.engine.engine import Engine
