@@ -70,7 +70,7 @@ def _structs() -> list[type[msgspec.Struct]]:
 def events_page() -> str:
     parts = [
         "# Events\n",
-        _GENERATED.format(source="`pipeline/events.py`"),
+        _GENERATED.format(source="`pipeline/events/`"),
         "Every event is a MessagePack map with its tag under `type`. Packed columns (`list<int32>` and the like) travel as "
         "little-endian bytes and are lists in Parquet. Rules that keep old logs readable: a new field has a default, a field "
         "never changes its meaning or type, a tag is never used again; unknown fields are skipped.\n",
@@ -266,7 +266,7 @@ def _setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str,
 def configuration_page() -> str:
     parts = [
         "# Settings\n",
-        _GENERATED.format(source="`pipeline/config.py`"),
+        _GENERATED.format(source="`pipeline/config/`"),
         "One TOML file (`journeyman up --config run.toml`) and dotted flags over it (`--set trainer.groups_per_step=16`). "
         "Unknown keys and wrong types are errors that name the key. The resolved settings are saved in the run directory.\n",
     ]

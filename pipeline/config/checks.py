@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from pipeline.config.secrets import written_out
+from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipeline.config import Config
-
-PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")
-"""Everything that `journeyman up` may start."""
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")

@@ -21,7 +21,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-from pipeline import events
+from pipeline.events.codec import EVENTS, wire_name
 
 PACKED = {"list<int32>": "<i4", "list<float32>": "<f4", "list<uint8>": "u1", "list<int64>": "<i8"}
 """Kinds whose field is packed bytes, with the numpy type of one value."""
@@ -150,7 +150,7 @@ def _column(name: str, hint: Any) -> Column:
 @functools.cache
 def tables() -> dict[str, tuple[Column, ...]]:
     """Event tag to all columns of its files, envelope first."""
-    made = {events.wire_name(cls): ENVELOPE + columns(cls) for cls in events.EVENTS}
+    made = {wire_name(cls): ENVELOPE + columns(cls) for cls in EVENTS}
     for tag, its in made.items():
         names = [c.name for c in its]
         if len(set(names)) != len(names):

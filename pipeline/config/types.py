@@ -1,0 +1,28 @@
+"""The types of settings: a section, and numbers within limits.
+
+`msgspec` checks the limits when it converts the settings; docs/configuration.md shows them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Several = Annotated[int, Meta(ge=2)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Correlation = Annotated[float, Meta(ge=-1, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Payload = Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
+Copies = Annotated[int, Meta(ge=1, le=5)]
+Prompt = Annotated[int, Meta(ge=1000)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""

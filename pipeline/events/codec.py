@@ -1,0 +1,92 @@
+"""Events to MessagePack and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipeline.events.base import Event
+from pipeline.events.dead_letter import DeadLettered
+from pipeline.events.group import GroupDiscarded, GroupScored, JudgeMeasured
+from pipeline.events.policy import (
+    CheckpointPublished,
+    PolicyLoaded,
+    PolicyPromoted,
+    PolicyRetired,
+    PolicyUnloaded,
+)
+from pipeline.events.rollout import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+
+
+class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
+    """Stands in the log for an event larger than the server's payload limit; the event lies in the object store."""
+
+    object: str
+    sha256: str
+    size: int
+    event: str
+    """Tag of the event that was checked in; empty: unknown bytes."""
+    bucket: str = "CLAIMS"
+    """Where the object lies."""
+
+
+AnyEvent = (
+    TrajectoryOpened
+    | ExchangeRecorded
+    | TrajectoryCompleted
+    | GroupScored
+    | GroupDiscarded
+    | JudgeMeasured
+    | CheckpointPublished
+    | PolicyLoaded
+    | PolicyUnloaded
+    | PolicyRetired
+    | PolicyPromoted
+    | DeadLettered
+)
+
+EVENTS: tuple[type[Event], ...] = AnyEvent.__args__
+"""Every event class, in the order of a trajectory's life."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyEvent | ClaimCheck)
+
+
+def wire_name(event: type[Event] | Event) -> str:
+    """The tag of an event class, such as `rollout.exchange`."""
+    cls = event if isinstance(event, type) else type(event)
+    return str(cls.__struct_config__.tag)
+
+
+def encode(event: Event | ClaimCheck) -> bytes:
+    return _encoder.encode(event)
+
+
+def decode(payload: bytes) -> AnyEvent | ClaimCheck:
+    """Raises `msgspec.DecodeError` (or its `ValidationError`) on what is no event of a known kind, and on an event whose packed
+    arrays could not be unpacked, so that no reader has to expect one."""
+    event = _decoder.decode(payload)
+    kind = type(event)
+    if kind is ExchangeRecorded:
+        # Logprobs and masks may be of another length than the tokens: the trainer then makes no use of them.
+        if (len(event.prompt_ids) | len(event.sampled_ids) | len(event.logprobs)) % 4:
+            _check_packed(event, ("prompt_ids", "sampled_ids", "logprobs"), 4)
+    elif kind is CheckpointPublished:
+        _check_packed(event, ("group_seqs", "group_times"), 8)
+        seqs, times = len(event.group_seqs) // 8, len(event.group_times) // 8
+        if seqs not in (0, len(event.groups)) or times not in (0, seqs):
+            raise msgspec.ValidationError(
+                f"{len(event.groups)} groups with {seqs} sequences and {times} stream times: the numbers must be equal - at "
+                "`$.group_seqs`"
+            )
+    checked: AnyEvent | ClaimCheck = event
+    return checked
+
+
+def _check_packed(event: Event, fields: tuple[str, ...], size: int) -> None:
+    for name in fields:
+        if (length := len(getattr(event, name))) % size:
+            raise msgspec.ValidationError(
+                f"a packed array of {length} bytes, which is no multiple of {size} - at `$.{name}`"
+            )

@@ -1,0 +1,30 @@
+"""The event of a message that no consumer could use, in stream DEAD."""
+
+from __future__ import annotations
+
+from pipeline.events.base import Event
+from pipeline.events.types import Micros
+from pipeline.names import subject_token
+
+
+class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
+    """A message that no one could use, with the reason; never dropped, never blocking."""
+
+    stream: str
+    stream_seq: int
+    original_subject: str
+    consumer: str
+    reason: str
+    detail: str = ""
+    deliveries: int = 1
+    payload: bytes = b""
+    headers: dict[str, str] = {}
+    stream_at: Micros = 0
+    """Stream time of the message: after a power cut another message may lie under `stream_seq`. 0 in letters from before it was
+    recorded."""
+
+    def subject(self) -> str:
+        return f"dead.{self.stream}.{subject_token(self.consumer)}"
+
+    def message_id(self) -> str:
+        return f"dead/{self.stream}/{self.stream_seq}-{self.stream_at}/{self.consumer}"

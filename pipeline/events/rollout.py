@@ -1,0 +1,129 @@
+"""Events of agent runs, in stream ROLLOUTS."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.events.base import Event
+from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, TokenIds, TokenMask
+from pipeline.names import subject_token
+
+
+class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
+    """An agent run began. What it says holds for the whole run, so any gateway replica can rebuild the trajectory."""
+
+    unique_subject = True
+
+    trajectory: str
+    model: str
+    """Serving name of the policy, `<model>`."""
+    group: str
+    """Trajectories of one group are attempts at the same task."""
+    task: str = ""
+    """What the group is about, when the caller names it; free text or an id."""
+    attempt: int = 0
+    split: Split = "train"
+    """`val` trajectories are scored and never trained."""
+    group_size: int = 0
+    """How many trajectories the caller means to put into the group; 0: the judge's setting decides."""
+    key_hash: str = ""
+    """SHA-256 of the trajectory's API key; the key itself is never stored."""
+    pinned: str = ""
+    """Policy version this trajectory must be served by; empty: the promoted one."""
+    metadata: Json = b"{}"
+    paced_s: float = 0.0
+    """Seconds that the group was told to wait (429) before its first trajectory was let in."""
+    owner: str = ""
+    """Name of the API key that opened the trajectory; only it and operators may touch it. Empty: opened without a key."""
+    key_completes: bool = False
+    """Whether the trajectory's own key may complete it, and so name its reward."""
+
+    def subject(self) -> str:
+        return f"rollout.opened.{subject_token(self.project)}.{subject_token(self.trajectory)}"
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.trajectory}/opened"
+
+
+class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange"):
+    """One model call of a trajectory and one of its choices: exactly what was sent, sampled and answered."""
+
+    trajectory: str
+    seq: int
+    """Position of the call in its trajectory, from 0."""
+    choice: int = 0
+    """Index of the choice when the client asked for n > 1: such a call is n events with one `seq`."""
+    model: str
+    policy_version: str
+    """`<model>@<step>` that sampled; the version routed to when the request began."""
+    step: int
+    group: str = ""
+    request: Json
+    """The client's request body."""
+    response: Json
+    """The chat completion as the client got it (a streamed one put together again)."""
+    prompt_ids: TokenIds
+    sampled_ids: TokenIds
+    """Sampled token ids, as vLLM returned them, including the end-of-turn token where one was sampled."""
+    logprobs: Logprobs
+    """Of `sampled_ids`, under the distribution they were sampled from."""
+    forced: TokenMask = b""
+    """1 where a grammar constrained the choice; such tokens are never trained. Empty: no token was constrained."""
+    finish_reason: str = ""
+    status: Literal["complete", "cancelled", "failed"] = "complete"
+    """`cancelled`: the client went away; `failed`: the upstream broke off. What had been sampled by then is recorded."""
+    side_call: bool = False
+    """A call beside the task (a title, a summary): kept, not trained."""
+    endpoint: str = "/v1/chat/completions"
+    streamed: bool = False
+    request_hash: str = ""
+    """SHA-256 of endpoint and canonical body: a retried request is answered from here instead of sampled again."""
+    replica: str = ""
+    """The vLLM replica that answered."""
+    started_at: Micros = 0
+    first_token_at: Micros = 0
+    """0 where the reply was not streamed."""
+
+    def subject(self) -> str:
+        return f"rollout.exchange.{subject_token(self.project)}.{subject_token(self.trajectory)}"
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
+
+
+class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.completed"):
+    """An agent run ended, once."""
+
+    unique_subject = True
+
+    trajectory: str
+    model: str
+    group: str
+    task: str = ""
+    attempt: int = 0
+    split: Split = "train"
+    group_size: int = 0
+    outcome: Outcome = "scored"
+    """`no_result`: infrastructure failed, never becomes a reward; `masked`: kept, never trained."""
+    reward: float | None = None
+    """What the agent says the run was worth; none: the judge decides."""
+    rewards: dict[str, float] = {}
+    """Named components, for composed rewards."""
+    metrics: dict[str, float] = {}
+    metadata: Json = b"{}"
+    exchanges: int = 0
+    """How many exchange events (choices count singly) belong to the run."""
+    first_step: int = 0
+    last_step: int = 0
+    """Lowest and highest policy step among the exchanges."""
+    opened_at: Micros = 0
+    inferred: bool = False
+    """The gateway inferred where the trajectory began and ended."""
+
+    def subject(self) -> str:
+        return ".".join(
+            ("rollout.completed", *(subject_token(n) for n in (self.project, self.model, self.trajectory)))
+        )
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.trajectory}/completed"

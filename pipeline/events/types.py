@@ -1,0 +1,28 @@
+"""Types of event fields. Those with a `column` say how the field is stored in Parquet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Micros = Annotated[int, msgspec.Meta(extra={"column": "timestamp_us"})]
+"""Microseconds since the Unix epoch, UTC."""
+
+TokenIds = Annotated[bytes, msgspec.Meta(extra={"column": "list<int32>"})]
+"""Packed little-endian int32, one per token."""
+
+Logprobs = Annotated[bytes, msgspec.Meta(extra={"column": "list<float32>"})]
+"""Packed little-endian float32, natural logarithm, one per token."""
+
+TokenMask = Annotated[bytes, msgspec.Meta(extra={"column": "list<uint8>"})]
+"""One byte per token: 1 or 0. What an empty mask stands for, the field says."""
+
+StreamSeqs = Annotated[bytes, msgspec.Meta(extra={"column": "list<int64>"})]
+"""Packed little-endian int64 stream sequences."""
+
+Json = Annotated[bytes, msgspec.Meta(extra={"column": "json"})]
+"""A JSON document, UTF-8, as it went over the wire."""
+
+Outcome = Literal["scored", "no_result", "masked"]
+Split = Literal["train", "val"]
