@@ -45,18 +45,18 @@ def _import_first(config: Config | None) -> None:
 def _run_as_one_of_several(file: str) -> None:
     from trainer.engine.parallel import Peers, adopt_ready_fd, follow
 
-    peers = Peers.join()  # first: it says which GPU is this process's
-    _import_first(load(file) if file else None)
-    if peers.rank:
-        config = load(file)
-        configure("trainer", config.log_level)
-        follow(config, peers)
-        return
-    from trainer.service import serve
+    with Peers.join() as peers:  # first: it selects this process's GPU
+        _import_first(load(file) if file else None)
+        if peers.rank:
+            config = load(file)
+            configure("trainer", config.log_level)
+            follow(config, peers)
+            return
+        from trainer.service import serve
 
-    sys.argv[1:] = adopt_ready_fd(sys.argv[1:])
-    main("trainer", partial(serve, peers=peers))
-    peers.send(None)
+        sys.argv[1:] = adopt_ready_fd(sys.argv[1:])
+        main("trainer", partial(serve, peers=peers))
+        peers.send(None)
 
 
 if __name__ == "__main__":

@@ -55,16 +55,29 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
 
 def main() -> None:
     base, out, *how = sys.argv[1:]
-    peers = Peers.join()
+    with Peers.join() as peers:
+        _take_steps(peers, base, Path(out), how)
+    left = threads_of_gloo()
+    assert not left, left
+
+
+def threads_of_gloo() -> list[str]:
+    """The names of this process's threads that gloo started."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+def _take_steps(peers: Peers, base: str, out: Path, how: list[str]) -> None:
     original = learner.make_engines
 
     def make_engines(*given: Any) -> Any:
         return {shape: exactly(engine) for shape, engine in original(*given).items()}
 
     learner.make_engines = make_engines
-    config = settings(base, Path(out).parent / f"run{peers.rank}", learning_rate=1e-4, dtype="float64")
+    config = settings(base, out.parent / f"run{peers.rank}", learning_rate=1e-4, dtype="float64")
+    assert threads_of_gloo()
     if peers.rank == 0:
-        (engine,) = make_engines(config, Path(out).parent, peers).values()
+        (engine,) = make_engines(config, out.parent, peers).values()
         torch.save(steps(engine), out)
         peers.send(None)
         return

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class Peers:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         # Orders travel over gloo: NCCL would keep the GPU busy while it waits.
-        self._control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @classmethod
     def join(cls) -> Peers:
@@ -111,6 +111,19 @@ class Peers:
             timeout=_PATIENCE,
         )
         return cls(rank, size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections and join gloo's threads. Every process must call it before the interpreter exits: a gloo thread
+        that releases a tensor asks for the interpreter's lock, and one that asks during finalization aborts the process with
+        "terminate called without an active exception"."""
+        self._control = None  # the threads of a group end with its last reference
+        dist.destroy_process_group()
 
     # -- orders --------------------------------------------------------------------------------------------------
 
