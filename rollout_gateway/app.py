@@ -23,16 +23,16 @@ from rollout_gateway.api.auxiliary import Aside
 from rollout_gateway.api.control import Control, read_body
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.capture.chat import ChatHandler
-from rollout_gateway.capture.exchange import Caller, ClientGoneError
+from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.dialects import calls as wire
 from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.responses import TOOL_NAMES, ResponsesTranslation, previous_not_found
 from rollout_gateway.dialects.translate import TranslatedStream, Translation
-from rollout_gateway.http.coding import decoded
-from rollout_gateway.http.errors import ApiError, stopping, too_many_calls, unavailable
-from rollout_gateway.http.origins import Door
+from rollout_gateway.http.content_encoding import decode_body
+from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping, too_many_calls, unavailable
+from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.server import HeaderList, Headers, Request
 from rollout_gateway.serving.policy_feed import Watchers
 from rollout_gateway.serving.promotion import Action, Decision, Promotion
@@ -84,11 +84,11 @@ class App:
         watchers: Watchers,
         metrics: Metrics,
         aside: Aside,
-        door: Door,
+        origins: OriginPolicy,
         config: GatewayConfig,
     ) -> None:
         self._calls, self._max_calls = 0, config.max_calls or sys.maxsize
-        self._door, self._max_control_body = door, config.max_control_body_bytes
+        self._origins, self._max_control_body = origins, config.max_control_body_bytes
         self._aside = aside
         self._callers: dict[Request, Caller] = {}
         self._stopping = False
@@ -109,7 +109,7 @@ class App:
         """Check where a request comes from, its URL and its key, by its head alone. Raises `ApiError`.
 
         Nothing is read from the log for a request before its key is known to be good, nor is its body kept."""
-        if self._door.check(request):
+        if self._origins.check(request):
             request.admitted = _Admitted(Access())
             return
         path, _, query = request.target.partition("?")
@@ -142,7 +142,7 @@ class App:
                 raise request.refusal
             if b"content-encoding" in request.headers and not request.too_large:
                 coding = request.headers[b"content-encoding"]
-                request.body = await decoded(request.body, coding, request.max_body)
+                request.body = await decode_body(request.body, coding, request.max_body)
             admitted: _Admitted = request.admitted
             if admitted.route is not None:
                 await self._control_call(request, admitted, admitted.route)
@@ -220,7 +220,7 @@ class App:
             case "open":
                 if self._stopping:
                     raise stopping()
-                base_url = self._door.base_url(request)
+                base_url = self._origins.base_url(request)
                 answer = await control.open(body, base_url, _traceparent(headers), access)
             case "list":
                 asked = {k: v[-1] for k, v in parse_qs(admitted.query, keep_blank_values=True).items()}
@@ -262,7 +262,7 @@ class App:
             call = dialect.read(self._read(request))
             caller = await self._caller(call, admitted, request)
             if call.stream:
-                status, answer = await self._chat.stream(dialect, call, caller, _Listener(request))
+                status, answer = await self._chat.stream(dialect, call, caller, _StreamSink(request))
             else:
                 status, answer = await self._chat.plain(dialect, call, caller)
             if not request.started:
@@ -289,7 +289,7 @@ class App:
     async def _caller(self, call: wire.Call, admitted: _Admitted, request: Request) -> Caller:
         headers = request.headers
         trajectory = await self._identity.trajectory(admitted.access, admitted.named, headers, call)
-        self._router.check(call.asked.model, trajectory)
+        self._router.check(call.params.model, trajectory)
         caller = Caller(
             trajectory,
             _traceparent(headers),
@@ -314,7 +314,7 @@ class App:
                 translation.stored = self._chat.keeps(caller)
             notes = _notes(translation)
             if call.stream:
-                listener = _TranslatedListener(request, translation, notes)
+                listener = _TranslatedStreamSink(request, translation, notes)
                 status, answer = await self._chat.stream(CHAT, call, caller, listener)
             else:
                 status, answer = await self._chat.plain(CHAT, call, caller)
@@ -342,7 +342,7 @@ class App:
         return caller, _chat_call(translation, translation.chat(before))
 
 
-class _Listener:
+class _StreamSink:
     """The client of a streamed call."""
 
     def __init__(self, request: Request, notes: HeaderList = ()) -> None:
@@ -363,7 +363,7 @@ class _Listener:
         self.request.end()
 
 
-class _TranslatedListener(_Listener):
+class _TranslatedStreamSink(_StreamSink):
     """The same, through another API."""
 
     def __init__(self, request: Request, translation: Translation, notes: HeaderList) -> None:

@@ -18,8 +18,8 @@ from pipeline.names import new_id
 from pipeline.running.service import Ready
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.access.api_keys import KeyRing
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.api_keys import ApiKeys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.auxiliary import Aside
 from rollout_gateway.api.control import Control
 from rollout_gateway.api.log_health import LogHealth
@@ -29,8 +29,8 @@ from rollout_gateway.capture.chat import ChatHandler
 from rollout_gateway.capture.detection import Inference
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.trajectories import Registry
-from rollout_gateway.http.origins import Door
-from rollout_gateway.http.server import Limits, serving
+from rollout_gateway.http.origins import OriginPolicy
+from rollout_gateway.http.server import Limits, run_server
 from rollout_gateway.serving.adapters import AdapterManager
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
@@ -98,8 +98,8 @@ async def serve(config: Config, ready: Ready) -> None:
     """The service. Ready once it listens and knows the policies; calls wait for inference servers that are not up."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls: the gateway needs an inference server")
-    ring = KeyRing(config.gateway, config.project, config.path(config.gateway.keys_file))
-    door = Door(config.gateway)
+    api_keys = ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
+    origins = OriginPolicy(config.gateway)
     trust = Trust(config.signing)
     if not trust.checks:
         log.warning(
@@ -111,7 +111,7 @@ async def serve(config: Config, ready: Ready) -> None:
         policies = Policies(config.project, (m.name for m in config.models), trust)
         await policies.rebuild(broker)
         fleet = Fleet(config.vllm.urls, api_key(config))
-        registry = Registry(broker, config.project, Keys(key_secret(config), config.project))
+        registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
         await registry.begin()
         router = Router(policies, fleet)
         chat = ChatHandler(config.gateway, fleet, registry, router)
@@ -125,7 +125,7 @@ async def serve(config: Config, ready: Ready) -> None:
         if config.gateway.infer:
             inference = Inference(config.project, registry, config.gateway)
             chat.on_answered.append(inference.answered)
-        identity = Identity(config.project, ring, registry, router, inference)
+        identity = Identity(config.project, api_keys, registry, router, inference)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
         watchers, metrics = Watchers(), Metrics(fleet, registry)
@@ -142,19 +142,21 @@ async def serve(config: Config, ready: Ready) -> None:
 
         adapters.on_loaded.append(loaded)
         aside = Aside(fleet, router, chat)
-        app = App(chat, control, promotion, identity, router, watchers, metrics, aside, door, config.gateway)
+        app = App(
+            chat, control, promotion, identity, router, watchers, metrics, aside, origins, config.gateway
+        )
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
                 tg.start_soon(log_health.run, broker)
-                tg.start_soon(ring.watch)
+                tg.start_soon(api_keys.watch)
                 tg.start_soon(policies.follow, broker, changed)
                 tg.start_soon(registry.heed_completions)
                 if config.gateway.max_groups_ahead:
                     tg.start_soon(pacing.follow, broker)
                 if inference is not None:
                     tg.start_soon(inference.run)
-                async with serving(
+                async with run_server(
                     app,
                     listener,
                     Limits.of(config.gateway),

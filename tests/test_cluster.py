@@ -20,7 +20,7 @@ from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCom
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.follow import tail
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Registry
 from tests.crash_kit import SEED, guarded, play, settings, violations
 from tests.crash_nursery import quick_consumers
@@ -117,7 +117,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
 
     # Calls of one run at three gateway replicas: each is recorded once, under a number of its own.
     runs, calls = 20, EACH // 20 // 3
-    registries = [Registry(broker, "p", Keys(b"secret", "p")) for broker in brokers]
+    registries = [Registry(broker, "p", TrajectoryTokens(b"secret", "p")) for broker in brokers]
     for run in range(runs):
         opened = TrajectoryOpened(project="p", trajectory=f"run{run}", model="m", group="g")
         await registries[0].open(opened, "")

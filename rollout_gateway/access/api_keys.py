@@ -98,7 +98,7 @@ class Access:
             )
 
 
-ANYONE = Access(operator=True)
+FULL_ACCESS = Access(operator=True)
 """A caller of a gateway without keys."""
 
 
@@ -133,7 +133,7 @@ class _Account:
         )
 
 
-class KeyRing:
+class ApiKeys:
     """Who may do what. Raises `ConfigError` for settings or a file that can't be used."""
 
     def __init__(self, config: GatewayConfig, project: str = "default", file: Path | None = None) -> None:
@@ -154,10 +154,10 @@ class KeyRing:
 
     # -- checking ------------------------------------------------------------------------------------------------
 
-    def access(self, key: str) -> Access:
+    def authenticate(self, key: str) -> Access:
         """What a key permits, one call spent; raises a 401 or 429 `ApiError`."""
         if not self.required:
-            return ANYONE
+            return FULL_ACCESS
         # The lookup is by hash, so its timing says nothing of any key.
         found = self._keys.get(hashlib.sha256(key.encode()).hexdigest())
         if found is None or found[1] <= time.time():

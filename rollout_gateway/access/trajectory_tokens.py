@@ -1,4 +1,4 @@
-"""API keys of single trajectories, which need not be looked up: a key is a name and its signature."""
+"""API keys of single trajectories. A token holds the trajectory's id and an HMAC of it, so no token is ever stored."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import hashlib
 import hmac
 
 
-class Keys:
-    """Per-trajectory API keys: made from a secret and the trajectory's name, so no key is ever stored, and opening
-    again (a client's retry) gives the same one."""
+class TrajectoryTokens:
+    """Issues and verifies the tokens of one project. The same trajectory always gets the same token."""
 
     prefix = "jmt-"
 
     def __init__(self, secret: bytes, project: str) -> None:
         self._secret, self._project = secret, project
 
-    def make(self, trajectory: str) -> str:
+    def issue(self, trajectory: str) -> str:
+        """Return the token of the trajectory with this id."""
         mac = hmac.digest(self._secret, f"{self._project}\0{trajectory}".encode(), "sha256")
         name = base64.urlsafe_b64encode(trajectory.encode()).rstrip(b"=").decode()
         return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
 
     @staticmethod
-    def hash(key: str) -> str:
-        return hashlib.sha256(key.encode()).hexdigest()
+    def digest(token: str) -> str:
+        """Return the SHA-256 of a token, in hexadecimal."""
+        return hashlib.sha256(token.encode()).hexdigest()
 
-    def trajectory(self, key: str) -> str | None:
-        """The id of the trajectory whose key this is, its signature checked; `None` for anything else."""
-        name = key[len(self.prefix) :].partition(".")[0] if key.startswith(self.prefix) else ""
+    def verify(self, token: str) -> str | None:
+        """Return the id of the token's trajectory, or `None` if the token was not issued with this secret and project."""
+        name = token[len(self.prefix) :].partition(".")[0] if token.startswith(self.prefix) else ""
         try:
             trajectory = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
         except (binascii.Error, ValueError):
             return None
-        if not trajectory or not hmac.compare_digest(self.make(trajectory).encode(), key.encode()):
+        if not trajectory or not hmac.compare_digest(self.issue(trajectory).encode(), token.encode()):
             return None
         return trajectory

@@ -13,7 +13,7 @@ import msgspec
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.capture.chat import ChatHandler
 from rollout_gateway.capture.runs import Trajectory
-from rollout_gateway.dialects.calls import Asked, read_fields
+from rollout_gateway.dialects.calls import RequestParams, read_fields
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation, completion_of
 from rollout_gateway.dialects.translate import read
@@ -56,7 +56,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[CountedMessage], msgspec.Meta(min_length=1)]
 
 
-class _Named(Asked, kw_only=True):
+class _Named(RequestParams, kw_only=True):
     model: str = ""
 
 

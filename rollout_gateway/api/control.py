@@ -16,7 +16,7 @@ from pipeline.config import GatewayConfig
 from pipeline.events import Outcome, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import BrokerError
 from pipeline.names import MAX_NAME, InvalidNameError, check_name, new_id, parse_version
-from rollout_gateway.access.api_keys import ANYONE, Access
+from rollout_gateway.access.api_keys import FULL_ACCESS, Access
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.capture.runs import Trajectory
 from rollout_gateway.capture.trajectories import Completion, Registry
@@ -127,7 +127,7 @@ class Control:
         self._registry, self._router = registry, router
 
     async def open(
-        self, body: bytes, base_url: str, traceparent: str, access: Access = ANYONE
+        self, body: bytes, base_url: str, traceparent: str, access: Access = FULL_ACCESS
     ) -> dict[str, Any]:
         """Open a trajectory, which belongs to the caller's key. Naming an `id` makes it safe to repeat."""
         opening = read_body(body, Opening)
@@ -142,7 +142,7 @@ class Control:
         if opening.pinned:
             self._check_pinned(opening)
         paced_s = self._pacing.admit(opening.model, opening.group or trajectory, opening.split)
-        key = self._registry.keys.make(trajectory)
+        key = self._registry.tokens.issue(trajectory)
         event = TrajectoryOpened(
             project=self._project,
             trajectory=trajectory,
@@ -152,7 +152,7 @@ class Control:
             attempt=int(opening.attempt),
             split=opening.split,
             group_size=int(opening.group_size),
-            key_hash=self._registry.keys.hash(key),
+            key_hash=self._registry.tokens.digest(key),
             pinned=opening.pinned,
             metadata=msgspec.json.encode(opening.metadata),
             paced_s=paced_s,
@@ -243,7 +243,7 @@ class Control:
             "exchanges": event.exchanges,
         }
 
-    async def complete_group(self, group: str, body: bytes, access: Access = ANYONE) -> dict[str, Any]:
+    async def complete_group(self, group: str, body: bytes, access: Access = FULL_ACCESS) -> dict[str, Any]:
         """End all trajectories of a group: each on its own, so that a repetition after a failure does the rest."""
         members = read_body(body, GroupBody).trajectories
         for member in members:
@@ -258,7 +258,7 @@ class Control:
         data = [await self._complete(member.id, member) for member in members]
         return {"object": "list", "group": group, "data": data}
 
-    async def list(self, query: dict[str, str], access: Access = ANYONE) -> dict[str, Any]:
+    async def list(self, query: dict[str, str], access: Access = FULL_ACCESS) -> dict[str, Any]:
         """The caller's open trajectories in this replica's memory, newest first, a page at a time: `after` is the last id
         of the page before. All that ever were: `journeyman sql`. Other tasks run while it looks."""
         asked = query.get("limit", "100")
@@ -304,7 +304,7 @@ class Control:
             raise _no_log(error) from error
         return _described(opened, completed, exchanges)
 
-    def policies(self, access: Access = ANYONE) -> dict[str, Any]:
+    def policies(self, access: Access = FULL_ACCESS) -> dict[str, Any]:
         """What the name of each of the key's models stands for now, and what is loaded where."""
         data = []
         for name in self._policies.models:
@@ -326,7 +326,7 @@ class Control:
             )
         return {"object": "list", "data": data}
 
-    def models(self, access: Access = ANYONE) -> dict[str, Any]:
+    def models(self, access: Access = FULL_ACCESS) -> dict[str, Any]:
         """OpenAI's list: names that follow the newest version, and exact versions. Of the models that the key is for."""
         names = self._names(access)
         data = [{"id": n, "object": "model", "created": 0, "owned_by": "journeyman"} for n in names]
@@ -335,7 +335,7 @@ class Control:
     def _names(self, access: Access) -> Sequence[str]:
         return [name for name in self._policies.names() if access.sees(self._router.name(name))]
 
-    def model(self, name: str, access: Access = ANYONE) -> dict[str, Any]:
+    def model(self, name: str, access: Access = FULL_ACCESS) -> dict[str, Any]:
         """One of them. Raises a 404 `ApiError`, for a model that the key is not for as for one that there is not."""
         known = name in self._policies.models or self._policies.knows(name)
         if not (known and access.sees(self._router.name(name))):

@@ -17,7 +17,7 @@ from pipeline.config import GatewayConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import BrokerError
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.capture.exchange import Attempt, Caller, ClientGoneError, Exchange, Listener, Status
+from rollout_gateway.capture.exchange import Attempt, Caller, Exchange, Status, StreamSink
 from rollout_gateway.capture.reach import Reach
 from rollout_gateway.capture.runs import Trajectory
 from rollout_gateway.capture.trajectories import Registry
@@ -25,7 +25,14 @@ from rollout_gateway.dialects import calls as wire
 from rollout_gateway.dialects.calls import Answer, Call
 from rollout_gateway.dialects.endpoints import Dialect
 from rollout_gateway.dialects.streaming import StreamCapture
-from rollout_gateway.http.errors import ApiError, error_body, stopping, timed_out, unavailable
+from rollout_gateway.http.errors import (
+    ApiError,
+    ClientGoneError,
+    error_body,
+    stopping,
+    timed_out,
+    unavailable,
+)
 from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import Router
@@ -86,18 +93,18 @@ class ChatHandler:
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def stream(
-        self, dialect: Dialect, call: Call, caller: Caller, listener: Listener
+        self, dialect: Dialect, call: Call, caller: Caller, sink: StreamSink
     ) -> tuple[int, bytes]:
-        """Status, and the body where it is an error; otherwise `listener` has had the whole stream.
+        """Status, and the body where it is an error; otherwise `sink` has had the whole stream.
 
-        Raises as `plain` does, before the listener was started."""
+        Raises as `plain` does, before the sink was started."""
         trajectory = self._captured(caller)
         if trajectory is None:
             with caller.calling():
                 attempt = await self._reach.answer(dialect, call, caller, None)
                 if attempt.status != 200:
                     return attempt.status, attempt.body
-                await self._pass_through(attempt, caller, listener)
+                await self._pass_through(attempt, caller, sink)
             return 200, b""
         trajectory.begin()
         streaming = False
@@ -105,44 +112,44 @@ class ChatHandler:
             exchange = Exchange(dialect, call, caller, trajectory)
             before = await self._answered_before(exchange)
             if before is not None:
-                listener.start(_unhurried)
-                listener.write(b"".join(b"data: %b\n\n" % event for event in dialect.as_stream(before)))
-                listener.write(_DONE)
-                listener.end()
+                sink.start(_unhurried)
+                sink.write(b"".join(b"data: %b\n\n" % event for event in dialect.as_stream(before)))
+                sink.write(_DONE)
+                sink.end()
                 return 200, b""
             attempt = await self._ask_recorded(dialect, call, caller, exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             streaming = True
-            await self._capture_stream(exchange, attempt, listener)
+            await self._capture_stream(exchange, attempt, sink)
             return 200, b""
         finally:
             if not streaming:
                 trajectory.end()
 
-    async def _pass_through(self, attempt: Attempt, caller: Caller, listener: Listener) -> None:
-        listener.start(attempt.reply.flow)
+    async def _pass_through(self, attempt: Attempt, caller: Caller, sink: StreamSink) -> None:
+        sink.start(attempt.reply.flow)
         try:
-            await attempt.reply.pipe(listener.write)
+            await attempt.reply.pipe(sink.write)
         except UpstreamError as error:
             if not caller.gone:
-                listener.write(self._broken(attempt, caller, error))
+                sink.write(self._broken(attempt, caller, error))
         finally:
             caller.when_gone(None)
             attempt.lease.release()
-        listener.end()
+        sink.end()
 
-    async def _capture_stream(self, exchange: Exchange, attempt: Attempt, listener: Listener) -> None:
+    async def _capture_stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
         capture = StreamCapture(exchange.dialect, exchange.call)
         status: Status = "failed"
         broken = b""
-        listener.start(attempt.reply.flow)
+        sink.start(attempt.reply.flow)
 
         def take(data: bytes) -> None:
             if seen := capture.take(data):
-                listener.write(seen)
+                sink.write(seen)
 
-        write_chunks = listener.write_chunks
+        write_chunks = sink.write_chunks
 
         def cut(data: bytes) -> int:
             taken, seen = capture.cut(data)
@@ -175,8 +182,8 @@ class ChatHandler:
             await asyncio.shield(recording)
         except ApiError as error:
             broken = b"data: %b\n\n" % error.body()
-        listener.write(broken or capture.held + _DONE)
-        listener.end()
+        sink.write(broken or capture.held + _DONE)
+        sink.end()
 
     async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
         try:

@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.names import parse_version
 from rollout_gateway.capture.runs import Trajectory
-from rollout_gateway.dialects.calls import Answer, Call, Sampled
+from rollout_gateway.dialects.calls import Answer, Call, SampledChoice
 from rollout_gateway.dialects.endpoints import Dialect
-from rollout_gateway.http.upstream import Reply
+from rollout_gateway.http.upstream import UpstreamReply
 from rollout_gateway.serving.blame import Trial
 from rollout_gateway.serving.replicas import Lease
 
@@ -62,7 +62,7 @@ class Caller:
             action()
 
 
-class Listener(Protocol):
+class StreamSink(Protocol):
     """The client of a streamed call."""
 
     def start(self, flow: Callable[[bool], None]) -> None:
@@ -79,16 +79,12 @@ class Listener(Protocol):
         """The answer has ended."""
 
 
-class ClientGoneError(Exception):
-    """No one waits for the answer any more."""
-
-
 @dataclass(eq=False, slots=True)
 class Attempt:
     """A call that an inference server answers."""
 
     lease: Lease
-    reply: Reply
+    reply: UpstreamReply
     body: bytes
     """The whole reply, unless it is being streamed."""
     started_at: int
@@ -132,10 +128,10 @@ class Exchange:
         self.started_at = attempt.started_at
 
     def events(self, answer: Answer, seq: int, status: Status) -> list[ExchangeRecorded]:
-        choices = answer.choices or [Sampled(0)]
+        choices = answer.choices or [SampledChoice(0)]
         return [self._event(answer, choice, seq, status) for choice in choices]
 
-    def _event(self, answer: Answer, choice: Sampled, seq: int, status: Status) -> ExchangeRecorded:
+    def _event(self, answer: Answer, choice: SampledChoice, seq: int, status: Status) -> ExchangeRecorded:
         opened = self.trajectory.opened
         return ExchangeRecorded(
             project=opened.project,

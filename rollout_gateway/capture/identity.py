@@ -8,8 +8,8 @@ from urllib.parse import unquote
 
 from pipeline.events import TrajectoryOpened
 from pipeline.names import InvalidNameError, check_name
-from rollout_gateway.access.api_keys import Access, KeyRing
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.api_keys import Access, ApiKeys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.detection import Inference
 from rollout_gateway.capture.runs import Trajectory
 from rollout_gateway.capture.trajectories import Registry
@@ -46,9 +46,9 @@ class Identity:
     """Finds the trajectory of a call and checks its key."""
 
     def __init__(
-        self, project: str, ring: KeyRing, registry: Registry, router: Router, inference: Inference | None
+        self, project: str, api_keys: ApiKeys, registry: Registry, router: Router, inference: Inference | None
     ) -> None:
-        self._project, self._ring, self._registry = project, ring, registry
+        self._project, self._api_keys, self._registry = project, api_keys, registry
         self._router, self._inference = router, inference
 
     # -- by the head of a request: nothing is read from the log ----------------------------------------------------
@@ -56,8 +56,8 @@ class Identity:
     def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None) -> Access:
         """What the key of a request permits; `trajectory` is what its path names. Raises a 401, 403 or 429 `ApiError`."""
         key = key_of(headers)
-        if key.startswith(Keys.prefix):
-            own = self._registry.keys.trajectory(key)
+        if key.startswith(TrajectoryTokens.prefix):
+            own = self._registry.tokens.verify(key)
             if own is None:
                 raise invalid_key()
             if wanted not in ("call", "trajectory"):
@@ -65,7 +65,7 @@ class Identity:
             if trajectory is not None and trajectory != own:
                 raise wrong_key("This API key belongs to another trajectory.", "wrong_key")
             return Access(trajectory=own)
-        access = self._ring.access(key)
+        access = self._api_keys.authenticate(key)
         if wanted == "operator" and not access.operator:
             raise wrong_key("This takes an operator's key.", "wrong_role")
         if access.calls_only and wanted != "call":
@@ -98,18 +98,18 @@ class Identity:
         self, access: Access, url: str | None, headers: Headers, call: Call
     ) -> Trajectory | None:
         """Whose call it is; `None` for no one's. Raises `ApiError`."""
-        named = _named(url, headers, call.asked.metadata)
+        named = _named(url, headers, call.params.metadata)
         if access.trajectory:
             if named.trajectory and named.trajectory != access.trajectory:
                 raise wrong_key("This API key belongs to another trajectory.", "wrong_key")
             return await self._own(access.trajectory)
         if access.models:
-            access.check_model(self._router.name(call.asked.model))
+            access.check_model(self._router.name(call.params.model))
         if named.trajectory:
             return await self._find_or_open(named, call, access)
         if self._inference is not None and call.fields.get("messages") is not None:
-            self._router.check(call.asked.model, None)
-            return await self._inference.find(call, self._router.name(call.asked.model), access.owner)
+            self._router.check(call.params.model, None)
+            return await self._inference.find(call, self._router.name(call.params.model), access.owner)
         return None
 
     async def held(self, access: Access, url: str | None, headers: Headers) -> Trajectory | None:
@@ -131,7 +131,7 @@ class Identity:
         opened = await self._registry.opened(trajectory)
         if opened is None:
             raise unknown_trajectory(trajectory)
-        self._ring.charge(opened.owner, opened.model)
+        self._api_keys.charge(opened.owner, opened.model)
         return opened
 
     async def _own(self, trajectory: str) -> Trajectory:
@@ -140,7 +140,7 @@ class Identity:
         if found is None:
             await self.charge(trajectory)
             return await self._registry.find(trajectory)
-        self._ring.charge(found.opened.owner, found.opened.model)
+        self._api_keys.charge(found.opened.owner, found.opened.model)
         return found
 
     async def _find_or_open(self, named: _Named, call: Call, access: Access) -> Trajectory:
@@ -159,7 +159,7 @@ class Identity:
         except ApiError as error:
             if error.code != "trajectory_not_found" or not named.group:
                 raise
-        self._router.check(call.asked.model, None)
+        self._router.check(call.params.model, None)
         try:
             check_name(named.trajectory)
             check_name(named.group)
@@ -168,10 +168,10 @@ class Identity:
         event = TrajectoryOpened(
             project=self._project,
             trajectory=named.trajectory,
-            model=self._router.name(call.asked.model),
+            model=self._router.name(call.params.model),
             group=named.group,
             attempt=named.attempt,
-            key_hash=self._registry.keys.hash(self._registry.keys.make(named.trajectory)),
+            key_hash=self._registry.tokens.digest(self._registry.tokens.issue(named.trajectory)),
             owner=access.owner,
         )
         return await self._registry.open(event, "")

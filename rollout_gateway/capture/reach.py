@@ -10,11 +10,11 @@ import msgspec
 from pipeline.config import GatewayConfig
 from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.capture.exchange import Attempt, Caller, ClientGoneError, Exchange
+from rollout_gateway.capture.exchange import Attempt, Caller, Exchange
 from rollout_gateway.capture.runs import Trajectory
 from rollout_gateway.dialects.calls import Call, Echo
 from rollout_gateway.dialects.endpoints import Dialect
-from rollout_gateway.http.errors import ApiError, stopping, timed_out
+from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.serving.blame import Blame
 from rollout_gateway.serving.replicas import Fleet, Lease, Replica, least_loaded
@@ -111,7 +111,7 @@ class Reach:
             return least_loaded(replicas)
 
         return await self._fleet.acquire(
-            lambda: self._router.version(call.asked.model, trajectory), prefer, deadline
+            lambda: self._router.version(call.params.model, trajectory), prefer, deadline
         )
 
     async def _blame(self, request: str, replica: Replica, incarnation: str, deadline: float) -> None:

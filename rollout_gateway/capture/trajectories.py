@@ -21,7 +21,7 @@ from pipeline.log.follow import tail_raw
 from pipeline.names import name_of_token, subject_token
 from pipeline.telemetry import spans
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.runs import Runs, Trajectory, same_opening
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
 
@@ -55,9 +55,11 @@ def same_completion(a: TrajectoryCompleted, b: TrajectoryCompleted) -> bool:
 class Registry(Runs):
     """The trajectories that this replica knows; the others are read from the log."""
 
-    def __init__(self, broker: Broker, project: str, keys: Keys, *, keep: int = 100_000) -> None:
+    def __init__(
+        self, broker: Broker, project: str, tokens: TrajectoryTokens, *, keep: int = 100_000
+    ) -> None:
         super().__init__(broker, project)
-        self.keys, self._keep = keys, keep
+        self.tokens, self._keep = tokens, keep
         self._known: dict[str, Trajectory] = {}
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
         self._heeded = 1

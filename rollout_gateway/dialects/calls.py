@@ -52,7 +52,7 @@ class _Message(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Asked(msgspec.Struct):
+class RequestParams(msgspec.Struct):
     """What the gateway reads of a request; everything else is the inference server's business."""
 
     model: str
@@ -68,7 +68,7 @@ class Asked(msgspec.Struct):
         return self.logprobs is not None and self.logprobs is not False
 
 
-_A = TypeVar("_A", bound=Asked)
+_A = TypeVar("_A", bound=RequestParams)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,7 @@ class Call:
     body: bytes
     """As the log gets it: what the client sent, or, for a translated endpoint, the chat completion that it became."""
     fields: Fields
-    asked: Asked
+    params: RequestParams
     endpoint: str
     """Where the client posted it."""
     choices: int = 1
@@ -110,7 +110,7 @@ class Call:
 
     @property
     def stream(self) -> bool:
-        return bool(self.asked.stream)
+        return bool(self.params.stream)
 
     def hash(self) -> str:
         """SHA-256 of endpoint and canonical body."""
@@ -119,7 +119,7 @@ class Call:
             digest.update(b"\0%b\0%b" % (name.encode(), self.fields[name]))
         return digest.hexdigest()
 
-    def forced(self, said: Sampled) -> bytes:
+    def forced(self, said: SampledChoice) -> bytes:
         """The mask, a byte a token, of what of a reply was sampled under a grammar; empty: nothing.
 
         Which tokens a grammar left as they were can't be told from a reply, and the logprobs of the others are those of
@@ -166,7 +166,7 @@ def text(raw: msgspec.Raw | None) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class Sampled:
+class SampledChoice:
     """One choice of a reply: what was sampled, and what the client sees of it."""
 
     index: int
@@ -192,10 +192,10 @@ class Answer:
 
     fields: Fields
     prompt_ids: bytes
-    choices: list[Sampled]
+    choices: list[SampledChoice]
     _body: bytes = b""
 
-    def client_body(self, only: Sampled | None = None) -> bytes:
+    def client_body(self, only: SampledChoice | None = None) -> bytes:
         """The reply for the client; `only`: with one of the choices, as its event holds it."""
         if self._body:
             return self._body  # of one choice: the event and the client get the same

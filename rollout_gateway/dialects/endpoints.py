@@ -12,12 +12,12 @@ import msgspec
 
 from rollout_gateway.dialects.calls import (
     Answer,
-    Asked,
     Call,
     Echo,
     Fields,
     Raw,
-    Sampled,
+    RequestParams,
+    SampledChoice,
     pack_ids,
     read_fields,
     text,
@@ -73,7 +73,7 @@ class Dialect:
         fields["model"] = Raw(_encode(version))
         if capture:
             fields["return_token_ids"] = Raw(b"true")
-            if not call.asked.wants_logprobs:
+            if not call.params.wants_logprobs:
                 self._ask_logprobs(call, fields)
         return _encode(fields)
 
@@ -85,14 +85,14 @@ class Dialect:
         """Take apart vLLM's reply and remove from it what the client did not ask for.
 
         Raises `msgspec.DecodeError` or `KeyError` where it is no such reply."""
-        asked, echo = call.asked, call.echo
+        asked, echo = call.params, call.echo
         fields = _fields_decoder.decode(body)
         prompt_ids = pack_ids(fields.get("prompt_token_ids"))
         self.clean(fields, asked)
         choices = []
         for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
             ids = pack_ids(choice.get("token_ids")) if echo is None or echo.samples else b""
-            sampled = Sampled(
+            sampled = SampledChoice(
                 index=int(bytes(choice["index"])) if "index" in choice else position,
                 ids=ids,
                 logprobs=self.logprobs(choice.get("logprobs"))[-len(ids) :] if ids else b"",
@@ -106,13 +106,13 @@ class Dialect:
             choices.append(sampled)
         return Answer(fields, prompt_ids, choices)
 
-    def clean(self, fields: Fields, asked: Asked) -> None:
+    def clean(self, fields: Fields, asked: RequestParams) -> None:
         """Remove from a reply or chunk what the client did not ask for."""
         if not asked.return_token_ids:
             for name in self.added:
                 fields.pop(name, None)
 
-    def clean_choice(self, choice: Fields, asked: Asked) -> None:
+    def clean_choice(self, choice: Fields, asked: RequestParams) -> None:
         """Remove from a choice what the client did not ask for."""
         if not asked.return_token_ids:
             for name in self.added_to_choice:
@@ -147,7 +147,7 @@ class Dialect:
         return choice[self.content]
 
 
-class _ChatAsked(Asked, kw_only=True):
+class _ChatAsked(RequestParams, kw_only=True):
     messages: Raw
     top_logprobs: int | None = None
 
@@ -258,7 +258,7 @@ class ChatDialect(Dialect):
         return Raw(_encode(message))
 
 
-class _Prompted(Asked, kw_only=True):
+class _Prompted(RequestParams, kw_only=True):
     prompt: Raw
     echo: bool | None = None
     max_tokens: int | None = None

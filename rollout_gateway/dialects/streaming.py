@@ -19,7 +19,7 @@ import msgspec
 
 from pipeline.events import now_us
 from rollout_gateway.dialects import calls as wire
-from rollout_gateway.dialects.calls import Answer, Call, Fields, Raw, Sampled
+from rollout_gateway.dialects.calls import Answer, Call, Fields, Raw, SampledChoice
 from rollout_gateway.dialects.endpoints import CHAT, Dialect, choices_decoder
 
 _encode = msgspec.json.Encoder().encode
@@ -71,7 +71,7 @@ class StreamCapture:
     """Takes one reply, in whatever portions it arrives."""
 
     def __init__(self, dialect: Dialect, call: Call) -> None:
-        self._dialect, self._asked, self._expected = dialect, call.asked, call.choices
+        self._dialect, self._asked, self._expected = dialect, call.params, call.choices
         self._echo = call.echo
         self._buffer = b""
         self._prompt_ids = b""
@@ -88,8 +88,8 @@ class StreamCapture:
         self._plain = (
             dialect is CHAT
             and call.choices == 1
-            and not call.asked.wants_logprobs
-            and not call.asked.return_token_ids
+            and not call.params.wants_logprobs
+            and not call.params.return_token_ids
         )
         """Whether a chunk may be cut rather than decoded: the client sees neither ids nor logprobs."""
         self._cut: list[tuple[bytes, ...]] = []
@@ -243,7 +243,7 @@ class StreamCapture:
             fields["prompt_token_ids"] = _listed(self._prompt_ids)
         return Answer(fields, self._prompt_ids, [self._sampled(i) for i in sorted(self._choices)])
 
-    def _sampled(self, index: int) -> Sampled:
+    def _sampled(self, index: int) -> SampledChoice:
         state = self._choices[index]
         finish = state.finish or {"finish_reason": _NULL}
         fields: Fields = {
@@ -255,7 +255,7 @@ class StreamCapture:
         if self._asked.return_token_ids:
             fields["token_ids"] = _listed(bytes(state.ids))
         reason = wire.text(finish["finish_reason"])
-        return Sampled(index, bytes(state.ids), bytes(state.logprobs), reason, fields, state.prompt_ids)
+        return SampledChoice(index, bytes(state.ids), bytes(state.logprobs), reason, fields, state.prompt_ids)
 
 
 def _listed(packed: bytes) -> Raw:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 import httptools
 
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.http import departure
-from rollout_gateway.http.errors import ApiError, error_body
+from rollout_gateway.http import half_close
+from rollout_gateway.http.errors import ApiError, ClientGoneError, error_body
 from rollout_gateway.http.request import Request, ignored, nothing
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class Connection(asyncio.Protocol):
         active, self.active = self.active, None
         if active is not None:
             active.gone = True
+            active.cancellation.cancel(ClientGoneError())
             active.on_gone()
             active.on_gone, active.on_flow = nothing, ignored
 
@@ -143,7 +144,7 @@ class Connection(asyncio.Protocol):
         if self.active is None and not self.waiting and not self.ahead:
             return False
         self.half_closed = True
-        departure.watch(self)
+        half_close.watch(self)
         return True
 
     def _feed(self, data: bytes) -> None:
@@ -288,7 +289,7 @@ class Connection(asyncio.Protocol):
             and self.active is None
             and request.refusal is None
         ):
-            self.transport.write(departure.CONTINUE)
+            self.transport.write(half_close.CONTINUE)
 
     def _well_formed(self, request: Request, version: str) -> bool:
         """Refuse what two programs could read in two ways."""

@@ -28,6 +28,10 @@ class ApiError(Exception):
         return error_body(self.message, self.kind, self.code, self.param)
 
 
+class ClientGoneError(Exception):
+    """The client closed its connection before its request was answered."""
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     """`{"error": {...}}` as OpenAI's clients read it."""
     error = {"message": message, "type": kind, "param": param, "code": code}

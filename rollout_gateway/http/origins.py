@@ -28,7 +28,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-class Door:
+class OriginPolicy:
     """Checks heads, and knows by which URL clients reach the gateway. Raises `ConfigError` for settings it can't use."""
 
     def __init__(self, config: GatewayConfig) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ApiError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Request:
     """A request and the way to answer it: `answer`, or `start`, `write` and `end`."""
 
     __slots__ = (
-        "_connection", "admitted", "body", "extra", "gone", "headers", "keep_alive", "max_body", "method", "on_flow",
+        "_connection", "admitted", "body", "cancellation", "extra", "gone", "headers", "keep_alive", "max_body", "method", "on_flow",
         "on_gone", "plain", "refusal", "started", "target", "too_large",
     )  # fmt: skip
 
@@ -53,6 +54,8 @@ class Request:
         self.extra: tuple[tuple[bytes, bytes], ...] = ()
         """Headers that any answer to this request carries."""
         self.keep_alive = False
+        self.cancellation = Cancellation()
+        """Cancelled with a `ClientGoneError` when the client closes its connection."""
         self.gone = False
         """The client closed its connection."""
         self.started = False

@@ -186,7 +186,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
+async def run_server(
     handler: Handler,
     listener: socket.socket,
     limits: Limits = Limits(),

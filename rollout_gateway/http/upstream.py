@@ -201,7 +201,7 @@ class _Connection(asyncio.Protocol):
         return data
 
 
-class Reply:
+class UpstreamReply:
     """A reply whose head has come. Read it to its end or `close` it."""
 
     def __init__(self, connection: _Connection) -> None:
@@ -313,7 +313,7 @@ class Upstream:
         headers: bytes = b"",
         timeout_s: float = 300.0,
         on_sent: Callable[[Callable[[], None]], None] | None = None,
-    ) -> Reply:
+    ) -> UpstreamReply:
         """Send and wait for the head of the reply. `headers`: further ones, each ended by CRLF. `on_sent` is given a
         function that breaks the exchange off, which the server takes as a reason to stop.
 
@@ -345,7 +345,7 @@ class Upstream:
             except BaseException:
                 connection.finish()
                 raise
-            return Reply(connection)
+            return UpstreamReply(connection)
 
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0

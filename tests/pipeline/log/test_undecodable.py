@@ -30,7 +30,7 @@ from pipeline.log import dead_letters as dead
 from pipeline.log.broker import READER, Broker
 from pipeline.log.publisher import Ack
 from pipeline.telemetry.exporter import SpanMaker
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Completion, Registry
 from rollout_gateway.serving import pacing
 from rollout_gateway.serving.policies import Policies
@@ -211,7 +211,7 @@ async def test_a_gateway_starts_and_follows(nats_config: NatsConfig) -> None:
 
 async def test_a_run_goes_on_behind_it(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "p", Keys(b"secret", "p"))
+        registry = Registry(broker, "p", TrajectoryTokens(b"secret", "p"))
         for subject in ("rollout.opened.p.t1", "rollout.exchange.p.t1", "rollout.completed.p.m.t1"):
             await throw(broker, subject)
         await registry.open(TrajectoryOpened(project="p", trajectory="t1", model="m", group="g"), "")
@@ -228,7 +228,7 @@ async def test_a_run_goes_on_behind_it(nats_config: NatsConfig) -> None:
         await throw(broker, "rollout.exchange.p.t1")
         await call(registry)
         # Another replica, which knows nothing of the run.
-        other = Registry(broker, "p", Keys(b"secret", "p"))
+        other = Registry(broker, "p", TrajectoryTokens(b"secret", "p"))
         await call(other)
         ended = await other.complete("t1", Completion(reward=1.0))
         assert ended.exchanges == 3

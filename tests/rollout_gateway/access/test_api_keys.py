@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
 from rollout_gateway.access import command as keys_cli
-from rollout_gateway.access.api_keys import KeyRing, read_keys
+from rollout_gateway.access.api_keys import ApiKeys, read_keys
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.conftest import StartGateway
 
@@ -33,42 +33,42 @@ def status(check: Callable[[], object]) -> int:
 
 
 def test_without_keys_only_loopback_is_served(tmp_path: Path) -> None:
-    KeyRing(GatewayConfig(host="127.0.0.1"))
-    KeyRing(GatewayConfig(host="::1"))
+    ApiKeys(GatewayConfig(host="127.0.0.1"))
+    ApiKeys(GatewayConfig(host="::1"))
     with pytest.raises(ConfigError, match="without keys"):
-        KeyRing(GatewayConfig(host="0.0.0.0"))
-    KeyRing(GatewayConfig(host="0.0.0.0", keys=(key_config("k"),)))
+        ApiKeys(GatewayConfig(host="0.0.0.0"))
+    ApiKeys(GatewayConfig(host="0.0.0.0", keys=(key_config("k"),)))
     file = tmp_path / "keys.toml"
     with pytest.raises(ConfigError, match="without keys"):
-        KeyRing(GatewayConfig(host="0.0.0.0"), file=file)
+        ApiKeys(GatewayConfig(host="0.0.0.0"), file=file)
     keys_cli.main(["add", "--name", "k", "--file", str(file)])
-    KeyRing(GatewayConfig(host="0.0.0.0"), file=file)
+    ApiKeys(GatewayConfig(host="0.0.0.0"), file=file)
 
 
 def test_a_rate_is_kept_by_a_key_and_by_the_runs_it_opened() -> None:
     keys = (key_config("slow", calls_per_minute=3), key_config("free"))
-    ring = KeyRing(GatewayConfig(keys=keys))
-    ring.access("slow")
+    api_keys = ApiKeys(GatewayConfig(keys=keys))
+    api_keys.authenticate("slow")
     for _ in range(2):
-        ring.charge("slow", "m")
-    for call in (lambda: ring.access("slow"), lambda: ring.charge("slow", "m")):
+        api_keys.charge("slow", "m")
+    for call in (lambda: api_keys.authenticate("slow"), lambda: api_keys.charge("slow", "m")):
         with pytest.raises(ApiError) as refused:
             call()
         assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
         assert dict(refused.value.headers)[b"retry-after"].isdigit()
     for _ in range(100):
-        ring.access("free")
-        ring.charge("free", "m")
+        api_keys.authenticate("free")
+        api_keys.charge("free", "m")
 
 
 def test_keys_of_one_name_share_rate_and_runs() -> None:
     old = key_config("old", name="ci", calls_per_minute=2, models=("a",), expires="2000-01-01")
     new = key_config("new", name="ci", calls_per_minute=2, models=("b",))
-    ring = KeyRing(GatewayConfig(keys=(old, new)))
-    assert ring.access("new").owner == "ci"
-    ring.charge("ci", "a")
-    assert status(lambda: ring.access("new")) == 429
-    assert status(lambda: ring.access("old")) == 401
+    api_keys = ApiKeys(GatewayConfig(keys=(old, new)))
+    assert api_keys.authenticate("new").owner == "ci"
+    api_keys.charge("ci", "a")
+    assert status(lambda: api_keys.authenticate("new")) == 429
+    assert status(lambda: api_keys.authenticate("old")) == 401
 
 
 def test_an_end_and_a_project_bound_a_key() -> None:
@@ -81,19 +81,23 @@ def test_an_end_and_a_project_bound_a_key() -> None:
         key_config("here", projects=("p", "q")),
         key_config("there", projects=("q",)),
     )
-    ring = KeyRing(GatewayConfig(keys=keys), "p")
-    assert [status(lambda k=k: ring.access(k)) for k in ("past", "future", "here", "there")] == [401, 200, 200, 401]  # type: ignore[misc]  # fmt: skip
-    assert [status(lambda k=k: ring.charge(k, "m")) for k in ("past", "future", "gone")] == [401, 200, 401]  # type: ignore[misc]
-    ring.charge("", "m")  # opened before there were keys
+    api_keys = ApiKeys(GatewayConfig(keys=keys), "p")
+    assert [status(lambda k=k: api_keys.authenticate(k)) for k in ("past", "future", "here", "there")] == [401, 200, 200, 401]  # type: ignore[misc]  # fmt: skip
+    assert [status(lambda k=k: api_keys.charge(k, "m")) for k in ("past", "future", "gone")] == [
+        401,
+        200,
+        401,
+    ]  # type: ignore[misc]
+    api_keys.charge("", "m")  # opened before there were keys
     for wrong in ({"expires": "soon"}, {"sha256": "abc"}):
         with pytest.raises(ConfigError, match="'k'"):
-            KeyRing(GatewayConfig(keys=(KeyConfig(**{"sha256": "0" * 64, "name": "k", **wrong}),)))
+            ApiKeys(GatewayConfig(keys=(KeyConfig(**{"sha256": "0" * 64, "name": "k", **wrong}),)))
 
 
 def test_the_file_is_read_when_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
-    ring = KeyRing(GatewayConfig(), file=file)
-    assert (ring.required, ring.reload()) == (False, False)
+    api_keys = ApiKeys(GatewayConfig(), file=file)
+    assert (api_keys.required, api_keys.reload()) == (False, False)
 
     def run(*args: str) -> tuple[str, str]:
         keys_cli.main([*args, "--file", str(file)])
@@ -114,36 +118,36 @@ def test_the_file_is_read_when_it_changes(tmp_path: Path, capsys: pytest.Capture
     out, key = run("add", "--name", "a", "--role", "operator", *scope)
     assert key not in out + file.read_text()
     assert {f.stat().st_mode & 0o777 for f in tmp_path.iterdir()} == {0o600}
-    assert ring.reload()
-    access = ring.access(key)
+    assert api_keys.reload()
+    access = api_keys.authenticate(key)
     assert (access.owner, access.operator, access.calls_only, set(access.models)) == ("a", True, True, {"m"})
     assert time.time() < datetime.fromisoformat(read_keys(file)[0].expires).timestamp() < time.time() + 7200
     _, other = run("add", "--name", "b")
-    assert ring.reload()
+    assert api_keys.reload()
     listed = run("list")[0].splitlines()
     assert [line.split()[:2] for line in listed] == [["a", "operator"], ["b", "agent"]]
-    assert ring.access(other).owner == "b"
+    assert api_keys.authenticate(other).owner == "b"
     run("revoke", "--name", "a")
-    assert ring.reload()
-    assert [status(lambda k=k: ring.access(k)) for k in (key, other)] == [401, 200]  # type: ignore[misc]
+    assert api_keys.reload()
+    assert [status(lambda k=k: api_keys.authenticate(k)) for k in (key, other)] == [401, 200]  # type: ignore[misc]
     run("revoke", "--sha256", hashlib.sha256(other.encode()).hexdigest()[:8])
     with pytest.raises(SystemExit):
         run("revoke", "--name", "a")
-    assert ring.reload()
-    assert status(lambda: ring.access(other)) == 401
+    assert api_keys.reload()
+    assert status(lambda: api_keys.authenticate(other)) == 401
 
 
 def test_a_file_that_breaks_or_vanishes_opens_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     keys_cli._write(file, [key_config("a")])
-    ring = KeyRing(GatewayConfig(), file=file)
+    api_keys = ApiKeys(GatewayConfig(), file=file)
     file.write_text("keys = 1")
     with pytest.raises(ConfigError, match=r"keys\.toml"):
-        ring.reload()
-    ring.access("a")
+        api_keys.reload()
+    api_keys.authenticate("a")
     file.unlink()
-    assert ring.reload()
-    assert [status(lambda k=k: ring.access(k)) for k in ("a", "")] == [401, 401]  # type: ignore[misc]
+    assert api_keys.reload()
+    assert [status(lambda k=k: api_keys.authenticate(k)) for k in ("a", "")] == [401, 401]  # type: ignore[misc]
 
 
 def test_made_settings_know_their_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ def test_made_settings_know_their_key(capsys: pytest.CaptureFixture[str], tmp_pa
     file = tmp_path / "keys.toml"
     file.write_text(said.out.replace("gateway.keys", "keys"))
     key = said.err.split()[-1]
-    assert KeyRing(GatewayConfig(keys=read_keys(file))).access(key).operator
+    assert ApiKeys(GatewayConfig(keys=read_keys(file))).authenticate(key).operator
     with pytest.raises(SystemExit):
         keys_cli.main(["make", "--name", "n", "--expires", "soon"])
 

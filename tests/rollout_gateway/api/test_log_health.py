@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import GatewayConfig, NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.names import new_id
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api import log_health as loghealth
 from rollout_gateway.api.control import Control
 from rollout_gateway.api.log_health import LogHealth
@@ -33,7 +33,7 @@ async def test_a_log_that_takes_no_writes_is_told(
     async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
         project, fleet, health = new_id("p"), Fleet(("http://127.0.0.1:1",)), LogHealth()
         policies = Policies(project, ["m"])
-        registry = Registry(broker, project, Keys(b"s" * 32, project))
+        registry = Registry(broker, project, TrajectoryTokens(b"s" * 32, project))
         control = Control(
             project,
             GatewayConfig(),

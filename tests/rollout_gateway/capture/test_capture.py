@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.trajectories import NOT_RECORDED, Completion, Registry
 from rollout_gateway.dialects.endpoints import CHAT
@@ -103,7 +103,7 @@ async def test_a_run_with_a_call_that_the_log_did_not_take_never_becomes_a_rewar
         assert (ended.outcome, ended.exchanges) == ("no_result", len(await recorded(gateway.broker, "t")))
         assert ended.metrics == {"turns": 2.0, NOT_RECORDED: 1.0}
         # The client's retry, also at a replica that knows nothing of it, is answered alike.
-        other = Registry(gateway.broker, PROJECT, Keys(b"s" * 32, PROJECT))
+        other = Registry(gateway.broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
         for registry in (gateway.registry, other):
             assert await registry.complete("t", body) == ended
 
@@ -153,7 +153,7 @@ async def test_a_completion_elsewhere_is_heeded_though_it_came_while_this_replic
     nats_config: NatsConfig,
 ) -> None:
     async with Broker.connect(nats_config) as one, Broker.connect(nats_config) as two:
-        here, there = (Registry(b, PROJECT, Keys(b"s" * 32, PROJECT)) for b in (one, two))
+        here, there = (Registry(b, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT)) for b in (one, two))
         await here.begin()
         await there.open(TrajectoryOpened(project=PROJECT, trajectory="t", model="m", group="g"), "")
         found = await here.find("t")

@@ -9,10 +9,10 @@ import pytest
 
 from pipeline.config import GatewayConfig, NatsConfig
 from pipeline.log.broker import Broker
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.detection import Inference
 from rollout_gateway.capture.trajectories import Registry
-from rollout_gateway.dialects.calls import Answer, Sampled
+from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import CHAT
 
 pytestmark = pytest.mark.anyio
@@ -27,13 +27,13 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
         return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}), CHAT.path)
 
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", Keys(b"0" * 32, "test"))
+        registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
         inference = Inference("test", registry, GatewayConfig(infer=True))
         inference._rebuilt.set()
         runs = {}
         for owner in ("alice", "bob"):
             runs[owner] = await inference.find(call(first), "m", owner)
-            sampled = Sampled(0)
+            sampled = SampledChoice(0)
             sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
             inference.answered(runs[owner], call(first), Answer({}, b"", [sampled]))
         assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]

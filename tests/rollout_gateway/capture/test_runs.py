@@ -12,12 +12,12 @@ from nats.aio.msg import Msg
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import Broker
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Completion, Registry
 
 pytestmark = pytest.mark.anyio
 
-KEYS = Keys(b"0" * 32, "test")
+TOKENS = TrajectoryTokens(b"0" * 32, "test")
 CALLS, CALL_BYTES = 24, 900_000
 """A run of 21 MB: more than two pages."""
 
@@ -42,7 +42,7 @@ def watched(broker: Broker) -> Watched:
 
 async def record_run(broker: Broker, name: str) -> None:
     opened = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", owner="alice")
-    registry = Registry(broker, "test", KEYS)
+    registry = Registry(broker, "test", TOKENS)
     found = await registry.open(opened, "")
     body = msgspec.json.encode("x" * CALL_BYTES)
 
@@ -63,7 +63,7 @@ async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_conf
         await record_run(plain, "long")
     async with Broker.connect(nats_config) as plain:
         broker = watched(plain)
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         opened, completed, exchanges = await registry.describe("long")
         assert (opened.owner, completed, exchanges) == ("alice", None, CALLS)
         assert sum(broker.gets) < 10_000  # two events, and no exchange
@@ -104,7 +104,7 @@ async def test_a_number_that_stands_for_another_runs_call_answers_nothing(nats_c
     async with Broker.connect(nats_config) as broker:
         await record_run(broker, "mine")
         await record_run(broker, "other")
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         mine, other = await registry.find("mine"), await registry.find("other")
         request_hash = next(iter(other.recent))
         theirs = list(other.recent[request_hash])
@@ -121,7 +121,7 @@ async def test_a_number_that_stands_for_another_runs_call_answers_nothing(nats_c
 
 async def test_a_reply_that_the_log_lost_is_no_reply(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.open(
             TrajectoryOpened(project="test", trajectory="t", model="m", group="g"), ""
         )

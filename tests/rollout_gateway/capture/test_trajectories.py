@@ -18,7 +18,7 @@ from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.publisher import Ack
 from pipeline.names import new_id
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.control import Control
 from rollout_gateway.capture.runs import Trajectory
 from rollout_gateway.capture.trajectories import NOT_RECORDED, Completion, Registry
@@ -28,11 +28,11 @@ from tests.trainer.checkpoints.test_power_cut import Power
 
 pytestmark = pytest.mark.anyio
 
-KEYS = Keys(b"0" * 32, "test")
+TOKENS = TrajectoryTokens(b"0" * 32, "test")
 
 
 async def test_a_list_is_paged_filtered_and_gives_way() -> None:
-    registry = Registry(cast(Any, None), "test", KEYS, keep=10_000)
+    registry = Registry(cast(Any, None), "test", TOKENS, keep=10_000)
     for number in range(3000):
         event = TrajectoryOpened(
             project="test", trajectory=f"t{number}", model="m", group=f"g{number % 2}", at=number,
@@ -73,16 +73,16 @@ async def test_a_list_is_paged_filtered_and_gives_way() -> None:
 
 def test_a_trajectory_key_is_known_by_its_signature() -> None:
     for name in ("t", "a/b", "ä.%", "x" * 200, new_id("t")):
-        key = KEYS.make(name)
-        assert KEYS.trajectory(key) == name
+        key = TOKENS.issue(name)
+        assert TOKENS.verify(key) == name
         prefix, _, mac = key.rpartition(".")
         for other in (
             prefix, f"{prefix}.", f"{prefix}.{mac[:-1]}", f"{prefix}.{mac}A", f"{prefix}=.{mac}", key.upper(), f"{prefix}.{mac[::-1]}",
-            Keys(b"1" * 32, "test").make(name), Keys(b"0" * 32, "other").make(name),
+            TrajectoryTokens(b"1" * 32, "test").issue(name), TrajectoryTokens(b"0" * 32, "other").issue(name),
         ):  # fmt: skip
-            assert KEYS.trajectory(other) is None, other
+            assert TOKENS.verify(other) is None, other
     for other in ("", "jmt-", "jmt-.", "jmt-!!.x", "jmt-" + "A" * 5, "none", "jmt-\xff.ü"):
-        assert KEYS.trajectory(other) is None
+        assert TOKENS.verify(other) is None
 
 
 def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeRecorded]]:
@@ -115,19 +115,19 @@ async def test_a_run_goes_on_after_the_log_lost_its_last_calls(
     """This replica lives through the power cut; another one may have gone on with the run before it asks again."""
     power = Power(nats_server, tmp_path)
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.open(OPENED, "")
         await registry.record(found, made("t", "kept"), "")
     await power.synced()
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.find("t")
         for _ in range(3):
             await registry.record(found, made("t", "lost", 2), "")
         assert (found.exchanges, found.next_seq) == (7, 4)
         await power.cut()
         async with Broker.connect(nats_config) as beside:
-            other = Registry(beside, "test", KEYS)
+            other = Registry(beside, "test", TOKENS)
             for _ in range(others):
                 await other.record(await other.find("t"), made("t", "other", choices), "")
         with anyio.fail_after(30):
@@ -150,10 +150,10 @@ async def test_a_call_that_is_recorded_while_the_power_is_cut(
     """It was given its number before the loss can be known: it is recorded once, behind a gap."""
     power = Power(nats_server, tmp_path)
     async with Broker.connect(nats_config) as broker:
-        await Registry(broker, "test", KEYS).open(OPENED, "")
+        await Registry(broker, "test", TOKENS).open(OPENED, "")
     await power.synced()
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.find("t")
         for _ in range(2):
             await registry.record(found, made("t", "lost"), "")
@@ -179,10 +179,10 @@ async def test_a_power_cut_between_two_choices_of_a_call(
     """The first choice is lost, and another replica takes the number before the second one is written."""
     power = Power(nats_server, tmp_path)
     async with Broker.connect(nats_config) as broker:
-        await Registry(broker, "test", KEYS).open(OPENED, "")
+        await Registry(broker, "test", TOKENS).open(OPENED, "")
     await power.synced()
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.find("t")
         publish, calls = broker.publish, 0
 
@@ -192,7 +192,7 @@ async def test_a_power_cut_between_two_choices_of_a_call(
             if calls == 2:
                 await power.cut()
                 async with Broker.connect(nats_config) as beside:
-                    other = Registry(beside, "test", KEYS)
+                    other = Registry(beside, "test", TOKENS)
                     await other.record(await other.find("t"), made("t", "other", 2), "")
             return await publish(event, *args, **options)
 
@@ -210,18 +210,18 @@ async def test_a_run_whose_opening_was_lost_is_opened_again(
         pass
     await power.synced()
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         names = ("silent", "called", "taken")
         runs = [await registry.open(msgspec.structs.replace(OPENED, trajectory=name), "") for name in names]
         await registry.record(runs[1], made("called", "lost"), "")
         await power.cut()
         async with Broker.connect(nats_config) as beside:
             theirs = msgspec.structs.replace(OPENED, trajectory="taken", group="another")
-            await Registry(beside, "test", KEYS).open(theirs, "")
+            await Registry(beside, "test", TOKENS).open(theirs, "")
         for run in runs[:2]:
             assert await registry.record(run, made(run.id, "new"), "") == 0
             assert await on_the_log(broker, run.id) == [(0, 0, "new")]
-            found = await Registry(broker, "test", KEYS).find(run.id)
+            found = await Registry(broker, "test", TOKENS).find(run.id)
             assert found.opened == run.opened
         with pytest.raises(ApiError, match="opened before, and differently"):
             await registry.record(runs[2], made("taken", "new"), "")
@@ -234,7 +234,7 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
     nats_server: NatsServer, nats_config: NatsConfig
 ) -> None:
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.open(OPENED, "")
         await registry.record(found, made("t", "a", 2), "")
         silent = await registry.open(msgspec.structs.replace(OPENED, trajectory="silent"), "")
@@ -250,7 +250,7 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
 
 async def test_a_call_whose_message_id_is_taken_elsewhere_is_refused(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", KEYS)
+        registry = Registry(broker, "test", TOKENS)
         found = await registry.open(OPENED, "")
         await broker.js.publish(
             "rollout.exchange.test.x", encode(made("x", "x")(0)[0]), headers={"Nats-Msg-Id": "test/t/0.0"}

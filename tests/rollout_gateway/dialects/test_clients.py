@@ -17,7 +17,7 @@ from rollout_gateway.capture import detection as inference
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.responses_input import Tools
 from rollout_gateway.dialects.translate import TranslatedStream
-from rollout_gateway.http.coding import decoded
+from rollout_gateway.http.content_encoding import decode_body
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import VllmServer
 from tests.rollout_gateway.capture.test_chat import ASK, exchanges
@@ -167,9 +167,9 @@ async def test_compressed_bodies_are_taken(gateway: GatewayProcess) -> None:
 
 async def test_a_small_body_that_unpacks_to_a_large_one_is_refused() -> None:
     bomb = gzip.compress(b"\0" * 10_000_000)
-    assert len(await decoded(bomb, b"gzip", 10_000_000)) == 10_000_000
+    assert len(await decode_body(bomb, b"gzip", 10_000_000)) == 10_000_000
     with pytest.raises(ApiError, match="larger"):
-        await decoded(bomb, b"gzip", 9_999_999)
+        await decode_body(bomb, b"gzip", 9_999_999)
 
 
 @pytest.mark.vllm

@@ -10,12 +10,12 @@ import pytest
 
 from pipeline.config import ConfigError, GatewayConfig
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.http.origins import Door
+from rollout_gateway.http.origins import OriginPolicy
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 
 
 class Head:
-    """As much of a request as the door looks at."""
+    """As much of a request as OriginPolicy reads."""
 
     def __init__(self, method: str = "POST", peer: str = "127.0.0.1", **headers: str) -> None:
         self.method, self.peer, self.server = method, peer, "127.0.0.1:8700"
@@ -29,7 +29,7 @@ def checked(config: GatewayConfig, **head: Any) -> int:
     """The status a head is refused with, or 200."""
     request: Any = Head(**head)
     try:
-        Door(config).check(request)
+        OriginPolicy(config).check(request)
     except ApiError as error:
         return error.status
     return 200
@@ -117,7 +117,7 @@ PUBLIC = "https://gw.example/jm"
 )  # fmt: skip
 def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str], url: str) -> None:
     request: Any = Head(**head)
-    assert Door(config).base_url(request) == url
+    assert OriginPolicy(config).base_url(request) == url
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str],
 )
 def test_settings_that_can_not_be_used_are_named(config: Any) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{next(iter(config))}"):
-        Door(GatewayConfig(**config))
+        OriginPolicy(GatewayConfig(**config))
 
 
 # -- at a gateway ----------------------------------------------------------------------------------------------------

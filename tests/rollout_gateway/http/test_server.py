@@ -12,7 +12,7 @@ import anyio.abc
 import httpx
 import pytest
 
-from rollout_gateway.http.server import Admit, Handler, Limits, Request, serving
+from rollout_gateway.http.server import Admit, Handler, Limits, Request, run_server
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def serve(handler: Handler, admit: Admit = _everyone, **limits: Any) -> As
         listener.bind(("127.0.0.1", 0))
         listener.setblocking(False)
         bounds = Limits(**{"max_body": 1000, **limits})
-        async with serving(handler, listener, bounds, grace_s=5, admit=admit):
+        async with run_server(handler, listener, bounds, grace_s=5, admit=admit):
             yield listener.getsockname()[1]
 
 

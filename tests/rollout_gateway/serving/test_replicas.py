@@ -16,7 +16,7 @@ import pytest
 from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig
 from pipeline.events import PolicyLoaded, TrajectoryOpened
 from pipeline.log.broker import Broker
-from rollout_gateway.access.trajectory_tokens import Keys
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.chat import ChatHandler
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.trajectories import Registry
@@ -135,7 +135,7 @@ class Parts:
         self.broker = broker
         self.policies = Policies(PROJECT, ["tictactoe"])
         self.fleet = Fleet(config.vllm.urls)
-        self.registry = Registry(broker, PROJECT, Keys(b"s" * 32, PROJECT))
+        self.registry = Registry(broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
         self.router = Router(self.policies, self.fleet)
         self.chat = ChatHandler(config.gateway, self.fleet, self.registry, self.router)
         self.adapters = AdapterManager(config, broker, self.policies, self.fleet, "gw")

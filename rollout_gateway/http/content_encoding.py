@@ -13,7 +13,7 @@ _IN_THREAD = 16384
 _WINDOWS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
 
-async def decoded(body: bytes, coding: bytes, limit: int) -> bytes:
+async def decode_body(body: bytes, coding: bytes, limit: int) -> bytes:
     """`body` without its `Content-Encoding`.
 
     Raises a 415 `ApiError` for a coding that is not taken here, a 413 one for more than `limit` bytes, a 400 one for what
