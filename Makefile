@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
 
-.PHONY: demo test lint venv lock docs bench-store bench-gateway bench-judge bench-trainer bench-staleness gpu-proof clean
+.PHONY: demo test lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness gpu-proof clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -24,6 +24,11 @@ lint: venv
 docs: venv
 	$(PY) -m pipeline.docs
 	$(PY) -m store.docs
+
+# docs/pictures. The curve is drawn from docs/pictures/curve.json; `python -m docs.make_pictures curve --run-dir runs/demo` records it.
+pictures: venv
+	$(PY) -m docs.make_pictures streams
+	$(PY) -m docs.make_pictures curve
 
 bench-store bench-gateway bench-judge bench-trainer bench-staleness: bench-%: venv
 	$(PY) -m benchmarks.$*

@@ -12,18 +12,22 @@
 
 from journeyman.client import (
     AsyncJourneyman,
+    CompleteOptions,
     GatewayUnavailableError,
     Journeyman,
     JourneymanError,
+    OpenOptions,
     Outcome,
     Trajectory,
 )
 
 __all__ = [
     "AsyncJourneyman",
+    "CompleteOptions",
     "GatewayUnavailableError",
     "Journeyman",
     "JourneymanError",
+    "OpenOptions",
     "Outcome",
     "Trajectory",
 ]

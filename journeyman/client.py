@@ -1,9 +1,7 @@
-"""Opening and completing trajectories over HTTP, blocking and asynchronous.
+"""Open and complete trajectories over HTTP, blocking and asynchronous.
 
-Every call is safe to repeat, as the client names the trajectory; so it is repeated while the gateway restarts, for up to
-`wait_s` seconds.
-
-Errors: `JourneymanError` with the gateway's status, code and message; `GatewayUnavailableError` when time is up.
+The client names each trajectory, so every call can be repeated safely; it is repeated for up to `wait_s` seconds while the gateway
+restarts. Then it raises `GatewayUnavailableError`. A refusal raises `JourneymanError` with the gateway's status, code and message.
 """
 
 from __future__ import annotations
@@ -14,11 +12,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
 import anyio
 import httpx
+from typing_extensions import Unpack
 
 Outcome = Literal["scored", "no_result", "masked"]
 
@@ -26,8 +25,40 @@ _RETRIED = (429, 502, 503, 504)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
+class OpenOptions(TypedDict, total=False):
+    """What `open` and `trajectory` take besides the model. docs/gateway.md describes each."""
+
+    id: str
+    """Name of the trajectory. The client draws one if it is left out."""
+    group: str
+    """Trajectories of one group are compared with each other. A trajectory without a group gets one of its own."""
+    group_size: int
+    """How many trajectories the group has; the judge waits for that many."""
+    attempt: int
+    """Number of the attempt within the group, from 1."""
+    task: str
+    """What the group is about, as the judge reads it."""
+    split: Literal["train", "val"]
+    """`val` trajectories are kept and never trained. Default: `train`."""
+    metadata: dict[str, Any]
+    pinned: str
+    """A policy version that answers every call of the trajectory, such as `support@12`."""
+    key_completes: bool
+    """Whether the trajectory's own key may complete it, and so grade it. Default: false."""
+
+
+class CompleteOptions(TypedDict, total=False):
+    """How a trajectory ended, for `complete`."""
+
+    reward: float | None
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    metadata: dict[str, Any]
+    outcome: Outcome
+
+
 class JourneymanError(Exception):
-    """The gateway refused; `status` and `code` say how."""
+    """The gateway refused a request. `status` is the HTTP status, `code` the error code of docs/gateway.md."""
 
     def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
         super().__init__(message)
@@ -48,7 +79,7 @@ class Trajectory:
     base_url: str
     api_key: str
     reward: float | None = None
-    """What the run was worth; none: the judge decides."""
+    """What the run was worth. `None` lets the judge assign the reward."""
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +91,7 @@ class Trajectory:
         """Arguments for `openai.OpenAI(**run.openai)`; retries outlast a gateway that restarts."""
         return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 8}
 
-    def _result(self) -> dict[str, Any]:
+    def _result(self) -> CompleteOptions:
         return {
             "reward": self.reward,
             "rewards": self.rewards,
@@ -86,21 +117,28 @@ class _Pauses:
 def _url(url: str | None) -> str:
     found = url or os.environ.get("JOURNEYMAN_URL")
     if not found:
-        raise ValueError("say where the gateway is: pass its URL or set JOURNEYMAN_URL")
+        raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYMAN_URL")
     return found.rstrip("/")
 
 
 def _read(reply: httpx.Response) -> dict[str, Any]:
-    body: dict[str, Any] = reply.json()
+    try:
+        body: dict[str, Any] = reply.json()
+    except ValueError as invalid:
+        kind = reply.headers.get("content-type", "no content type")
+        raise JourneymanError(
+            f"{reply.url} answered {reply.status_code} with {kind}, not JSON: is this URL the gateway's? {reply.text[:200]!r}",
+            status=reply.status_code,
+        ) from invalid
     if reply.is_success:
         return body
-    error = body.get("error", {})
+    error = body.get("error") or {}
     raise JourneymanError(
         str(error.get("message", reply.text)), status=reply.status_code, code=str(error.get("code"))
     )
 
 
-def _opening(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
     return {"model": model, "id": f"t-{secrets.token_hex(10)}", **options}
 
 
@@ -129,13 +167,13 @@ class Journeyman:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, model: str, **options: Any) -> Trajectory:
-        """Open a trajectory. `options`: group, task, id, split, group_size, attempt, metadata, pinned, key_completes."""
+    def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
+        """Open a trajectory of `model`. Raises `JourneymanError` when the gateway refuses it."""
         return _opened(self._call("POST", "/v1/trajectories", _opening(model, options)))
 
-    def complete(self, trajectory: str, **result: Any) -> dict[str, Any]:
-        """End it. `result`: reward, rewards, metrics, metadata, outcome."""
-        return self._call("POST", _complete_path(trajectory), result)
+    def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
+        """Complete a trajectory. Repeating the call with the same result changes nothing."""
+        return self._call("POST", _complete_path(trajectory), {**result})
 
     def get(self, trajectory: str) -> dict[str, Any]:
         return self._call("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
@@ -145,8 +183,8 @@ class Journeyman:
         return list(self._call("GET", "/v1/policies")["data"])
 
     @contextmanager
-    def trajectory(self, model: str, **options: Any) -> Iterator[Trajectory]:
-        """A run from open to complete. An exception in the block makes it `no_result`, and goes on."""
+    def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
+        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and is raised."""
         run = self.open(model, **options)
         try:
             yield run
@@ -187,13 +225,13 @@ class AsyncJourneyman:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def open(self, model: str, **options: Any) -> Trajectory:
-        """Open a trajectory. `options`: group, task, id, split, group_size, attempt, metadata, pinned, key_completes."""
+    async def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
+        """Open a trajectory of `model`. Raises `JourneymanError` when the gateway refuses it."""
         return _opened(await self._call("POST", "/v1/trajectories", _opening(model, options)))
 
-    async def complete(self, trajectory: str, **result: Any) -> dict[str, Any]:
-        """End it. `result`: reward, rewards, metrics, metadata, outcome."""
-        return await self._call("POST", _complete_path(trajectory), result)
+    async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
+        """Complete a trajectory. Repeating the call with the same result changes nothing."""
+        return await self._call("POST", _complete_path(trajectory), {**result})
 
     async def get(self, trajectory: str) -> dict[str, Any]:
         return await self._call("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
@@ -203,8 +241,8 @@ class AsyncJourneyman:
         return list((await self._call("GET", "/v1/policies"))["data"])
 
     @asynccontextmanager
-    async def trajectory(self, model: str, **options: Any) -> AsyncIterator[Trajectory]:
-        """A run from open to complete. An exception in the block makes it `no_result`, and goes on."""
+    async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
+        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and is raised."""
         run = await self.open(model, **options)
         try:
             yield run

@@ -21,15 +21,19 @@ def test_the_views_page_says_what_the_code_says() -> None:
 
 
 def test_there_are_ten_questions_with_answers() -> None:
-    assert len(docs.queries(QUESTIONS)) == QUESTIONS.count("## ") == 10
+    assert QUESTIONS.count("## ") == 10
+    assert (
+        len(docs.queries(QUESTIONS)) == 11
+    )  # the first is answered by held-out tasks and by the training groups
     assert "```text\n```" not in QUESTIONS
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(11))
 def test_each_question_can_be_asked(number: int, tmp_path: Path) -> None:
     fill(tmp_path, run_of_one_step())
     with sql.connect(tmp_path) as connection:
-        assert connection.sql(docs.queries(QUESTIONS)[number]).fetchall()
+        rows = connection.sql(docs.queries(QUESTIONS)[number]).fetchall()
+    assert rows or number == 0  # this run has no held-out tasks
 
 
 def test_answers_are_put_below_their_questions(tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+"""The pictures of README and docs/, drawn from the code and from a recorded run.
+
+    python -m docs.make_pictures streams                       # docs/pictures/streams.svg, from the tables of streams and users
+    python -m docs.make_pictures curve --run-dir runs/demo     # docs/pictures/curve.json, read from a run of the demo
+    python -m docs.make_pictures curve                         # docs/pictures/curve.svg, drawn from curve.json
+
+Both pictures are 420 px wide, so that a phone shows them unscaled. `--check` exits 1 where a picture differs from its source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+from examples.tictactoe.report import rows, wilson
+from pipeline import streams
+from pipeline.security.users import USERS, User
+
+FOLDER = Path(__file__).parent / "pictures"
+GAMES_A_POINT = 512
+INK, SOFT, BLUE, ORANGE = "#1f2933", "#66727f", "#2b6cb0", "#c05621"
+mpl.rcParams.update(
+    {"svg.hashsalt": "journeyman", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+)
+
+GAMES = """
+SELECT epoch_us(completed_at) / 1e6 AS at, reward FROM trajectories
+WHERE split = 'train' AND outcome = 'scored' AND reward IS NOT NULL ORDER BY completed_at
+"""
+
+
+def as_svg(figure: Any) -> str:
+    """Return the figure as SVG text that is the same in every run."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=False)
+    plt.close(figure)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def writes(user: User, subjects: tuple[str, ...]) -> bool:
+    return any(s.startswith(own.removesuffix(">")) for s in user.publishes for own in subjects)
+
+
+def reads(user: User, stream: str) -> bool:
+    return stream in (*user.reads, *user.follows, *(streams.consumer(c).stream for c in user.consumes))
+
+
+def table() -> list[tuple[str, str, list[str], list[str]]]:
+    """Return one row for each stream and for the bucket of adapters: name, what it holds, who writes it, who reads it.
+
+    The operator's commands and the trainers of branches (`experiment`) are left out: they may do what the services do."""
+    services = [u for u in USERS if u.name not in ("operator", "experiment")]
+    found = []
+    for spec in streams.STREAMS:
+        # Every service sends what it cannot use to the dead letters.
+        writers = (
+            ["any service"] if spec.name == "DEAD" else [u.name for u in services if writes(u, spec.subjects)]
+        )
+        found.append((spec.name, spec.purpose, writers, [u.name for u in services if reads(u, spec.name)]))
+    bucket = streams.ADAPTERS_BUCKET
+    found.append(
+        (
+            bucket,
+            "LoRA adapters (object store)",
+            [u.name for u in services if bucket in u.stores],
+            [u.name for u in services if bucket in u.fetches],
+        )
+    )
+    return found
+
+
+def draw_streams() -> str:
+    lines = table()
+    figure = plt.figure(figsize=(4.2, 1.02 * len(lines) + 0.45), dpi=100)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, 420)
+    axes.set_ylim(102 * len(lines) + 45, 0)
+    axes.axis("off")
+    for x, title in ((55, "writes"), (210, "stream on the log"), (365, "reads")):
+        axes.text(x, 22, title, ha="center", va="center", color=SOFT, weight="bold")
+    for at, (name, purpose, writers, readers) in enumerate(lines):
+        y = 92 + 102 * at
+        bucket = name == streams.ADAPTERS_BUCKET
+        axes.add_patch(
+            mpl.patches.FancyBboxPatch(
+                (120, y - 36), 180, 72, boxstyle="round,pad=0,rounding_size=9", facecolor="#eef4fb" if not bucket else "#fdf3ea",
+                edgecolor=BLUE if not bucket else ORANGE, linewidth=1.2,
+            )
+        )  # fmt: skip
+        axes.text(210, y - 12, name, ha="center", va="center", weight="bold", color=INK, size=10)
+        axes.text(
+            210, y + 12, "\n".join(_wrapped(purpose, 30)), ha="center", va="center", color=INK, size=7.5
+        )
+        axes.text(55, y, "\n".join(writers), ha="center", va="center", color=INK, linespacing=1.5)
+        axes.text(365, y, "\n".join(readers), ha="center", va="center", color=INK, linespacing=1.5)
+        for start, end in ((96, 119), (301, 324)):
+            axes.annotate(
+                "", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": SOFT, "linewidth": 1.2}
+            )
+    return as_svg(figure)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    out = [""]
+    for word in text.split():
+        if out[-1] and len(out[-1]) + 1 + len(word) > width:
+            out.append("")
+        out[-1] = f"{out[-1]} {word}".strip()
+    return out
+
+
+def read_curve(run_dir: Path) -> dict[str, Any]:
+    """Return what the curve shows: win rates of consecutive training games, and of the held-out games before and after.
+
+    Raises `FileNotFoundError` where the run has no report, `CalledProcessError` where the store can't be asked."""
+    report = json.loads((run_dir / "report.json").read_text())
+    games = rows(run_dir, GAMES)
+    began = games[0]["at"]
+    points = []
+    for first in range(0, len(games) - GAMES_A_POINT + 1, GAMES_A_POINT):
+        block = games[first : first + GAMES_A_POINT]
+        wins = sum(g["reward"] == 1 for g in block)
+        low, high = wilson(wins, len(block))
+        points.append(
+            {
+                "seconds": round(block[-1]["at"] - began, 1),
+                "rate": round(wins / len(block), 4),
+                "ci95": [round(low, 4), round(high, 4)],
+            }
+        )
+    return {
+        "games_a_point": GAMES_A_POINT,
+        "training": points,
+        "held_out": {
+            when: {
+                "rate": report[f"win_rate_{when}"]["value"],
+                "ci95": report[f"win_rate_{when}"]["ci95"],
+                "games": report[f"win_rate_{when}"]["games"],
+            }
+            for when in ("before", "after")
+        },
+    }
+
+
+def draw_curve(curve: dict[str, Any]) -> str:
+    figure, axes = plt.subplots(figsize=(4.2, 2.9), dpi=100, layout="constrained")
+    at = [p["seconds"] for p in curve["training"]]
+    axes.fill_between(
+        at,
+        [p["ci95"][0] for p in curve["training"]],
+        [p["ci95"][1] for p in curve["training"]],
+        color=BLUE,
+        alpha=0.18,
+        linewidth=0,
+    )
+    axes.plot(
+        at,
+        [p["rate"] for p in curve["training"]],
+        color=BLUE,
+        label=f"training games ({curve['games_a_point']} a point)",
+    )
+    for when, x in (("before", 0.0), ("after", at[-1])):
+        held = curve["held_out"][when]
+        low, high = held["ci95"]
+        axes.errorbar(
+            [x], [held["rate"]], yerr=[[held["rate"] - low], [high - held["rate"]]], fmt="o", color=ORANGE, capsize=4,
+            label=f"the same {held['games']:,} held-out games" if when == "before" else None,
+        )  # fmt: skip
+        axes.annotate(
+            f"{held['rate']:.3f}", (x, held["rate"]), xytext=(8 if when == "before" else -8, 8), textcoords="offset points",
+            ha="left" if when == "before" else "right", color=ORANGE, weight="bold",
+        )  # fmt: skip
+    axes.set(
+        xlabel="seconds since the first training game", ylabel="win rate, 95 % intervals", ylim=(0.3, 1.0)
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=8)
+    return as_svg(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m docs.make_pictures")
+    parser.add_argument("picture", choices=("streams", "curve"))
+    parser.add_argument("--run-dir", type=Path, help="read the curve of this run of the demo first")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 where the picture differs"
+    )
+    given = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    data, out = FOLDER / "curve.json", FOLDER / f"{given.picture}.svg"
+    if given.run_dir:
+        data.write_text(json.dumps(read_curve(given.run_dir), indent=1) + "\n")
+    drawn = draw_streams() if given.picture == "streams" else draw_curve(json.loads(data.read_text()))
+    if given.check:
+        return int(not out.exists() or out.read_text() != drawn)
+    out.write_text(drawn)
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The pictures of README and docs/ are what their command draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs import make_pictures
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_picture_of_the_streams_is_that_of_the_tables() -> None:
+    drawn = (make_pictures.FOLDER / "streams.svg").read_text("utf-8")
+    assert make_pictures.draw_streams() == drawn, "run `make pictures`"
+    for name, _, writers, readers in make_pictures.table():
+        assert writers, name
+        assert readers, name
+
+
+def test_the_curve_is_drawn_from_its_recorded_data() -> None:
+    data = json.loads((make_pictures.FOLDER / "curve.json").read_text("utf-8"))
+    assert make_pictures.draw_curve(data) == (make_pictures.FOLDER / "curve.svg").read_text("utf-8"), (
+        "run `make pictures`"
+    )
+    for point in data["training"]:
+        low, high = point["ci95"]
+        assert low <= point["rate"] <= high
+    assert data["held_out"]["before"]["games"] == data["held_out"]["after"]["games"]
+
+
+@pytest.mark.parametrize("picture", ["curve.svg", "streams.svg"])
+def test_a_picture_fits_a_phone(picture: str) -> None:
+    head = (make_pictures.FOLDER / picture).read_text("utf-8")[:2000]
+    assert 'width="302.4pt"' in head  # 420 px
