@@ -91,16 +91,16 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
         config = TrainerConfig(lora_rank=RANK, lora_alpha=2.0 * RANK, learning_rate=1e-3)
         engine = Engine(base, config, scratch)
         # What is measured must not end the measurement: the bound is reported beside it.
-        engine.use(msgspec.structs.replace(config, logprob_bound=math.inf, check_sequences=32))
-        line = engine.new_line()
+        engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf, check_sequences=32))
+        state = engine.initial_state()
         version = f"{server.model}@0"
         steps: list[dict[str, Any]] = []
         for step in range(rounds):
             count, tokens = (8, 16) if tiny else (64, 256)
             answers = asyncio.run(_replies(server.url, version, count, tokens))
             examples = [_example(a, step, 1.0 if n % 2 else -1.0) for n, a in enumerate(answers)]
-            result = engine.step(line, examples, list(range(count)))
-            line, found = result.line, result.metrics
+            result = engine.step(state, examples, list(range(count)))
+            state, found = result.state, result.metrics
             names = (
                 "on_policy_logprob_diff",
                 "on_policy_logprob_diff_max",
@@ -117,7 +117,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
             out.put("steps", steps)
             folder = scratch / f"adapter-{step + 1}"
             folder.mkdir(parents=True)
-            for name, content in checkpoint.adapter_files(line.weights, engine.lora, base).items():
+            for name, content in checkpoint.adapter_files(state.weights, engine.lora, base).items():
                 (folder / name).write_bytes(content)
             version = f"proof@{step + 1}"
             body = {"lora_name": version, "lora_path": str(folder)}

@@ -103,13 +103,13 @@ def _timed(step: Callable[[], Any], device: Any, rounds: int) -> tuple[float, li
 
 
 def ours(
-    engine: Any, line: Any, examples: list[Any], groups: list[int], memory: Any, rounds: int
+    engine: Any, state: Any, examples: list[Any], groups: list[int], memory: Any, rounds: int
 ) -> dict[str, Any]:
     """Steps as the service takes them, with the checks of every step."""
     from trainer.batches.packing import micro_batches
 
     _forget_peak(engine.device)
-    seconds, results = _timed(lambda: engine.step(line, examples, groups).metrics, engine.device, rounds)
+    seconds, results = _timed(lambda: engine.step(state, examples, groups).metrics, engine.device, rounds)
     peak = _peak(engine.device)
     metrics = results[-1]
     sequences = [e.sequence for e in examples]
@@ -129,7 +129,7 @@ def ours(
     }  # fmt: skip
 
 
-def theirs(engine: Any, line: Any, examples: list[Any], rounds: int, scratch: Path) -> dict[str, Any]:
+def theirs(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Path) -> dict[str, Any]:
     """TRL's GRPOTrainer on the same batch and model, in the largest of 8, 4, 2, 1 rows a pass that fits into memory."""
     import torch
 
@@ -141,7 +141,7 @@ def theirs(engine: Any, line: Any, examples: list[Any], rounds: int, scratch: Pa
         step = trl_step(engine, engine.config, examples, scratch, rows)
 
         def fresh(step: Any = step) -> float:
-            engine.put(line.weights)
+            engine.load_adapter(state.weights)
             return float(step())
 
         _forget_peak(engine.device)
@@ -154,7 +154,7 @@ def theirs(engine: Any, line: Any, examples: list[Any], rounds: int, scratch: Pa
         else:
             break
         finally:
-            engine.put(line.weights)
+            engine.load_adapter(state.weights)
             engine.model.zero_grad(set_to_none=True)
         del step, fresh
         print(f"TRL: {rows} rows a pass: {reason}", flush=True)
@@ -192,7 +192,7 @@ def measure(
     engine = Engine(base, config, scratch)
     # The recorded logprobs are the model's own, in a layout that may differ from the one trained: the check runs and is
     # reported, and does not end the measurement.
-    engine.use(msgspec.structs.replace(config, logprob_bound=math.inf))
+    engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
     out.put("load_and_verify_s", time.perf_counter() - began)
     verified = engine.verified
     out.put(
@@ -216,7 +216,7 @@ def measure(
     )  # fmt: skip
     if "matmul_tflops" not in out.found:
         out.put("matmul_tflops", measured_tflops(engine.device, tiny))
-    line = engine.new_line()
+    state = engine.initial_state()
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     out.put("data_sheet_tflops", data_sheet_tflops(name))
     for batch in BATCHES:
@@ -227,16 +227,16 @@ def measure(
         examples, groups = make_batch(batch, groups=groups_each)
         if tiny:
             examples, groups = examples[:4], groups[:4]
-        engine.put(line.weights)
+        engine.load_adapter(state.weights)
         examples = own_logprobs(engine, examples)
         if "journeyman" not in done:
-            found = ours(engine, line, examples, groups, memory, rounds)
+            found = ours(engine, state, examples, groups, memory, rounds)
             found["mfu_of_matmul"] = found["model_tflops"] / out.found["matmul_tflops"]
             sheet = out.found["data_sheet_tflops"]
             found["mfu"] = found["model_tflops"] / sheet if sheet else None
             done["journeyman"] = found
             out.put("batches", {**out.found.get("batches", {}), batch: done})
-        done["trl"] = theirs(engine, line, examples, rounds, scratch)
+        done["trl"] = theirs(engine, state, examples, rounds, scratch)
         done["loss_difference"] = abs(done["trl"]["loss"] - done["journeyman"]["loss"])
         done["speedup"] = done["trl"]["seconds"] / done["journeyman"]["seconds"]
         out.put("batches", {**out.found.get("batches", {}), batch: dict(done)})

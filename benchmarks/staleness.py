@@ -130,7 +130,7 @@ class Arena:
         self, seeds: list[str], weights: Weights, step: int, random: torch.Generator
     ) -> list[tuple[float, list[ExchangeRecorded]]]:
         """A game per seed: its reward and its exchanges."""
-        self.engine.put(weights)
+        self.engine.load_adapter(weights)
         table = Table(self, seeds, random)
         recorded: list[list[ExchangeRecorded]] = [[] for _ in seeds]
         while table.live:
@@ -150,8 +150,8 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
     arena = Arena(engine, base)
     random = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    line = engine.new_line()
-    versions = {0: line.weights}
+    state = engine.initial_state()
+    versions = {0: state.weights}
     rewards, ratios, cut, differences = [], [], [], []
     highest = {"token": 1.0, "sequence": 1.0}
     opening = 0
@@ -173,18 +173,18 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
             prepared.append(prepare(scored, [s for _, e in part for s in build(e[0].trajectory, e)]))
         if prepared:
             indices = [i for i, group in enumerate(prepared) for _ in group.sequences]
-            result = engine.step(line, examples(prepared, engine.config), indices)
-            line = result.line
+            result = engine.step(state, examples(prepared, engine.config), indices)
+            state = result.state
             ratios.append(result.metrics["ratio_p95"])
             for level, name in (("token", "ratio_max"), ("sequence", "ratio_sequence_max")):
                 highest[level] = max(highest[level], result.metrics[name])
             cut.append(result.metrics["clip_share"])
             differences.append(result.metrics["kl_sampler"])
-        versions[step + 1] = line.weights
+        versions[step + 1] = state.weights
         versions.pop(step - lag, None)
     held_out = [opening_seed("val", n) for n in range(args.games)]
     final = [
-        r for r, _ in arena.play(held_out, line.weights, args.steps, torch.Generator().manual_seed(1234))
+        r for r, _ in arena.play(held_out, state.weights, args.steps, torch.Generator().manual_seed(1234))
     ]
     return {
         "reward": statistics.mean(final),
@@ -256,8 +256,8 @@ class Worker:
 
     def one(self, key: str) -> dict[str, float]:
         correction, lag, seed = key.split("/")
-        self.engine.put(self.fresh)
-        self.engine.use(msgspec.structs.replace(self.config, sampler_correction=correction))
+        self.engine.load_adapter(self.fresh)
+        self.engine.configure(msgspec.structs.replace(self.config, sampler_correction=correction))
         return one_run(self.engine, self.args.base, int(lag), int(seed), self.args)
 
     @classmethod

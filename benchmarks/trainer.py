@@ -110,15 +110,15 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
         config = msgspec.structs.replace(config, tokens_per_batch=896)
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config, Path(scratch))
-        line = engine.new_line()
+        state = engine.initial_state()
         padded = trl_step(engine, config, examples, Path(scratch)) if implementation == "trl" else None
         seconds, cpu_seconds, losses = [], [], []
         for _ in range(rounds + 1):
             began, cpu_began = time.perf_counter(), time.process_time()
             if padded is None:
-                losses.append(engine.step(line, examples, groups).metrics["loss"])
+                losses.append(engine.step(state, examples, groups).metrics["loss"])
             else:
-                engine.put(line.weights)
+                engine.load_adapter(state.weights)
                 losses.append(padded())
             seconds.append(time.perf_counter() - began)
             cpu_seconds.append(time.process_time() - cpu_began)

@@ -43,20 +43,20 @@ def _import_first(config: Config | None) -> None:
 
 
 def _run_as_one_of_several(file: str) -> None:
-    from trainer.engine.parallel import Peers, adopt_ready_fd, follow
+    from trainer.engine.parallel import ProcessGroup, adopt_ready_fd, worker_loop
 
-    with Peers.join() as peers:  # first: it selects this process's GPU
+    with ProcessGroup.join() as process_group:  # first: it selects this process's GPU
         _import_first(load(file) if file else None)
-        if peers.rank:
+        if process_group.rank:
             config = load(file)
             configure("trainer", config.log_level)
-            follow(config, peers)
+            worker_loop(config, process_group)
             return
         from trainer.service import serve
 
         sys.argv[1:] = adopt_ready_fd(sys.argv[1:])
-        main("trainer", partial(serve, peers=peers))
-        peers.send(None)
+        main("trainer", partial(serve, process_group=process_group))
+        process_group.send(None)
 
 
 if __name__ == "__main__":

@@ -38,15 +38,15 @@ from trainer.checkpoints.checkpoint import (
     Manifest,
     adapter_files,
     batch_id,
-    line_of,
     pack,
     state_bytes,
+    state_of,
     unpack,
     weights_of,
 )
 from trainer.engine.engine import Engine, fixed_settings
-from trainer.engine.parallel import Peers
-from trainer.engine.state import Line, UntrainableError
+from trainer.engine.parallel import ProcessGroup
+from trainer.engine.state import TrainState, UntrainableError
 
 log = get_logger("trainer.learner")
 
@@ -73,13 +73,13 @@ class Taken:
     manifest: Manifest
     adapter: bytes
     """The adapter's tar."""
-    line: Line
+    state: TrainState
     dropped: Mapping[str, tuple[str, ...]]
     """By group, its trajectories with a sequence that memory does not hold."""
 
 
 class Learner:
-    """The training line of one model."""
+    """The training state of one model."""
 
     def __init__(self, config: Config, model: ModelConfig, engine: Engine) -> None:
         self.config, self.model, self.engine = config, model, engine
@@ -87,8 +87,8 @@ class Learner:
         self.checkpoints = Checkpoints.of(config, model.name)
         self.checkpoints.open_to_write()
         self.config_hash = config_hash(self.settings)
-        self.line = engine.new_line()
-        self._fresh = self.line.weights
+        self.state = engine.initial_state()
+        self._fresh = self.state.weights
         """The adapter of step 0, which changes nothing."""
         self.sampling_defaults = defaults_of(engine.model.get_base_model(), config.vllm.args)
         """What the inference server uses where a request names nothing."""
@@ -107,7 +107,7 @@ class Learner:
 
     @property
     def version(self) -> str:
-        return version_name(self.model.name, self.line.step)
+        return version_name(self.model.name, self.state.step)
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
@@ -119,22 +119,22 @@ class Learner:
     def resume(self, step: int) -> None:
         """Go on from the checkpoint of `step` on disk; the adapters of the steps before it are read back where they
         are still there."""
-        line = line_of(*self.checkpoints.read(step))
+        state = state_of(*self.checkpoints.read(step))
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
-                line.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
+                state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
         if step <= self.settings.max_staleness + 1:
-            line.history[0] = self._fresh
-        self.engine.put(line.weights)  # fails here, not in the first step, where the adapter does not fit
-        self.line = line
+            state.history[0] = self._fresh
+        self.engine.load_adapter(state.weights)  # an adapter that does not fit fails here, not in a step
+        self.state = state
 
     def rebuild(self, event: CheckpointPublished, tar: bytes) -> None:
         """Go on from an adapter of the log, with a fresh optimizer: the disk has no state for it."""
         if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
             raise ValueError(f"the adapter of {event.version} in the object store is not what was published")
         weights = weights_of(unpack(tar))
-        self.engine.put(weights)
-        self.line = Line(event.step, weights, history={event.step: weights})
+        self.engine.load_adapter(weights)
+        self.state = TrainState(event.step, weights, history={event.step: weights})
         log.warning(
             "optimizer state lost: going on from the adapter in the log", version=event.version,
             checkpoints=str(self.checkpoints.folder),
@@ -187,7 +187,7 @@ class Learner:
 
         Raises `UntrainableError` where no try of this batch can succeed, or none has."""
         began, started_at = time.perf_counter(), now_us()
-        settings, line = self.settings, self.line
+        settings, state = self.settings, self.state
         groups = tuple(g.prepared.event.group for g in batch)
         tries = self.checkpoints.count_try(batch_id(self.version, groups, self.config_hash))
         if tries > MAX_TRIES:
@@ -195,22 +195,22 @@ class Learner:
         fresh, stale = [], 0
         for group in batch:
             bound = staleness_bound(group.prepared.event, settings)
-            kept, old = bound_staleness(group.prepared.sequences, line.step, bound)
+            kept, old = bound_staleness(group.prepared.sequences, state.step, bound)
             stale += old
             fresh.append(
                 PreparedGroup(
                     group.prepared.event, tuple(kept), group.prepared.advantages, group.prepared.std
                 )
             )
-        self.engine.use(settings)
+        self.engine.configure(settings)
         prompts = [i for i, g in enumerate(fresh) for _ in g.sequences]
-        result = self.engine.step(line, examples(fresh, settings), prompts)
+        result = self.engine.step(state, examples(fresh, settings), prompts)
         self.checkpoints.forget_tries()
         metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
         metrics["tokens_stale"] = float(stale)
         metrics["tokens_left_out"] = float(sum(g.left_out for g in batch))
         metrics["step_s"] = time.perf_counter() - began
-        taken = self._write(batch, result.line, metrics, started_at, trace or {})
+        taken = self._write(batch, result.state, metrics, started_at, trace or {})
         return dataclasses.replace(taken, dropped=_by_group(fresh, result.dropped))
 
     def _group_metrics(self, batch: Sequence[BatchGroup]) -> dict[str, float]:
@@ -228,21 +228,21 @@ class Learner:
     def _write(
         self,
         batch: Sequence[BatchGroup],
-        line: Line,
+        state: TrainState,
         metrics: dict[str, float],
         started_at: int,
         trace: dict[str, str],
     ) -> Taken:
-        version = version_name(self.model.name, line.step)
-        adapter = adapter_files(line.weights, self.engine.lora, self.model.base)
-        files = adapter | {STATE_FILE: state_bytes(line)}
+        version = version_name(self.model.name, state.step)
+        adapter = adapter_files(state.weights, self.engine.lora, self.model.base)
+        files = adapter | {STATE_FILE: state_bytes(state)}
         tar = pack(adapter)
         digest = hashlib.sha256(tar).hexdigest()
         groups = tuple(g.prepared.event.group for g in batch)
         manifest = Manifest(
             project=self.config.project,
             model=self.model.name,
-            step=line.step,
+            step=state.step,
             version=version,
             parent=self.version,
             batch_id=batch_id(self.version, groups, self.config_hash),
@@ -264,11 +264,11 @@ class Learner:
         )
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
-        return Taken(manifest, tar, line, {})
+        return Taken(manifest, tar, state, {})
 
     def advance(self, taken: Taken) -> None:
         """The log holds the step: it is the present now, and old folders may go."""
-        self.line = taken.line
+        self.state = taken.state
         self.without_variance = 0
         self.untrained_rewards.clear()
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
@@ -297,7 +297,9 @@ def _shape(config: Config, model: ModelConfig) -> Shape:
     return (model.base, *fixed_settings(settings).values())
 
 
-def make_engines(config: Config, scratch: Path, peers: Peers | None = None) -> dict[Shape, Engine]:
+def make_engines(
+    config: Config, scratch: Path, process_group: ProcessGroup | None = None
+) -> dict[Shape, Engine]:
     """An engine for each base and adapter shape among the models, in the same order in every process."""
     engines: dict[Shape, Engine] = {}
     for model in config.models:
@@ -306,16 +308,18 @@ def make_engines(config: Config, scratch: Path, peers: Peers | None = None) -> d
             engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
             engine.warm_up()
             engine.plan_passes()
-            engine.number, engine.peers = len(engines) - 1, peers
+            engine.number, engine.process_group = len(engines) - 1, process_group
     return engines
 
 
-def make_learners(config: Config, scratch: Path, peers: Peers | None = None) -> dict[str, Learner]:
+def make_learners(
+    config: Config, scratch: Path, process_group: ProcessGroup | None = None
+) -> dict[str, Learner]:
     """A learner per configured model; models of the same base and adapter shape share one engine."""
-    engines = make_engines(config, scratch, peers)
+    engines = make_engines(config, scratch, process_group)
     learners = {}
     for model in config.models:
         engine = engines[_shape(config, model)]
-        engine.use(config.trainer_of(model))
+        engine.configure(config.trainer_of(model))
         learners[model.name] = Learner(config, model, engine)
     return learners

@@ -45,7 +45,7 @@ from trainer.batches.queues import Held, Queue
 from trainer.checkpoints.commits import Commits
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.retention import Retention
-from trainer.engine.parallel import Peers
+from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import BatchGroup, Learner, Taken, make_learners
 
@@ -356,12 +356,12 @@ def _trace_of(batch: list[Held]) -> dict[str, str]:
     return {}
 
 
-async def train(config: Config, ready: Ready, peers: Peers | None = None) -> None:
+async def train(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
     """Train until every model has reached `trainer.max_steps`, or for ever where that is 0."""
     scratch = config.path(config.trainer.checkpoints)
     user = "trainer" if config.trainer.branch == "main" else "experiment"
     async with Broker.connect(config.nats, name=user) as broker:
-        learners = await anyio.to_thread.run_sync(make_learners, config, scratch, peers)
+        learners = await anyio.to_thread.run_sync(make_learners, config, scratch, process_group)
         trainer = Trainer(config, broker, learners)
         spec = streams.trainer_consumer(config.trainer.branch)
         await broker.provision_consumer(spec)
@@ -375,8 +375,8 @@ async def train(config: Config, ready: Ready, peers: Peers | None = None) -> Non
             tg.cancel_scope.cancel()
 
 
-async def serve(config: Config, ready: Ready, peers: Peers | None = None) -> None:
+async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
     """Train until stopped; at `trainer.max_steps` further groups stay in the log for a later run."""
-    await train(config, ready, peers)
+    await train(config, ready, process_group)
     log.info("max_steps reached")
     await anyio.sleep_forever()

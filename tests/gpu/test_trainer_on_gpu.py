@@ -37,7 +37,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         base = str(folder) if folder.exists() else families.make(family, folder)
         config = TrainerConfig(**{"learning_rate": 1e-2, **settings})  # type: ignore[arg-type]
         engine = Engine(base, config, tmp_path)
-        engine.use(msgspec.structs.replace(config, logprob_bound=math.inf))
+        engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
         return engine
 
     return make
@@ -67,7 +67,7 @@ def gradient(engine: Engine) -> tuple[float, torch.Tensor]:
     """Loss and gradient of the batch, the adapter's B matrices not being zero."""
     generator = torch.Generator().manual_seed(0)
     weights = {k: torch.randn(w.shape, generator=generator) * 0.05 for k, w in engine.weights().items()}
-    engine.put(weights)
+    engine.load_adapter(weights)
     engine.model.zero_grad(set_to_none=True)
     metrics = engine.backward(*batch(), 0)
     flat = torch.cat([p.grad.flatten().double().cpu() for p in engine.parameters if p.grad is not None])
@@ -128,22 +128,22 @@ def test_a_gpu_trains_in_bfloat16_by_default(make_engine: MakeEngine) -> None:
 def test_steps_lower_the_loss(make_engine: MakeEngine) -> None:
     engine = make_engine(sampler_correction="none", epsilon=10.0)
     examples, groups = batch()
-    line, losses = engine.new_line(), []
+    state, losses = engine.initial_state(), []
     for _ in range(8):
-        result = engine.step(line, examples, groups)
-        line = result.line
+        result = engine.step(state, examples, groups)
+        state = result.state
         losses.append(result.metrics["loss"])
     assert losses[-1] < losses[0]
-    assert all(torch.isfinite(w).all() for w in line.weights.values())
+    assert all(torch.isfinite(w).all() for w in state.weights.values())
 
 
 def test_a_line_goes_on_from_its_state_as_if_it_had_never_stopped(make_engine: MakeEngine) -> None:
     examples, groups = batch()
     first = make_engine(dtype="float32")
-    line = first.step(first.new_line(), examples, groups).line
-    went_on = first.step(line, examples, groups).line
+    state = first.step(first.initial_state(), examples, groups).state
+    went_on = first.step(state, examples, groups).state
     second = make_engine(dtype="float32")
-    resumed = second.step(dataclasses.replace(line), examples, groups).line
+    resumed = second.step(dataclasses.replace(state), examples, groups).state
     for name, weight in went_on.weights.items():
         # Adam divides by the root of a moment: what differs by rounding moves by a small part of a learning rate.
         torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-3, atol=1e-3)
@@ -164,10 +164,10 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
         return forward(layout, shape, **options)
 
     monkeypatch.setattr(engine, "logprobs", small)
-    result = engine.step(engine.new_line(), *batch())
+    result = engine.step(engine.initial_state(), *batch())
     assert refused
     assert result.metrics["token_budget"] < 512
-    assert result.line.step == 1
+    assert result.state.step == 1
 
 
 def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
@@ -176,10 +176,10 @@ def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
     engine = make_engine(dtype="bfloat16", packing="padded", tokens_per_batch=8192)
     memory = measure(engine)
     examples, groups = batch(groups=8, members=16, shared=64, own=64)
-    line = engine.new_line()
-    engine.step(line, examples, groups)
+    state = engine.initial_state()
+    engine.step(state, examples, groups)
     torch.cuda.reset_peak_memory_stats()
-    engine.step(line, examples, groups)
+    engine.step(state, examples, groups)
     passes = micro_batches(
         [e.sequence for e in examples],
         groups,
@@ -224,6 +224,6 @@ def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine)
     from benchmarks.gpu_trainer import own_logprobs
 
     recorded = own_logprobs(engine, examples)
-    engine.use(msgspec.structs.replace(engine.config, logprob_bound=None))
-    metrics = engine.step(engine.new_line(), recorded, groups).metrics
+    engine.configure(msgspec.structs.replace(engine.config, logprob_bound=None))
+    metrics = engine.step(engine.initial_state(), recorded, groups).metrics
     assert metrics["sampler_logprob_diff"] <= bound_of(TrainerConfig(), engine.dtype)

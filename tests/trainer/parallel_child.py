@@ -17,7 +17,7 @@ from tests.trainer.kit import exactly, settings, tree_of_conversations
 from trainer import learner
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine
-from trainer.engine.parallel import Peers, follow
+from trainer.engine.parallel import ProcessGroup, worker_loop
 
 SETTINGS: list[dict[str, Any]] = [
     {"loss_type": "dapo", "packing": "prefix", "tokens_per_batch": 150},
@@ -33,19 +33,19 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
     sequences, groups = tree_of_conversations(3)
     advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
     examples = [Example(s, a) for s, a in zip(sequences, advantages, strict=True)]
-    config, line = engine.config, engine.new_line()
+    config, state = engine.config, engine.initial_state()
     for changed in SETTINGS:
-        engine.use(msgspec.structs.replace(config, **changed))
-        first = engine.step(line, examples, groups)
-        engine.put(first.line.weights)
+        engine.configure(msgspec.structs.replace(config, **changed))
+        first = engine.step(state, examples, groups)
+        engine.load_adapter(first.state.weights)
         engine.model.zero_grad(set_to_none=True)
         engine.backward(examples, groups, 1)
         gradients = {str(i): p.grad.clone() for i, p in enumerate(engine.parameters)}
-        second = engine.step(first.line, examples[3:], groups[3:])
+        second = engine.step(first.state, examples[3:], groups[3:])
         out.append(
             {
                 "gradients": gradients,
-                "weights": second.line.weights,
+                "weights": second.state.weights,
                 "metrics": second.metrics,
                 "first": first.metrics,
             }
@@ -55,8 +55,8 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
 
 def main() -> None:
     base, out, *how = sys.argv[1:]
-    with Peers.join() as peers:
-        _take_steps(peers, base, Path(out), how)
+    with ProcessGroup.join() as process_group:
+        _take_steps(process_group, base, Path(out), how)
     left = threads_of_gloo()
     assert not left, left
 
@@ -67,23 +67,23 @@ def threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def _take_steps(peers: Peers, base: str, out: Path, how: list[str]) -> None:
+def _take_steps(process_group: ProcessGroup, base: str, out: Path, how: list[str]) -> None:
     original = learner.make_engines
 
     def make_engines(*given: Any) -> Any:
         return {shape: exactly(engine) for shape, engine in original(*given).items()}
 
     learner.make_engines = make_engines
-    config = settings(base, out.parent / f"run{peers.rank}", learning_rate=1e-4, dtype="float64")
+    config = settings(base, out.parent / f"run{process_group.rank}", learning_rate=1e-4, dtype="float64")
     assert threads_of_gloo()
-    if peers.rank == 0:
-        (engine,) = make_engines(config, out.parent, peers).values()
+    if process_group.rank == 0:
+        (engine,) = make_engines(config, out.parent, process_group).values()
         torch.save(steps(engine), out)
-        peers.send(None)
+        process_group.send(None)
         return
     if how:
         _fail_once()
-    follow(config, peers)
+    worker_loop(config, process_group)
 
 
 def _fail_once() -> None:
@@ -92,7 +92,7 @@ def _fail_once() -> None:
 
     def passes(self: Engine, *args: Any) -> Any:
         nonlocal failed
-        if self.peers is not None and not failed:
+        if self.process_group is not None and not failed:
             failed = True
             raise torch.OutOfMemoryError("no room, says the test")
         return original(self, *args)

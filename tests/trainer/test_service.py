@@ -34,7 +34,7 @@ from trainer.batches.packing import Layout
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import TrainerError
 from trainer.engine.engine import Engine
-from trainer.engine.state import Line
+from trainer.engine.state import TrainState
 
 pytestmark = pytest.mark.anyio
 
@@ -388,10 +388,10 @@ async def test_a_batch_that_kills_the_trainer_again_and_again_is_buried(
     monkeypatch.setattr("trainer.learner.MAX_TRIES", 2)
     original = Engine.step
 
-    def dies(self: Engine, line: Line, examples: Any, groups: Any) -> Any:
+    def dies(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:
         if examples[0].sequence.trajectory.startswith("killer"):
             raise SystemError("as if the process had died")
-        return original(self, line, examples, groups)
+        return original(self, state, examples, groups)
 
     monkeypatch.setattr(Engine, "step", dies)
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)

@@ -39,7 +39,7 @@ class Queue:
 
     @property
     def step(self) -> int:
-        return self.learner.line.step
+        return self.learner.state.step
 
     @property
     def settings(self) -> TrainerConfig:

@@ -33,7 +33,7 @@ from pipeline.config import Config
 from pipeline.events import CheckpointPublished, pack_seqs
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
-from trainer.engine.state import Line, Weights
+from trainer.engine.state import TrainState, Weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -141,9 +141,9 @@ def weights_of(files: Mapping[str, bytes]) -> Weights:
     return weights
 
 
-def state_bytes(line: Line) -> bytes:
+def state_bytes(state: TrainState) -> bytes:
     out = io.BytesIO()
-    torch.save({"optimizer": line.optimizer, "scheduler": line.scheduler, "rng": line.rng}, out)
+    torch.save({"optimizer": state.optimizer, "scheduler": state.scheduler, "rng": state.rng}, out)
     return out.getvalue()
 
 
@@ -274,11 +274,11 @@ class Checkpoints:
                 shutil.rmtree(self.path(step))
 
 
-def line_of(manifest: Manifest, files: Mapping[str, bytes]) -> Line:
+def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
     """The training state of a checkpoint."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
     weights = weights_of(files)
-    return Line(
+    return TrainState(
         manifest.step, weights, state["optimizer"], state["scheduler"], state["rng"], {manifest.step: weights}
     )
 

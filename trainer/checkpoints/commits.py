@@ -73,7 +73,7 @@ class Commits:
     async def mend(self, learner: Learner) -> None:
         """Publish again what a power cut of the log's machine took while this trainer lived: the newest committed step and
         what the disk holds before it."""
-        step = learner.line.step
+        step = learner.state.step
         branch = self.config.trainer.branch
         subject = checkpoint_subject(self.config.project, learner.model.name, str(step), branch)
         if not step or await self.persist(partial(self.broker.last, "POLICY", subject)) is not None:

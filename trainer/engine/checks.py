@@ -15,7 +15,7 @@ from trainer.engine.fitting import within_memory
 
 if TYPE_CHECKING:
     from trainer.engine.engine import Engine
-    from trainer.engine.state import Line
+    from trainer.engine.state import TrainState
 
 
 _OF_A_GROUP = 4
@@ -47,7 +47,7 @@ def _logprobs(
 
 
 def sampler_difference(
-    engine: Engine, line: Line, examples: Sequence[Example], groups: Sequence[int], packing: Packing
+    engine: Engine, state: TrainState, examples: Sequence[Example], groups: Sequence[int], packing: Packing
 ) -> dict[str, float]:
     """Mean absolute difference of recorded and recomputed logprobs of some sequences, each recomputed at the version that sampled
     and in the layout that is trained.
@@ -56,13 +56,13 @@ def sampler_difference(
     chosen = [(examples[i].sequence, groups[i]) for i in picked(groups, engine.config.check_sequences)]
     differences: list[np.ndarray[Any, np.dtype[np.float32]]] = []
     for version in sorted({int(v) for s, _ in chosen for v in np.unique(s.steps[s.loss_mask])}):
-        weights = line.history.get(version)
+        weights = state.history.get(version)
         if weights is None:
             continue
         at = [(s.without(s.steps != version), group) for s, group in chosen]
         sequences = [s for s, _ in at if s.loss_mask.any()]
         inside = [group for s, group in at if s.loss_mask.any()]
-        with engine.having(weights):
+        with engine.with_adapter(weights):
             for batch, logprobs in _logprobs(engine, sequences, inside, packing):
                 computed = logprobs.cpu().numpy()
                 for row, i in enumerate(batch.indices):

@@ -30,11 +30,11 @@ from trainer.engine.loading import device_for, load
 from trainer.engine.measure import Measured
 from trainer.engine.memory import Memory, measure
 from trainer.engine.optimizer import optimizer_of
-from trainer.engine.parallel import Job, Peers
+from trainer.engine.parallel import Job, ProcessGroup
 from trainer.engine.state import (
-    Line,
     SamplerMismatchError,
     StepResult,
+    TrainState,
     UntrainableError,
     Weights,
     get_rng,
@@ -88,10 +88,10 @@ class Engine:
         self._trainers: dict[str, grpo.CapturedGRPOTrainer] = {}
         self.number = 0
         """Its place among the engines of the trainer, the same in each of its processes."""
-        self.peers: Peers | None = None
+        self.process_group: ProcessGroup | None = None
         """The other processes that share this engine's passes."""
         self.budget = Budget(config.tokens_per_batch)
-        self.use(config)
+        self.configure(config)
         inner = self.model.get_base_model()
         self.forward = Forward(inner)
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
@@ -109,7 +109,7 @@ class Engine:
         self.verified = verify(self, shares_prefixes=loaded.prefix_sharing)
         """How the layouts compare with the model's own forward pass."""
 
-    def use(self, config: TrainerConfig) -> None:
+    def configure(self, config: TrainerConfig) -> None:
         """Go on under other settings over the same model; what the model was built with must be the same."""
         if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
             names = ", ".join(name for name in now if changed[name] != now[name])
@@ -156,10 +156,10 @@ class Engine:
 
     # -- adapters ------------------------------------------------------------------------------------------------
 
-    def new_line(self) -> Line:
+    def initial_state(self) -> TrainState:
         """Step 0: PEFT's fresh adapter, which changes nothing."""
         weights = self.weights()
-        return Line(0, weights, history={0: weights})
+        return TrainState(0, weights, history={0: weights})
 
     def weights(self) -> Weights:
         """A copy of the live adapter."""
@@ -167,15 +167,15 @@ class Engine:
 
     def warm_up(self) -> None:
         """A step over a few tokens, thrown away: what PyTorch does once is done before the first real step."""
-        line = self.new_line()
+        state = self.initial_state()
         ids = np.arange(4, dtype=np.int32)
         sequence = TokenSequence(
             "warm-up", ids, ids > 0, np.full(4, np.nan, np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
         )  # fmt: skip
-        self.step(line, [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
-        self.put(line.weights)
+        self.step(state, [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
+        self.load_adapter(state.weights)
 
-    def put(self, weights: Weights) -> None:
+    def load_adapter(self, weights: Weights) -> None:
         """Make `weights` the live adapter; raises `ValueError` where they are not of its shape."""
         live = self._live
         if live.keys() != weights.keys() or any(live[k].shape != weights[k].shape for k in live):
@@ -185,14 +185,14 @@ class Engine:
                 tensor.copy_(weights[name])
 
     @contextmanager
-    def having(self, weights: Weights) -> Iterator[None]:
+    def with_adapter(self, weights: Weights) -> Iterator[None]:
         """With `weights` as the live adapter for a while."""
         kept = self.weights()
-        self.put(weights)
+        self.load_adapter(weights)
         try:
             yield
         finally:
-            self.put(kept)
+            self.load_adapter(kept)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -223,40 +223,40 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def step(self, line: Line, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
-        """One optimizer step over `examples`; `groups[i]` says which of them share prefixes. `line` itself stays as it
+    def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
+        """One optimizer step over `examples`; `groups[i]` says which of them share prefixes. `state` itself stays as it
         was, so that a step that is abandoned leaves no trace.
 
         Sequences that do not fit into memory even alone are left out. Raises `UntrainableError` where none is left."""
         self._use_threads()
         began = time.perf_counter()
-        self.put(line.weights)
-        optimizer, scheduler = optimizer_of(self.config, self.parameters, line)
-        set_rng(line.rng)
+        self.load_adapter(state.weights)
+        optimizer, scheduler = optimizer_of(self.config, self.parameters, state)
+        set_rng(state.rng)
         optimizer.zero_grad(set_to_none=True)
         held = self.budget.tokens
-        metrics, examples, groups, dropped = fitting.backward_what_fits(self, examples, groups, line.step)
+        metrics, examples, groups, dropped = fitting.backward_what_fits(self, examples, groups, state.step)
         packing = self.packing_of(examples, groups)
         gradients = [p.grad for p in self.parameters]
         metrics |= fitting.check(
-            self, lambda: checks.sampler_difference(self, line, examples, groups, packing)
+            self, lambda: checks.sampler_difference(self, state, examples, groups, packing)
         )
         if self.config.beta == 0.0:
             metrics |= fitting.check(self, lambda: checks.kl_to_base(self, examples, groups, packing))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient  # a check that ran out of memory cleared it
-        self._hold_to_the_sampler(metrics, line.step)
+        self._hold_to_the_sampler(metrics, state.step)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         if not torch.isfinite(norm):
-            raise UntrainableError(f"gradient norm {norm} at step {line.step}: the step is not taken")
+            raise UntrainableError(f"gradient norm {norm} at step {state.step}: the step is not taken")
         optimizer.step()
         metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
         scheduler.step()
         weights = self.weights()
-        step = line.step + 1
-        history = {s: w for s, w in line.history.items() if s >= step - self.config.max_staleness - 1}
+        step = state.step + 1
+        history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = weights
-        after = Line(step, weights, optimizer.state_dict(), scheduler.state_dict(), get_rng(), history)
+        after = TrainState(step, weights, optimizer.state_dict(), scheduler.state_dict(), get_rng(), history)
         compute = time.perf_counter() - began
         metrics |= {
             "grad_norm": float(norm),
@@ -287,13 +287,13 @@ class Engine:
 
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
         """Add the gradient of the batch's loss to the live adapter's; metrics of the batch as seen from `step`."""
-        if self.peers is None:
+        if self.process_group is None:
             parts = [self.passes(examples, groups, self.budget.tokens)]
         else:
-            self.peers.send(
+            self.process_group.send(
                 Job(self.number, self.config, self.weights(), examples, groups, step, self.budget.tokens)
             )
-            parts = self.peers.together(
+            parts = self.process_group.all_reduce(
                 lambda: self.passes(examples, groups, self.budget.tokens), self.parameters
             )
         sequences = [e.sequence for e in examples]
@@ -323,12 +323,12 @@ class Engine:
         sequences = [e.sequence for e in examples]
         packing = self.packing_of(examples, groups)
         batches = micro_batches(sequences, groups, budget, packing, self._cost)
-        if self.peers is not None:
-            if len(batches) < self.peers.size:
+        if self.process_group is not None:
+            if len(batches) < self.process_group.size:
                 size = sum(b.layout.ids_RL.numel() for b in batches)
-                smaller = max(-(-size // self.peers.size), _LEAST_BUDGET)
+                smaller = max(-(-size // self.process_group.size), _LEAST_BUDGET)
                 batches = micro_batches(sequences, groups, min(budget, smaller), packing, self._cost)
-            batches = self.peers.share(batches)
+            batches = self.process_group.partition(batches)
         total = self._tokens(sequences)
         measured = Measured()
         for batch in batches:

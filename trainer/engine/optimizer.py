@@ -1,4 +1,4 @@
-"""AdamW and its schedule for one step: made anew from the settings of now and the state that the line carries."""
+"""AdamW and its schedule for one step: made anew from the settings of now and the state that the state carries."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from transformers import get_scheduler
 
 from pipeline.config import TrainerConfig
-from trainer.engine.state import Line
+from trainer.engine.state import TrainState
 
 _PROGRESS = ("last_epoch", "_step_count")
 """Of a scheduler's state, how far it has come; the rest is its settings."""
 
 
 def optimizer_of(
-    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], line: Line
+    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer and its learning rate scheduler, as `line` left them, under the settings of `config`. `line` is not changed."""
+    """The optimizer and its learning rate scheduler, as `state` left them, under the settings of `config`. `state` is not changed."""
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay, foreach=True,
     )  # fmt: skip
@@ -32,12 +32,12 @@ def optimizer_of(
         num_warmup_steps=config.warmup_steps,
         num_training_steps=max(config.max_steps, 1),
     )
-    if line.optimizer is not None and line.scheduler is not None:
-        # The optimizer works on what it is given in place; the line must survive an abandoned step.
-        optimizer.load_state_dict(copy.deepcopy(line.optimizer))
+    if state.optimizer is not None and state.scheduler is not None:
+        # The optimizer works on what it is given in place; the state must survive an abandoned step.
+        optimizer.load_state_dict(copy.deepcopy(state.optimizer))
         # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has come.
         for name in _PROGRESS:
-            setattr(scheduler, name, line.scheduler[name])
+            setattr(scheduler, name, state.scheduler[name])
         for group, base, schedule in zip(
             optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
         ):

@@ -49,7 +49,7 @@ _PATIENCE = timedelta(days=365)
 """Between two steps the others wait for as long as no groups come."""
 
 
-class PeerError(RuntimeError):
+class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
@@ -66,7 +66,7 @@ class Job:
     budget: int
 
 
-class Peers:
+class ProcessGroup:
     """The processes of this trainer, as seen from one of them."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -75,7 +75,7 @@ class Peers:
         self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @classmethod
-    def join(cls) -> Peers:
+    def join(cls) -> ProcessGroup:
         """Meet the other processes that the launcher started, by its environment variables."""
         names = (
             "RANK",
@@ -138,7 +138,7 @@ class Peers:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def share(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def partition(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This process's passes: the same division is found in every process. Large ones are dealt out first."""
         load = [0.0] * self.size
         mine = []
@@ -149,11 +149,11 @@ class Peers:
                 mine.append(batch)
         return mine
 
-    def together(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter]) -> list[T]:
+    def all_reduce(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter]) -> list[T]:
         """Do `work` in every process and sum the gradients of `parameters`; what each came to, by rank.
 
         Raises what failed here, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of memory, and
-        `PeerError`."""
+        `WorkerError`."""
         failure: Exception | None = None
         result: T | None = None
         try:
@@ -173,7 +173,7 @@ class Peers:
         if any(out_of_memory for _, out_of_memory, _, _ in outcomes):
             raise torch.OutOfMemoryError("another process of the trainer ran out of memory")
         if others := [f"process {rank}: {said}" for rank, (_, _, _, said) in enumerate(outcomes) if said]:
-            raise PeerError("; ".join(others)[:2000])
+            raise WorkerError("; ".join(others)[:2000])
         self._sum(parameters)
         return [result for result, _, _, _ in outcomes]
 
@@ -190,7 +190,7 @@ def _size(batch: MicroBatch) -> float:
     return float(batch.layout.ids_RL.numel())
 
 
-def follow(config: Config, peers: Peers) -> None:
+def worker_loop(config: Config, process_group: ProcessGroup) -> None:
     """A process other than the first: do its part of every step until the first says that it is over."""
     from trainer.learner import make_engines
 
@@ -198,22 +198,26 @@ def follow(config: Config, peers: Peers) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with TemporaryDirectory() as scratch:
-        engines = list(make_engines(config, Path(scratch), peers).values())
-        while (job := peers.receive()) is not None:
+        engines = list(make_engines(config, Path(scratch), process_group).values())
+        while (job := process_group.receive()) is not None:
             take_part(engines[job.engine], job)
 
 
 def take_part(engine: Engine, job: Job) -> None:
     """What a follower does of one try; a failure is the leader's to deal with, which was told."""
-    assert engine.peers is not None
-    engine.use(job.config)
-    engine.put(job.weights)
+    assert engine.process_group is not None
+    engine.configure(job.config)
+    engine.load_adapter(job.weights)
     engine.model.zero_grad(set_to_none=True)
     try:
-        engine.peers.together(lambda: engine.passes(job.examples, job.groups, job.budget), engine.parameters)
+        engine.process_group.all_reduce(
+            lambda: engine.passes(job.examples, job.groups, job.budget), engine.parameters
+        )
     except (RuntimeError, ValueError) as error:
         log.warning(
-            "part of a step failed", rank=engine.peers.rank, error=f"{type(error).__name__}: {error}"[:500]
+            "part of a step failed",
+            rank=engine.process_group.rank,
+            error=f"{type(error).__name__}: {error}"[:500],
         )
         free(engine)
 

@@ -30,7 +30,7 @@ class SamplerMismatchError(UntrainableError):
 
 
 @dataclass(eq=False)
-class Line:
+class TrainState:
     """One policy's training state between steps."""
 
     step: int
@@ -45,9 +45,9 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """A line one step on, and what was measured on the way."""
+    """The state after one step, and what was measured on the way."""
 
-    line: Line
+    state: TrainState
     metrics: dict[str, float]
     dropped: tuple[TokenSequence, ...] = ()
     """Sequences that were left out, since memory does not hold a pass of any of them alone."""

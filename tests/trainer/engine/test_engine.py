@@ -18,7 +18,7 @@ from trainer.batches.groups import Example
 from trainer.batches.packing import Layout, padded
 from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
-from trainer.engine.state import Line, SamplerMismatchError, UntrainableError
+from trainer.engine.state import SamplerMismatchError, TrainState, UntrainableError
 from trainer.learner import _shape
 
 
@@ -28,30 +28,32 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
 
 
-def sampled_by(engine: Engine, line: Line, name: str, seed: int, step: int | None = None) -> TokenSequence:
-    """A sequence with the logprobs that `line`'s adapter gives it, as a sampler would have recorded them."""
+def sampled_by(
+    engine: Engine, state: TrainState, name: str, seed: int, step: int | None = None
+) -> TokenSequence:
+    """A sequence with the logprobs that `state`'s adapter gives it, as a sampler would have recorded them."""
     rng = np.random.default_rng(seed)
     prompt, reply = rng.integers(2, VOCAB, 7).tolist(), rng.integers(2, VOCAB, 5).tolist()
-    at = line.step if step is None else step
+    at = state.step if step is None else step
     (blank,) = build(name, [exchange(name, 0, prompt, reply, step=at)])
-    engine.put(line.weights)
+    engine.load_adapter(state.weights)
     with torch.no_grad():
         logprobs, _ = engine.logprobs(padded([blank]), (1, 5))
     (sequence,) = build(name, [exchange(name, 0, prompt, reply, logprobs=logprobs[0].tolist(), step=at)])
     return sequence
 
 
-def batch(engine: Engine, line: Line, seed: int = 0) -> list[Example]:
-    return [Example(sampled_by(engine, line, f"t{i}", seed + i), 1.0 if i % 2 else -1.0) for i in range(6)]
+def batch(engine: Engine, state: TrainState, seed: int = 0) -> list[Example]:
+    return [Example(sampled_by(engine, state, f"t{i}", seed + i), 1.0 if i % 2 else -1.0) for i in range(6)]
 
 
 def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: Engine) -> None:
-    line = engine.new_line()
-    old = batch(engine, line)
+    state = engine.initial_state()
+    old = batch(engine, state)
     for _ in range(2):
-        line = engine.step(line, batch(engine, line, seed=50), [0] * 6).line
-    fresh = batch(engine, line, seed=90)
-    metrics = engine.step(line, [*old, *fresh], [0] * 12).metrics
+        state = engine.step(state, batch(engine, state, seed=50), [0] * 6).state
+    fresh = batch(engine, state, seed=90)
+    metrics = engine.step(state, [*old, *fresh], [0] * 12).metrics
     assert metrics["sampler_logprob_diff"] < 1e-5
     assert metrics["sampler_logprob_checked"] > 0
     assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2, 1)
@@ -60,57 +62,57 @@ def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: En
 
 
 def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engine) -> None:
-    line = engine.new_line()
-    line = engine.step(line, batch(engine, line), [0] * 6).line
-    examples = batch(engine, line, seed=40)
-    measured = engine.step(line, examples, [0] * 6).metrics["kl"]
+    state = engine.initial_state()
+    state = engine.step(state, batch(engine, state), [0] * 6).state
+    examples = batch(engine, state, seed=40)
+    measured = engine.step(state, examples, [0] * 6).metrics["kl"]
     config = engine.config
-    engine.use(msgspec.structs.replace(config, beta=1e-9))
-    in_the_loss = engine.step(line, examples, [0] * 6).metrics["kl"]
-    engine.use(config)
+    engine.configure(msgspec.structs.replace(config, beta=1e-9))
+    in_the_loss = engine.step(state, examples, [0] * 6).metrics["kl"]
+    engine.configure(config)
     assert measured == pytest.approx(in_the_loss, rel=1e-4)
     assert measured > 1e-6
 
 
 def test_the_wrong_version_shows(engine: Engine) -> None:
-    line = engine.new_line()
+    state = engine.initial_state()
     for i in range(2):
-        line = engine.step(line, batch(engine, line, seed=20 * i), [0] * 6).line
-    wrong = [Example(sampled_by(engine, line, f"t{i}", i, step=0), 1.0) for i in range(4)]
+        state = engine.step(state, batch(engine, state, seed=20 * i), [0] * 6).state
+    wrong = [Example(sampled_by(engine, state, f"t{i}", i, step=0), 1.0) for i in range(4)]
     with pytest.raises(
         SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the versions that sampled"
     ):
-        engine.step(line, wrong, [0] * 4)
+        engine.step(state, wrong, [0] * 4)
     config = engine.config
-    engine.use(msgspec.structs.replace(config, logprob_bound=10.0))
-    assert engine.step(line, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
-    engine.use(config)
+    engine.configure(msgspec.structs.replace(config, logprob_bound=10.0))
+    assert engine.step(state, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
+    engine.configure(config)
 
 
 def test_every_token_of_the_present_version_is_held_to_the_sampler(engine: Engine) -> None:
     """Beyond the few sequences that are recomputed: what the passes compute anyway says it for all of them."""
-    line = engine.new_line()
-    examples = batch(engine, line)
-    metrics = engine.step(line, examples, [0] * 6).metrics
+    state = engine.initial_state()
+    examples = batch(engine, state)
+    metrics = engine.step(state, examples, [0] * 6).metrics
     assert metrics["on_policy_logprob_diff_max"] < 1e-5
     wrong = [
         Example(dataclasses.replace(e.sequence, logprobs=e.sequence.logprobs - 0.01), 1.0) for e in examples
     ]
     config = engine.config
-    engine.use(msgspec.structs.replace(config, check_sequences=0))
+    engine.configure(msgspec.structs.replace(config, check_sequences=0))
     with pytest.raises(
         SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this version"
     ):
-        engine.step(line, wrong, [0] * 6)
-    engine.use(config)
+        engine.step(state, wrong, [0] * 6)
+    engine.configure(config)
 
 
 def test_what_is_checked_is_laid_out_as_what_is_trained(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that was: the check looked at padded rows while prefix trees were trained."""
-    line = engine.new_line()
-    examples = batch(engine, line)
+    state = engine.initial_state()
+    examples = batch(engine, state)
     original = Layout.dense_mask
 
     def shifted(self: Layout, *args: Any) -> Any:
@@ -118,23 +120,23 @@ def test_what_is_checked_is_laid_out_as_what_is_trained(
         return None if mask is None else mask & (torch.arange(mask.shape[-1]) != 3)
 
     config = engine.config
-    engine.use(msgspec.structs.replace(config, packing="prefix"))
+    engine.configure(msgspec.structs.replace(config, packing="prefix"))
     monkeypatch.setattr(Layout, "dense_mask", shifted)
     monkeypatch.setattr("trainer.engine.engine.SamplerMismatchError", RuntimeError)
     with pytest.raises(RuntimeError, match="at the versions that sampled"):
-        engine.step(line, examples, [0] * 6)
-    engine.use(msgspec.structs.replace(config, packing="padded"))
-    engine.step(line, examples, [0] * 6)
-    engine.use(config)
+        engine.step(state, examples, [0] * 6)
+    engine.configure(msgspec.structs.replace(config, packing="padded"))
+    engine.step(state, examples, [0] * 6)
+    engine.configure(config)
 
 
 def test_an_abandoned_step_leaves_no_trace(engine: Engine) -> None:
-    start = engine.step(engine.new_line(), batch(engine, engine.new_line()), [0] * 6).line
+    start = engine.step(engine.initial_state(), batch(engine, engine.initial_state()), [0] * 6).state
     kept = copy.deepcopy(start)
     examples = batch(engine, start, seed=30)
-    first = engine.step(start, examples, [0] * 6).line
+    first = engine.step(start, examples, [0] * 6).state
     engine.step(start, batch(engine, start, seed=60), [0] * 6)  # computed and thrown away
-    again = engine.step(start, examples, [0] * 6).line
+    again = engine.step(start, examples, [0] * 6).state
     for name, tensor in kept.weights.items():
         torch.testing.assert_close(start.weights[name], tensor, rtol=0, atol=0)
         torch.testing.assert_close(first.weights[name], again.weights[name], rtol=0, atol=0)
@@ -142,33 +144,33 @@ def test_an_abandoned_step_leaves_no_trace(engine: Engine) -> None:
 
 
 def test_policies_over_one_model_do_not_touch_each_other(engine: Engine) -> None:
-    def course(seed: int, other: bool) -> Line:
-        line, noise = engine.new_line(), engine.new_line()
+    def course(seed: int, other: bool) -> TrainState:
+        state, noise = engine.initial_state(), engine.initial_state()
         for i in range(3):
-            line = engine.step(line, batch(engine, line, seed + 10 * i), [0] * 6).line
+            state = engine.step(state, batch(engine, state, seed + 10 * i), [0] * 6).state
             if other:
-                noise = engine.step(noise, batch(engine, noise, 500 + i), [0] * 6).line
-        return line
+                noise = engine.step(noise, batch(engine, noise, 500 + i), [0] * 6).state
+        return state
 
-    start = engine.new_line()
-    engine.put(start.weights)
+    start = engine.initial_state()
+    engine.load_adapter(start.weights)
     one = course(0, other=False)
-    engine.put(start.weights)
+    engine.load_adapter(start.weights)
     two = course(0, other=True)
     for name, tensor in one.weights.items():
         torch.testing.assert_close(tensor, two.weights[name], rtol=0, atol=0)
 
 
 def test_a_gradient_that_is_not_finite_is_no_step(engine: Engine) -> None:
-    line = engine.new_line()
-    examples = batch(engine, line)
+    state = engine.initial_state()
+    examples = batch(engine, state)
     examples[0] = Example(examples[0].sequence, float("inf"))
     with pytest.raises(UntrainableError, match="not taken"):
-        engine.step(line, examples, [0] * 6)
+        engine.step(state, examples, [0] * 6)
 
 
 def test_large_vocabularies_are_scored_in_pieces(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = batch(engine, engine.new_line())
+    examples = batch(engine, engine.initial_state())
 
     def gradient() -> list[torch.Tensor]:
         engine.model.zero_grad()
@@ -197,7 +199,7 @@ def test_settings_that_can_not_be_used_say_so(tiny_base: str, tmp_path: Path) ->
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
     other = Engine(tiny_base, TrainerConfig(lora_rank=2), tmp_path)
     with pytest.raises(ValueError, match="lora_rank"):
-        engine.put(other.weights())
+        engine.load_adapter(other.weights())
 
 
 def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(
@@ -222,7 +224,7 @@ def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(
     engine = Engine(tiny_base, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "v_proj")), tmp_path)
     assert {n.split(".")[-3] for n in engine.weights()} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match="dtype, lora_targets can't be changed once the model is loaded"):
-        engine.use(TrainerConfig(lora_rank=4, dtype="bfloat16"))
+        engine.configure(TrainerConfig(lora_rank=4, dtype="bfloat16"))
     with pytest.raises(
         ConfigError, match="lora_targets: q_prj can't have an adapter; there are: down_proj, gate_proj"
     ):
@@ -233,7 +235,7 @@ def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
     config = TrainerConfig(lora_rank=4)
     warm, cold = Engine(tiny_base, config, tmp_path), Engine(tiny_base, config, tmp_path)
     warm.warm_up()
-    examples = batch(cold, cold.new_line())
-    one = warm.step(warm.new_line(), examples, [0] * 6).line
-    two = cold.step(cold.new_line(), examples, [0] * 6).line
+    examples = batch(cold, cold.initial_state())
+    one = warm.step(warm.initial_state(), examples, [0] * 6).state
+    two = cold.step(cold.initial_state(), examples, [0] * 6).state
     assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)

@@ -139,9 +139,9 @@ def test_a_model_with_a_state_trains_in_rows(tmp_path: Path) -> None:
     )  # the logprobs are made up
     sequences, groups = conversations()
     examples = [Example(s, 1.0 if i % 2 else -1.0) for i, s in enumerate(sequences)]
-    step = engine.step(engine.new_line(), examples, groups)
+    step = engine.step(engine.initial_state(), examples, groups)
     assert step.metrics["packing_ratio"] == pytest.approx(1.0, abs=0.1)
-    assert any((step.line.weights[k] != 0).any() for k in step.line.weights if "lora_B" in k)
+    assert any((step.state.weights[k] != 0).any() for k in step.state.weights if "lora_B" in k)
 
 
 @pytest.mark.parametrize(

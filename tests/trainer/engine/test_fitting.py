@@ -49,20 +49,20 @@ def long_one(tokens: int) -> Example:
 
 
 def test_out_of_memory_halves_the_budget_and_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = engine.new_line()
-    examples = batch(engine, line)
-    whole = engine.step(line, examples, [0] * 6)
+    state = engine.initial_state()
+    examples = batch(engine, state)
+    whole = engine.step(state, examples, [0] * 6)
     with_room_for(engine, 60, monkeypatch)
     engine.config = msgspec.structs.replace(engine.config, check_sequences=0)
-    halved = engine.step(line, examples, [0] * 6)
+    halved = engine.step(state, examples, [0] * 6)
     assert halved.metrics["token_budget"] <= 64
     assert halved.metrics["micro_batches"] > 1
     assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
-    for name, tensor in whole.line.weights.items():
-        torch.testing.assert_close(halved.line.weights[name], tensor, rtol=1e-7, atol=1e-9)
+    for name, tensor in whole.state.weights.items():
+        torch.testing.assert_close(halved.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
     monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
-        engine.step(line, examples, [0] * 6)
+        engine.step(state, examples, [0] * 6)
 
 
 @pytest.mark.parametrize("packing", ["padded", "prefix"])
@@ -70,46 +70,46 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     engine: Engine, packing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The fault that was: the budget fell to 64 for good, the trainer restarted ten times and the batch was buried."""
-    engine.use(msgspec.structs.replace(engine.config, packing=packing))
-    line = engine.new_line()
-    examples = batch(engine, line)
-    without = engine.step(line, examples, [0] * 6)
+    engine.configure(msgspec.structs.replace(engine.config, packing=packing))
+    state = engine.initial_state()
+    examples = batch(engine, state)
+    without = engine.step(state, examples, [0] * 6)
     assert without.dropped == ()
     assert without.metrics["sequences_dropped"] == 0
     tried = with_room_for(engine, 150, monkeypatch)
     long = long_one(200)
-    result = engine.step(line, [*examples[:3], long, *examples[3:]], [0] * 7)
+    result = engine.step(state, [*examples[:3], long, *examples[3:]], [0] * 7)
     assert result.dropped == (long.sequence,)
     assert (result.metrics["sequences_dropped"], result.metrics["tokens_dropped"]) == (1, 3)
     assert result.metrics["sequences"] == 6
     assert tried.count(202) == 2  # it gets a second try alone, with all memory free
-    for name, tensor in without.line.weights.items():
-        torch.testing.assert_close(result.line.weights[name], tensor, rtol=1e-7, atol=1e-9)
+    for name, tensor in without.state.weights.items():
+        torch.testing.assert_close(result.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
     # The sequence was at fault: passes are as large as before.
     assert engine.budget.tokens == 1024
     assert "memory does not hold a pass of it alone" in caplog.text
 
 
 def test_where_nothing_fits_the_batch_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = engine.new_line()
-    examples = batch(engine, line)
+    state = engine.initial_state()
+    examples = batch(engine, state)
     with_room_for(engine, 5, monkeypatch)
     with pytest.raises(UntrainableError, match="step 1 is not taken: memory holds none of its 6 sequences"):
-        engine.step(line, examples, [0] * 6)
+        engine.step(state, examples, [0] * 6)
 
 
 def test_the_budget_grows_again_after_good_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "GOOD_STEPS", 2)
     engine.budget = budget.Budget(1024)
-    line = engine.new_line()
-    examples = batch(engine, line)
+    state = engine.initial_state()
+    examples = batch(engine, state)
     with monkeypatch.context() as scarce:
         with_room_for(engine, 60, scarce)
-        engine.step(line, examples, [0] * 6)
+        engine.step(state, examples, [0] * 6)
     found = [engine.budget.tokens]
     assert found[0] < 66
     for _ in range(12):
-        engine.step(line, examples, [0] * 6)
+        engine.step(state, examples, [0] * 6)
         found.append(engine.budget.tokens)
     assert found[-1] == 1024
     assert found == sorted(found)
@@ -125,10 +125,10 @@ def test_a_check_that_does_not_fit_is_left_out_and_said(
             raise torch.OutOfMemoryError("too much")
         return original(self, *args, **kwargs)
 
-    line = engine.new_line()
-    examples = batch(engine, line)
+    state = engine.initial_state()
+    examples = batch(engine, state)
     monkeypatch.setattr(Engine, "logprobs", checks_fail)
-    metrics = engine.step(line, examples, [0] * 6).metrics
+    metrics = engine.step(state, examples, [0] * 6).metrics
     assert metrics["checks_left_out"] == 1
     assert "sampler_logprob_diff" not in metrics
     assert "a check of the step is left out" in caplog.text

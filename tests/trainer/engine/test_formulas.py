@@ -63,7 +63,7 @@ def cases() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("settings", cases(), ids=lambda s: " ".join(f"{v}" for v in s.values()))
 def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, Any]) -> None:
     config = TrainerConfig(**{"lora_rank": 4, "correction_max": 1.4, "seed": 0} | settings)
-    engine.use(config)
+    engine.configure(config)
     rng = np.random.default_rng(3)
     examples, current, base, entropies = [], [], [], []
     for i, n in enumerate(LENGTHS):

@@ -83,5 +83,5 @@ def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
 
     monkeypatch.setattr(engine, "_backward", watch)
     sequences, groups = tree_of_conversations()
-    engine.step(engine.new_line(), [Example(s, 1.0) for s in sequences], groups)
+    engine.step(engine.initial_state(), [Example(s, 1.0) for s in sequences], groups)
     assert all(b.layout.ends_RL is None for b in seen)

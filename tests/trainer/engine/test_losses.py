@@ -249,7 +249,7 @@ def test_parity_with_trl_s_options(
     engine = engines["tiny"]
     gradients = assert_parity(engine, options, theirs, tmp_path)
     kept = ("loss_type", "beta", "sampler_correction")
-    engine.use(TrainerConfig(**BATCH | {k: v for k, v in options.items() if k in kept}))
+    engine.configure(TrainerConfig(**BATCH | {k: v for k, v in options.items() if k in kept}))
     engine.model.zero_grad()
     engine.backward(batch(), [0] * 6, 0)
     assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.parameters], rel=1e-3)
@@ -269,7 +269,7 @@ def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -
     with pytest.raises(
         ConfigError, match=r"sampler_correction: loss_type vespo takes .* not 'sequence_truncate'"
     ):
-        engines["tiny"].use(
+        engines["tiny"].configure(
             TrainerConfig(
                 lora_rank=4, dtype="float64", loss_type="vespo", sampler_correction="sequence_truncate"
             )
@@ -283,7 +283,7 @@ def test_what_is_relied_on_of_trls_inside_is_there(inside: str) -> None:
 
 def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
     with pytest.raises(ConfigError, match="loss_options: sapo_temprature is none of"):
-        engines["tiny"].use(
+        engines["tiny"].configure(
             TrainerConfig(lora_rank=4, dtype="float64", loss_options={"sapo_temprature": 1.0})
         )
 
@@ -293,7 +293,7 @@ def assert_parity(
 ) -> list[float]:
     """Compare loss and gradients under our `settings` with TRL's under `theirs`; returns the gradients' norms."""
     config = TrainerConfig(**BATCH | settings)
-    engine.use(config)
+    engine.configure(config)
     examples = batch()
     engine.model.zero_grad()
     # The KL of TRL is set by hand on its trainer: see `reference`.
@@ -329,7 +329,7 @@ def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
     engine = engines["tiny"]
-    engine.use(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction=correction))  # type: ignore[arg-type]
+    engine.configure(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction=correction))  # type: ignore[arg-type]
     engine.model.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
@@ -339,12 +339,12 @@ def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine],
 
 def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.ndarray:
     """Change of the trained tokens' logprobs after one small step."""
-    line = engine.new_line()
+    state = engine.initial_state()
     before = _logprobs(engine, sequence)
-    after = engine.step(line, [Example(sequence, advantage)], [0]).line
-    engine.put(after.weights)
+    after = engine.step(state, [Example(sequence, advantage)], [0]).state
+    engine.load_adapter(after.weights)
     changed = _logprobs(engine, sequence) - before
-    engine.put(line.weights)
+    engine.load_adapter(state.weights)
     return changed
 
 
@@ -358,7 +358,7 @@ def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
 
 def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
     engine = engines["tiny"]
-    engine.use(TrainerConfig(lora_rank=4, dtype="float64", learning_rate=1e-4, logprob_bound=1e9))
+    engine.configure(TrainerConfig(lora_rank=4, dtype="float64", learning_rate=1e-4, logprob_bound=1e9))
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
     assert _direction(engine, sequence, 1.0).sum() > 0
     assert _direction(engine, sequence, -1.0).sum() < 0
@@ -367,7 +367,7 @@ def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engin
 def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
     """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
     engine = engines["tiny"]
-    engine.use(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction="sequence_truncate"))
+    engine.configure(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction="sequence_truncate"))
 
     def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
         (sequence,) = build(
@@ -392,7 +392,7 @@ def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp
     engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
     before = engine.weights()
     engine.model.is_loaded_in_4bit = True
-    engine.use(TrainerConfig(lora_rank=4, learning_rate=1e-3))
+    engine.configure(TrainerConfig(lora_rank=4, learning_rate=1e-3))
     assert {p.dtype for p in engine.parameters} == {torch.float32}
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
     with torch.no_grad():  # what is read and written as the adapter is still what is trained

@@ -106,9 +106,9 @@ def test_on_cuda_the_budget_is_what_fits(tmp_path: Path, monkeypatch: pytest.Mon
     engine.device = torch.device("cuda")
     engine.plan_passes()
     assert engine.budget.tokens == made_up.tokens() == 4500
-    engine.use(TrainerConfig(lora_rank=4, tokens_per_batch=20_000))
+    engine.configure(TrainerConfig(lora_rank=4, tokens_per_batch=20_000))
     assert engine.budget.tokens == 4500
-    engine.use(TrainerConfig(lora_rank=4, tokens_per_batch=100))
+    engine.configure(TrainerConfig(lora_rank=4, tokens_per_batch=100))
     assert engine.budget.tokens == 100
 
 

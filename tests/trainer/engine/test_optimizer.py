@@ -23,29 +23,31 @@ def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, 
     old = msgspec.structs.replace(engine.config, learning_rate=1e-2, lr_schedule=schedule, max_steps=10)
     new = msgspec.structs.replace(old, learning_rate=1e-4, weight_decay=0.1, adam_betas=(0.8, 0.9))
     kept = engine.config
-    engine.use(old)
-    line = engine.step(engine.new_line(), batch(engine, engine.new_line()), [0] * 6).line
-    engine.use(new)
-    after = engine.step(line, batch(engine, line, seed=20), [0] * 6)
+    engine.configure(old)
+    state = engine.step(engine.initial_state(), batch(engine, engine.initial_state()), [0] * 6).state
+    engine.configure(new)
+    after = engine.step(state, batch(engine, state, seed=20), [0] * 6)
     share = 0.9 if schedule == "linear" else 1.0
     assert after.metrics["learning_rate"] == pytest.approx(1e-4 * share)
-    (group,) = after.line.optimizer["param_groups"]  # type: ignore[index]
+    (group,) = after.state.optimizer["param_groups"]  # type: ignore[index]
     assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.9))
-    moved = max(float((after.line.weights[k] - line.weights[k]).abs().max()) for k in line.weights)
+    moved = max(float((after.state.weights[k] - state.weights[k]).abs().max()) for k in state.weights)
     assert 0 < moved < 1e-3
-    engine.use(old)
-    moved = engine.step(line, batch(engine, line, seed=20), [0] * 6).line.weights
-    assert max(float((moved[k] - line.weights[k]).abs().max()) for k in moved) > 1e-3
-    engine.use(kept)
+    engine.configure(old)
+    moved = engine.step(state, batch(engine, state, seed=20), [0] * 6).state.weights
+    assert max(float((moved[k] - state.weights[k]).abs().max()) for k in moved) > 1e-3
+    engine.configure(kept)
 
 
 def test_the_inverse_root_falls_without_an_end(engine: Engine) -> None:
     kept = engine.config
-    engine.use(msgspec.structs.replace(kept, learning_rate=1e-3, lr_schedule="inverse_sqrt", warmup_steps=1))
-    line, rates = engine.new_line(), []
+    engine.configure(
+        msgspec.structs.replace(kept, learning_rate=1e-3, lr_schedule="inverse_sqrt", warmup_steps=1)
+    )
+    state, rates = engine.initial_state(), []
     for _ in range(5):
-        result = engine.step(line, batch(engine, line), [0] * 6)
-        line = result.line
+        result = engine.step(state, batch(engine, state), [0] * 6)
+        state = result.state
         rates.append(result.metrics["learning_rate"])
-    engine.use(kept)
+    engine.configure(kept)
     assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
