@@ -1,9 +1,9 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - a benchmark waits for other processes, and polls what it measures
 """How fast and how trustworthy the judge is: writes benchmarks/results/judge.json.
 
-    python -m benchmarks.judge [--groups 1000] [--concurrency 2] [--workers 1] [--out benchmarks/results/judge.json]
+    python -m benchmarks.judge [--groups 1000] [--concurrency 2] [--out benchmarks/results/judge.json]
 
-A real NATS server, the judge as a process with litellm, and the scoring server (no language model: it answers in 50 ms
+A real NATS server, the judge as a process, and the scoring server (no language model: it answers in 50 ms
 what the trajectories' own text says) as another process. Every group has 8 trajectories and is judged twice, in
 different orders. `ideal_groups_per_s` is what the limit on calls at once allows: concurrency / (2 x 50 ms). A second
 run kills the judge with SIGKILL in the middle. Position bias and injection are measured with the same judge code in
@@ -122,7 +122,7 @@ def resident_mb(pid: int) -> float:
     return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 
 
-async def measure(groups: int, concurrency: int, workers: int, kill: bool) -> dict[str, Any]:
+async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
     """One run over `groups`; with `kill`, the judge dies once in the middle."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -143,7 +143,6 @@ async def measure(groups: int, concurrency: int, workers: int, kill: bool) -> di
                     model="openai/scorer",
                     api_base=json.loads(line)["url"],
                     concurrency=concurrency,
-                    workers=workers,
                     judgings=JUDGINGS,
                 )
                 save(Config(nats=settings, run_dir=folder, judge=judge), config)
@@ -218,11 +217,11 @@ async def injections() -> tuple[int, int]:
     return gained, len(ATTACKS)
 
 
-async def run(groups: int, concurrency: int, workers: int) -> dict[str, Any]:
+async def run(groups: int, concurrency: int) -> dict[str, Any]:
     random.seed(0)
     load = os.getloadavg()[0]
-    plain = await measure(groups, concurrency, workers, kill=False)
-    killed = await measure(groups, concurrency, workers, kill=True)
+    plain = await measure(groups, concurrency, kill=False)
+    killed = await measure(groups, concurrency, kill=True)
     ideal = concurrency / (JUDGINGS * DELAY_S)
     gained, attacks = await injections()
     return {
@@ -230,7 +229,6 @@ async def run(groups: int, concurrency: int, workers: int) -> dict[str, Any]:
         "members": MEMBERS,
         "judgings": JUDGINGS,
         "concurrency": concurrency,
-        "workers": workers,
         "cpus": os.cpu_count(),
         "load_before": load,
         "judge_latency_s": DELAY_S,
@@ -256,10 +254,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge")
     parser.add_argument("--groups", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=1, help="processes that call the judge model")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/judge.json"))
     args = parser.parse_args()
-    result = anyio.run(run, args.groups, args.concurrency, args.workers)
+    result = anyio.run(run, args.groups, args.concurrency)
     if result["most_at_once"] > args.concurrency:
         raise SystemExit(f"more calls at once than judge.concurrency: {result}")
     for name in ("exactly_once", "exactly_once_after_kill"):

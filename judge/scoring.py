@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from judge.groups import Group, GroupKey, key_of
-from judge.models.params import scoring
+from judge.models.params import scoring_params
 from judge.ruler.rubrics import load_rubric
 from pipeline.config import JudgeConfig
 from pipeline.events import (
@@ -76,7 +76,7 @@ def judge_hash(config: JudgeConfig) -> str:
             "agreement": config.agreement,
             "temperature": config.temperature,
             "context_tokens": config.context_tokens,
-            "params": scoring(config),
+            "params": scoring_params(config),
             "prompt": PROMPT_VERSION,
         }
     return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]

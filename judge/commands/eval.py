@@ -20,7 +20,8 @@ import msgspec
 from rich.console import Console
 
 from judge.commands.labelled import LabelledGroup, agreement, read_labelled
-from judge.models.llm import Complete, open_router
+from judge.models.chat import ChatModel
+from judge.models.judge_model import open_judge_model
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import JudgingError, LlmRuler
 from judge.ruler.transcripts import Transcript
@@ -28,16 +29,14 @@ from pipeline.config import ConfigError, JudgeConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict
 
 
-async def evaluate(
-    config: JudgeConfig, groups: Sequence[LabelledGroup], complete: Complete
-) -> dict[str, Any]:
+async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel) -> dict[str, Any]:
     """Judge every group once and compare. Groups that could not be judged are counted, not guessed."""
 
     async def no_log(member: TrajectoryCompleted) -> Transcript:
         raise LookupError(member.trajectory)  # labelled groups bring their transcripts along
 
     rubric = load_rubric(config.rubric)
-    ruler = LlmRuler(config, rubric, complete, no_log)
+    ruler = LlmRuler(config, rubric, model, no_log)
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     verdicts: list[Verdict] = []
     failures: list[str] = []
@@ -75,8 +74,8 @@ async def evaluate(
 
 
 async def _run(config: JudgeConfig, groups: Sequence[LabelledGroup]) -> dict[str, Any]:
-    async with open_router(config) as complete:
-        return await evaluate(config, groups, complete)
+    async with open_judge_model(config) as model:
+        return await evaluate(config, groups, model)
 
 
 def add_command(commands: Any) -> None:

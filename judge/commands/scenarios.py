@@ -22,7 +22,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from judge.models.llm import Complete, Messages, ModelError, open_router
+from judge.models.chat import ChatModel, Messages, ModelError
+from judge.models.judge_model import open_judge_model
 from judge.ruler.lenient_json import Object, documents
 from judge.ruler.prompt import defuse
 from pipeline.config import Config, ConfigError, load
@@ -87,12 +88,12 @@ def read_batch(reply: str) -> list[Scenario]:
     """The scenarios in a reply, whatever stands around them; none where it can't be read."""
     found = []
     for document in (d.value for d in documents(reply)):
-        entries = document.one(("scenarios", "tasks")) if isinstance(document, Object) else document
+        entries = document.first(("scenarios", "tasks")) if isinstance(document, Object) else document
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, str):
                 task, difficulty = entry, 3
             elif isinstance(entry, Object):
-                task, difficulty = entry.one(("task", "scenario", "prompt")), entry.one(("difficulty",))
+                task, difficulty = entry.first(("task", "scenario", "prompt")), entry.first(("difficulty",))
             else:
                 continue
             if isinstance(task, str) and task.strip():
@@ -112,7 +113,7 @@ def is_new(candidate: Scenario, kept: Sequence[Scenario]) -> bool:
 
 
 async def generate(
-    complete: Complete, description: str, count: int, kept: Sequence[Scenario] = ()
+    model: ChatModel, description: str, count: int, kept: Sequence[Scenario] = ()
 ) -> list[Scenario]:
     """`count` scenarios, those in `kept` included. Raises `ScenarioError` where the model brings nothing new any more,
     with what there is as its second argument."""
@@ -130,7 +131,7 @@ async def generate(
         ]
         before = len(out)
         try:
-            reply = await complete(messages, _SCHEMA)
+            reply = await model(messages, _SCHEMA)
         except ModelError as error:
             why = str(error)
         else:
@@ -169,8 +170,8 @@ async def _run(config: Config, description: str, count: int, out: Path, kept: Se
     """Returns what went wrong, or nothing."""
     failure = ""
     try:
-        async with open_router(config.judge) as complete:
-            found = await generate(complete, description, count, kept)
+        async with open_judge_model(config.judge) as model:
+            found = await generate(model, description, count, kept)
     except ScenarioError as error:
         failure, found = str(error.args[0]), error.args[1]
     write_scenarios(out, found)

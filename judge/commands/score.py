@@ -100,10 +100,8 @@ async def score_group(config: Config, group: GroupToScore) -> Scored:
     async def load(member: TrajectoryCompleted) -> Transcript:
         return transcripts[member.trajectory]
 
-    # A caller waits for this one group and can ask again; the running judge has an hour for each. One group needs no processes.
-    once = msgspec.structs.replace(
-        config, judge=msgspec.structs.replace(config.judge, retry_for_s=0.0, workers=0)
-    )
+    # A caller waits for this one group and can ask again; the running judge has an hour for each.
+    once = msgspec.structs.replace(config, judge=msgspec.structs.replace(config.judge, retry_for_s=0.0))
     failed: UnscoredError | None = None
     async with open_composed(once, load) as composed:
         assert composed is not None

@@ -1,4 +1,4 @@
-"""`judge.params`: whatever litellm takes, from the settings, with secrets from the environment only."""
+"""`judge.params` and `judge.model_params`: any parameter of litellm's `completion`, with secrets from the environment only."""
 
 from __future__ import annotations
 
@@ -13,53 +13,57 @@ from pipeline.config.secrets import REFERENCE
 RESERVED = frozenset(
     {"model", "messages", "response_format", "client", "stream", "n", "tools", "tool_choice", "functions", "fallbacks"}
 )  # fmt: skip
-"""What the judge sets itself; another value would break the reading of its replies."""
+"""Parameters that the judge sets itself. Another value would break the parsing of replies."""
 _CONNECTION = re.compile(
     r"^(?:api_\w+|base_url|\w*headers|organization|tenant_id|client_\w+|azure_\w+|aws_\w+|vertex_\w+|\w*timeout"
     r"|\w*retries|max_tokens|max_completion_tokens|user|metadata|region_name|watsonx_\w+|ssl_\w+)$"
 )
-"""Parameters that say how to reach the model, not what it says."""
+"""Parameters that say how to reach the model and do not change its scores."""
+
+
+def api_key(config: JudgeConfig) -> str:
+    """Return the key in the variable `judge.api_key_env`, or an empty string if none is named. Raises `ConfigError`."""
+    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+    if config.api_key_env and not key:
+        raise ConfigError(f"judge.api_key_env: the environment has no {config.api_key_env}")
+    return key
 
 
 def of_model(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
-    """litellm's parameters for the model `name`: `judge.params` where it is of the judge model's provider (secrets go nowhere
-    else), then its own `judge.model_params`. References to the environment are resolved.
+    """Return the parameters for the model `name`, with references to the environment resolved.
 
-    Raises `ConfigError` naming a parameter that can't be used, or the variable that is missing."""
-    table = dict(config.params) if same_provider else {}
+    `judge.model_params` of the model come first. `judge.params` are added if `same_provider`: they may hold secrets of the judge
+    model's provider. Raises `ConfigError` naming a parameter that cannot be used, or a missing variable."""
+    tables = {"judge.params": config.params}
+    tables |= {f"judge.model_params.{model}": table for model, table in config.model_params.items()}
+    for model in config.model_params:
+        if model not in (config.model, *config.fallbacks):
+            raise ConfigError(
+                f"judge.model_params: {model} is neither judge.model nor one of judge.fallbacks"
+            )
+    for where, table in tables.items():
+        if reserved := next((key for key in table if key in RESERVED), ""):
+            raise ConfigError(f"{where}.{reserved}: the judge sets this parameter itself; remove it")
     own = config.model_params.get(name, {})
-    check(config)
+    shared = config.params if same_provider else {}
     return {
-        **{k: _resolved(v, f"judge.params.{k}") for k, v in table.items() if k not in own},
-        **{k: _resolved(v, f"judge.model_params.{name}.{k}") for k, v in own.items()},
+        **{k: _resolve(v, f"judge.params.{k}") for k, v in shared.items() if k not in own},
+        **{k: _resolve(v, f"judge.model_params.{name}.{k}") for k, v in own.items()},
     }
 
 
-def check(config: JudgeConfig) -> None:
-    """Raises `ConfigError` for a reserved parameter, or parameters of a model that is not asked."""
-    tables = {"judge.params": config.params}
-    tables |= {f"judge.model_params.{name}": table for name, table in config.model_params.items()}
-    for name in config.model_params:
-        if name not in (config.model, *config.fallbacks):
-            raise ConfigError(f"judge.model_params: {name} is neither judge.model nor one of judge.fallbacks")
-    for where, table in tables.items():
-        for key in table:
-            if key in RESERVED:
-                raise ConfigError(f"{where}.{key}: the judge sets this parameter itself")
-
-
-def scoring(config: JudgeConfig) -> dict[str, Any]:
-    """The parameters that can change scores, as written: they name the judge configuration."""
+def scoring_params(config: JudgeConfig) -> dict[str, Any]:
+    """Return the parameters that can change scores, by model and as written. They are part of the judge's identity."""
     tables = {"": config.params, **config.model_params}
     found = {n: {k: v for k, v in t.items() if not _CONNECTION.match(k)} for n, t in tables.items()}
     return {n: t for n, t in found.items() if t}
 
 
-def _resolved(value: Any, where: str) -> Any:
+def _resolve(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
-        return {k: _resolved(v, f"{where}.{k}") for k, v in value.items()}
+        return {k: _resolve(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_resolved(v, where) for v in value]
+        return [_resolve(v, where) for v in value]
     return REFERENCE.sub(lambda m: _variable(m, where), value) if isinstance(value, str) else value
 
 

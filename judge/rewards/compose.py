@@ -14,8 +14,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from judge.models.callers import open_complete
-from judge.models.llm import Complete, calls_at_once
+from judge.models.chat import ChatModel
+from judge.models.judge_model import open_judge_model
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler, Load
@@ -160,16 +160,12 @@ def combine(config: JudgeConfig, parts: Mapping[str, float]) -> float:
             return math.fsum(weights[n] * v for n, v in parts.items()) / total if total else 0.0
 
 
-def make_rulers(config: JudgeConfig, complete: Complete, load: Load) -> dict[str, LlmRuler]:
-    """One for each rubric in use; they share the limit of calls at once."""
-    limiter = anyio.CapacityLimiter(calls_at_once(config))
+def make_rulers(config: JudgeConfig, model: ChatModel, load: Load) -> dict[str, LlmRuler]:
+    """One for each rubric in use."""
     wanted = {r.name: r.rubric or config.rubric for r in config.rewards if r.kind == "ruler"}
     if not config.rewards:
         wanted = {"": config.rubric}
-    return {
-        name: LlmRuler(config, load_rubric(rubric), complete, load, limiter=limiter)
-        for name, rubric in wanted.items()
-    }
+    return {name: LlmRuler(config, load_rubric(rubric), model, load) for name, rubric in wanted.items()}
 
 
 async def recall(broker: Broker, config: Config, rulers: Mapping[str, LlmRuler]) -> None:
@@ -202,7 +198,7 @@ async def open_composed(config: Config, read: Load) -> AsyncIterator[Composed | 
         }
         rulers: dict[str, LlmRuler] = {}
         if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
-            rulers = make_rulers(judge, await stack.enter_async_context(open_complete(judge)), read)
+            rulers = make_rulers(judge, await stack.enter_async_context(open_judge_model(judge)), read)
         yield Composed(judge, rulers, functions, read)
 
 

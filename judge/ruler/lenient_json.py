@@ -1,9 +1,9 @@
-"""JSON out of a model's reply, read once from left to right: linear time whatever the text.
+"""JSON documents in a model's reply, scanned once from left to right: linear time for any text.
 
-Between and around the documents anything may stand. Within them the usual slips are forgiven where their meaning is plain:
-trailing commas, a comma that is missing between objects, single quotes, bare keys, line breaks in strings, Python's `None` and
-`True`, `7/10` without quotes, `//` comments. Nothing is made up: of a document that breaks off, only entries that were
-completed count.
+Any text may stand between documents. Within a document these deviations are accepted, because their meaning is clear: trailing
+commas, a missing comma between objects, single quotes, bare keys, line breaks in strings, `None` and `True`, `7/10` and `70%`
+without quotes, `//` comments. Of a document that breaks off, only the complete entries are returned.
+docs/decisions/0036-judge-scores-are-0-to-1.md compares this with libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _OPENING = re.compile(r"[{\[]")
-# Quantifiers are possessive: a token is matched in one pass or not at all.
+# Quantifiers are possessive, so that a pattern never reads a character twice; a test holds this.
 _TOKEN = re.compile(
     r"\s*+(?://[^\n]*+\s*+)*+(?:(?P<mark>[{}\[\],:])"
     r'|"(?P<double>(?:[^"\\]++|\\.)*+)(?P<closed>"?)'
@@ -24,36 +24,37 @@ _TOKEN = re.compile(
     re.S,
 )
 _NUMBER = re.compile(r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+")
-_MEASURE = re.compile(r"[-+]?\d++(?:\.\d++)?+(?:/\d++(?:\.\d++)?+|%)")
-_WORDS = {
+_FRACTION = re.compile(r"[-+]?\d++(?:\.\d++)?+(?:/\d++(?:\.\d++)?+|%)")
+_CONSTANTS = {
     "true": True, "false": False, "null": None, "True": True, "False": False, "None": None,
     "NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf"),
 }  # fmt: skip
-_LONGEST_WORD = 64
-_DEEPEST = 64
+_MAX_WORD = 64
+_MAX_DEPTH = 64
+_INVALID = object()
 
 
 class Object(list[tuple[str, Any]]):
-    """A JSON object with its duplicate keys."""
+    """A JSON object that keeps duplicate keys."""
 
-    def one(self, keys: tuple[str, ...]) -> Any:
-        """The value of the first of `keys` that it has, in the order of `keys`; None where it has none of them."""
-        folded = [(fold(k), v) for k, v in self]
-        return next((v for key in keys for k, v in folded if k == key), None)
+    def first(self, keys: tuple[str, ...]) -> Any:
+        """Return the value of the first of `keys` that is present, in the order of `keys`, or `None`."""
+        normalized = [(normalize(k), v) for k, v in self]
+        return next((v for key in keys for k, v in normalized if k == key), None)
 
-    def several(self, keys: tuple[str, ...]) -> bool:
-        """Whether more than one of its keys is among `keys`."""
-        return sum(fold(key) in keys for key, _ in self) > 1
+    def occurrences(self, keys: tuple[str, ...]) -> int:
+        """Return how many entries have one of `keys`."""
+        return sum(normalize(key) in keys for key, _ in self)
 
 
-def fold(key: str) -> str:
-    """A key without what writers vary: `Final Score`, `final-score` and `final_score` are one."""
-    return re.sub(r"[\s_-]+", "_", key.strip()[:_LONGEST_WORD].lower())
+def normalize(key: str) -> str:
+    """Return a key in lower case with underscores: `Final Score`, `final-score` and `final_score` are the same."""
+    return re.sub(r"[\s_-]+", "_", key.strip()[:_MAX_WORD].lower())
 
 
 @dataclass(frozen=True)
 class Document:
-    """One outermost value, and where it stood."""
+    """One outermost object or list, and its span in the text."""
 
     value: Any
     start: int
@@ -61,26 +62,35 @@ class Document:
 
 
 @dataclass
-class _Open:
-    container: list[Any]
-    key: str = ""
-    expects: str = ""
-    starts: list[int] = field(default_factory=list)
-    """Where each value that is an object or a list began; the rest of `container` has none."""
-    held: list[tuple[Any, int, int]] = field(default_factory=list)
-    """Containers that were completed in it, with start and end."""
-    began: int = 0
+class _Frame:
+    """An object or list whose end has not been read yet."""
 
-    def put(self, value: Any) -> None:
-        if isinstance(self.container, Object):
-            self.container.append((self.key, value))
-        else:
-            self.container.append(value)
+    value: list[Any]
+    start: int
+    expects: str
+    """`key`, `colon`, `value` or `comma` in an object; `item` or `comma` in a list."""
+    key: str = ""
+    complete: list[Document] = field(default_factory=list)
+    """Objects and lists directly within it that have ended."""
+
+    @classmethod
+    def begin(cls, bracket: str, start: int) -> _Frame:
+        return cls(Object(), start, "key") if bracket == "{" else cls([], start, "item")
+
+    @property
+    def is_object(self) -> bool:
+        return isinstance(self.value, Object)
+
+    def append(self, value: Any) -> None:
+        self.value.append((self.key, value) if self.is_object else value)
         self.expects = "comma"
+
+    def accepts_container(self) -> bool:
+        return self.expects in ("value", "item") or (self.expects == "comma" and not self.is_object)
 
 
 def documents(text: str) -> Iterator[Document]:
-    """Every outermost object and list in `text`, in order; of a broken one the entries that are complete."""
+    """Return every outermost object and list in `text` in order; of a broken one, its complete entries."""
     position = 0
     while (opening := _OPENING.search(text, position)) is not None:
         found, position = _document(text, opening.start())
@@ -88,68 +98,50 @@ def documents(text: str) -> Iterator[Document]:
 
 
 def _document(text: str, start: int) -> tuple[list[Document], int]:
-    """What the bracket at `start` begins, and where to go on."""
-    stack = [_open(text[start], start)]
+    """Scan the document that begins at `start`. Return what it holds, and where to go on."""
+    stack = [_Frame.begin(text[start], start)]
     position = start + 1
     while (token := _TOKEN.match(text, position)) is not None:
         top, mark, position = stack[-1], token["mark"], token.end()
-        begins = position - 1
-        if mark in ("{", "["):
-            fits = top.expects in ("value", "item") or (
-                top.expects == "comma" and not isinstance(top.container, Object)
-            )
-            if not fits or len(stack) >= _DEEPEST:
-                return _complete(stack), begins
-            stack.append(_open(mark, begins))
-        elif mark in ("}", "]"):
-            closes = "}" if isinstance(top.container, Object) else "]"
-            if mark != closes or top.expects in ("colon", "value"):
-                return _complete(stack), position
-            stack.pop()
-            if not stack:
-                return [Document(top.container, start, position)], position
-            stack[-1].put(top.container)
-            stack[-1].held.append((top.container, top.began, position))
-        elif mark == ",":
-            if top.expects in ("colon", "value"):
-                return _complete(stack), position
-            top.expects = "key" if isinstance(top.container, Object) else "item"
-        elif mark == ":":
-            if top.expects != "colon":
-                return _complete(stack), position
-            top.expects = "value"
-        elif not _scalar(top, token):
-            return _complete(stack), position
-    return _complete(stack), len(text)
+        match mark:
+            case "{" | "[":
+                if not top.accepts_container() or len(stack) >= _MAX_DEPTH:
+                    return _complete_entries(stack), position - 1
+                stack.append(_Frame.begin(mark, position - 1))
+            case "}" | "]":
+                if (mark == "}") != top.is_object or top.expects in ("colon", "value"):
+                    return _complete_entries(stack), position
+                ended = Document(stack.pop().value, top.start, position)
+                if not stack:
+                    return [ended], position
+                stack[-1].append(ended.value)
+                stack[-1].complete.append(ended)
+            case "," if top.expects not in ("colon", "value"):
+                top.expects = "key" if top.is_object else "item"
+            case ":" if top.expects == "colon":
+                top.expects = "value"
+            case None if _take_scalar(top, token):
+                pass
+            case _:
+                return _complete_entries(stack), position
+    return _complete_entries(stack), len(text)
 
 
-def _open(bracket: str, start: int) -> _Open:
-    return (
-        _Open(Object(), expects="key", began=start)
-        if bracket == "{"
-        else _Open([], expects="item", began=start)
-    )
-
-
-def _scalar(top: _Open, token: re.Match[str]) -> bool:
-    """Take in a string, number or word; whether it fits."""
+def _take_scalar(top: _Frame, token: re.Match[str]) -> bool:
+    """Take a string, number or word as key or value. Return whether it is allowed there."""
     word = token["word"]
-    if word is None:
-        if not (token["closed"] or token["ended"]):
-            return False  # the text ends in it
-        value: Any = _string(token["double"] if token["double"] is not None else token["single"])
-    if top.expects in ("key", "comma") and isinstance(top.container, Object):
+    if word is None and not (token["closed"] or token["ended"]):
+        return False  # the text ends within the string
+    string = _string(token["double"] if token["double"] is not None else token["single"] or "")
+    if top.is_object and top.expects in ("key", "comma"):
         if word is not None and not word.replace("-", "_").isidentifier():
             return False
-        top.key, top.expects = (word if word is not None else value), "colon"
+        top.key, top.expects = (word if word is not None else string), "colon"
         return True
-    if top.expects not in ("value", "item"):
+    value = string if word is None else _scalar(word)
+    if top.expects not in ("value", "item") or value is _INVALID:
         return False
-    if word is not None:
-        known, value = _word(word)
-        if not known:
-            return False
-    top.put(value)
+    top.append(value)
     return True
 
 
@@ -158,27 +150,24 @@ def _string(raw: str) -> str:
         return raw
     try:
         return str(json.loads(f'"{raw}"', strict=False))
-    except ValueError:  # an escape that JSON does not know, or a bare quote
+    except ValueError:  # an escape that JSON does not have, or an unescaped quote
         return raw.replace("\\n", "\n").replace('\\"', '"').replace("\\'", "'")
 
 
-def _word(word: str) -> tuple[bool, Any]:
-    """Whether the word is a value, and which."""
-    if word in _WORDS:
-        return True, _WORDS[word]
+def _scalar(word: str) -> Any:
+    """Return the value of an unquoted word: a constant, a number, a fraction as text, or `_INVALID`."""
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    short = len(word) <= _MAX_WORD
     if _NUMBER.fullmatch(word):
-        return True, float(word) if len(word) <= _LONGEST_WORD else None
-    if _MEASURE.fullmatch(word):
-        return True, word if len(word) <= _LONGEST_WORD else None
-    return False, None
+        return float(word) if short else None
+    if _FRACTION.fullmatch(word):
+        return word if short else None
+    return _INVALID
 
 
-def _complete(stack: list[_Open]) -> list[Document]:
-    """Of a document that breaks off: what its open lists hold, and what the innermost open object does.
+def _complete_entries(stack: list[_Frame]) -> list[Document]:
+    """Return the complete entries of a document that breaks off: those of its open lists and of the innermost open object.
 
-    The entries of an outer object are left out, because what it went on to say may have replaced them."""
-    out = []
-    for place, frame in enumerate(stack):
-        if not isinstance(frame.container, Object) or place == len(stack) - 1:
-            out += [Document(*held) for held in frame.held]
-    return out
+    Entries of outer objects are left out, because a later key might have replaced them."""
+    return [d for f in stack if f is stack[-1] or not f.is_object for d in f.complete]

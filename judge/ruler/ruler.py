@@ -17,7 +17,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 import anyio.to_thread
 
-from judge.models.llm import Complete, ContextWindowError, ModelError, Reply
+from judge.models.chat import ChatModel, ContextWindowError, ModelError, ModelReply
 from judge.ruler import prompt, replies
 from judge.ruler.aggregation import Judging, PositionBias, agree, concordance, merge, orders
 from judge.ruler.budget import pieces
@@ -45,6 +45,9 @@ _LARGE = 50_000
 """Characters of a reply, or bytes of trajectories, that are worked on in a thread, so that nothing else has to wait."""
 _QUOTED = 4_000
 """Characters of a reply that are sent back where the rest of its scores is asked for."""
+
+
+_INCOMPLETE = "Some scores were missing or contradicted each other."
 
 
 class JudgingError(Exception):
@@ -92,15 +95,13 @@ class LlmRuler:
         self,
         config: JudgeConfig,
         rubric: Rubric,
-        complete: Complete,
+        model: ChatModel,
         load: Load,
         *,
-        limiter: anyio.CapacityLimiter | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`limiter` bounds calls at once and may be shared; `rng` draws nonces and ids, which no one may guess."""
-        self._config, self.rubric, self._complete, self._load = config, rubric, complete, load
-        self._limiter = limiter or anyio.CapacityLimiter(config.concurrency)
+        """`rng` draws nonces and ids, which no one may guess."""
+        self._config, self.rubric, self._model, self._load = config, rubric, model, load
         self._groups = anyio.CapacityLimiter(config.concurrency)
         self._rng = rng or random.SystemRandom()
         self._context_tokens = config.context_tokens
@@ -233,8 +234,7 @@ class LlmRuler:
         for attempt in range(self._config.attempts):
             self.measured.asked_again += attempt > 0
             try:
-                async with self._limiter:
-                    reply = await self._complete(messages, prompt.answer_schema(wanted))
+                reply = await self._model(messages, prompt.answer_schema(wanted))
             except ContextWindowError:
                 raise
             except ModelError as error:
@@ -243,23 +243,23 @@ class LlmRuler:
                 reply.model, reply.prompt_tokens, reply.completion_tokens, reply.cost_usd, reply.latency_s
             )
             self._account(reply.prompt_tokens, reply.completion_tokens, reply.cost_usd)
-            got = await _off_loop(len(reply.text), replies.read, reply.text, wanted)
+            got = await _off_loop(len(reply.text), replies.parse_scores, reply.text, wanted)
             if not got.missing:
                 scores |= got.scores
                 why |= got.explanations
                 return self._verdict(asked, scores, why, spent)
             problem = f"{len(got.missing)} of {len(subset)} scores could not be read: {_excerpt(reply)}"
-            if got.scores and got.scale == 1.0:
+            if got.scores or got.out_of_range:
                 scores |= got.scores
                 why |= got.explanations
                 wanted = list(got.missing)
-                again = prompt.ask_again(wanted, "Some scores were missing or contradicted each other.")
+                fault = "Scores have to be from 0 to 1." if got.out_of_range else _INCOMPLETE
                 quoted = {"role": "assistant", "content": reply.text.strip()[:_QUOTED]}
-                messages = [*asked.messages, quoted, again]
-            else:
-                # Nothing to build on, or scores on a scale that an answer for a few could not be matched to.
+                messages = [*asked.messages, quoted, prompt.ask_again(wanted, fault)]
+            else:  # nothing to build on
                 asked = await _off_loop(characters, prompt.build, self.rubric, subset, self._rng, room)
-                messages, wanted, scores, why = list(asked.messages), list(asked.names), {}, {}
+                messages, wanted = list(asked.messages), list(asked.names)
+                scores, why = {}, {}
         raise JudgingError(f"after {self._config.attempts} calls, {problem}")
 
     def _account(self, prompt_tokens: int, completion_tokens: int, cost_usd: float) -> None:
@@ -333,7 +333,7 @@ async def _off_loop(characters: int, work: Callable[[*Args], T], *args: *Args) -
     return await anyio.to_thread.run_sync(work, *args)
 
 
-def _excerpt(reply: Reply) -> str:
+def _excerpt(reply: ModelReply) -> str:
     if reply.cut_off:
         return f"the reply was cut off after {reply.completion_tokens} tokens (judge.max_tokens): {reply.text.strip()[:200]!r}"
     return repr(reply.text.strip()[:200])

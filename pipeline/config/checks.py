@@ -90,8 +90,6 @@ def check(config: Config) -> None:
         raise ConfigError(
             f'{name}: a secret does not belong into settings; name its variable instead: "${{NAME}}"'
         )
-    if config.judge.workers > config.judge.concurrency:
-        raise ConfigError("judge.workers: no more processes than judge.concurrency")
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):
         raise ConfigError("judge.rewards: two have the same name")

@@ -53,9 +53,6 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """File with the rubric, or the name of one that comes with Journeyman; empty: the general one."""
     concurrency: Count = 16
     """Calls to the judge model at once."""
-    workers: Natural = 0
-    """Processes that call the judge model. Each makes up to about 150 calls a second, for which litellm takes a core; 0:
-    the judge's own process calls."""
     judgings: Count = 2
     """At most so many judgings of a group, each in another order; from the second on it ends once they agree."""
     agreement: NotNegative = 0.1

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from judge.models.llm import ContextWindowError, Messages, ModelError, Reply
+from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
@@ -53,7 +53,7 @@ class Model:
     def __init__(self, answer: Callable[[dict[str, Any]], Answer], *, cut_off: bool = False) -> None:
         self.answer, self.requests, self.cut_off = answer, list[dict[str, Any]](), cut_off
 
-    async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> Reply:
+    async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
         request: dict[str, Any] = {"messages": [dict(m) for m in messages], "response_format": schema}
         self.requests.append(request)
         text = self.answer(request)
@@ -61,7 +61,7 @@ class Model:
             raise ContextWindowError("the prompt is too long")
         if isinstance(text, int):
             raise ModelError(f"answered {text}")
-        return Reply(text, "test-judge", 100, 10, 0.001, 0.05, self.cut_off)
+        return ModelReply(text, "test-judge", 100, 10, 0.001, 0.05, self.cut_off)
 
 
 def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any) -> LlmRuler:

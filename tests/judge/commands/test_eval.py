@@ -97,7 +97,7 @@ def test_the_command_reports_and_exits_by_the_bound(
     async def make(config: JudgeConfig) -> AsyncIterator[Model]:
         yield Model(Scorer())
 
-    monkeypatch.setattr("judge.commands.eval.open_router", make)
+    monkeypatch.setattr("judge.commands.eval.open_judge_model", make)
     data = str(labelled(tmp_path / "x.jsonl"))
     command.main(["eval", data, "--set", "judge.model=test/judge", "--json", "--limit", "2"])
     assert json.loads(capsys.readouterr().out)["groups"] == 2

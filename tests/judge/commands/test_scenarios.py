@@ -75,7 +75,7 @@ def test_the_command_writes_and_appends(
     async def make(config: JudgeConfig) -> AsyncIterator[Model]:
         yield model
 
-    monkeypatch.setattr("judge.commands.scenarios.open_router", make)
+    monkeypatch.setattr("judge.commands.scenarios.open_judge_model", make)
     (tmp_path / "task.md").write_text("Find things.")
     out = tmp_path / "s.jsonl"
     common = ["--describe", str(tmp_path / "task.md"), "--out", str(out), "--set", "judge.model=m"]

@@ -270,13 +270,13 @@ async def test_a_reply_that_was_cut_off_is_an_error_that_names_the_setting() -> 
 
 async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    original = replies.read
+    original = replies.parse_scores
 
     def remember(text: str, ids: Any) -> replies.Read:
         threads.append(threading.get_ident())
         return original(text, ids)
 
-    monkeypatch.setattr(replies, "read", remember)
+    monkeypatch.setattr(replies, "parse_scores", remember)
     model = Model(per_call(lambda _: "[" + "\n" * 900_000, Scorer()))
     await ruler(model, judgings=1).judge(TRANSCRIPTS)
     assert threads[0] != threading.get_ident()

@@ -1,0 +1,97 @@
+"""The judge model of the settings: picks the client and adapts requests to what the model accepts.
+
+A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it
+(`judge.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved for replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from judge.models.chat import Client, ContextWindowError, Messages, ModelReply, RefusedError
+from judge.models.litellm_client import LiteLlmClient
+from judge.models.openai_client import OpenAiClient
+from judge.models.params import api_key
+from pipeline.config import JudgeConfig
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("judge.models.judge_model")
+
+_MIN_REPLY_TOKENS = 512
+"""`max_tokens` is never halved below this; a longer prompt is then the prompt's fault."""
+_SCHEMA_WORDS = ("response_format", "json_schema", "schema", "structured")
+
+
+class JudgeModel:
+    """A `ChatModel` over a client. At most `judge.concurrency` calls run at once; the others wait for their turn."""
+
+    def __init__(self, config: JudgeConfig, client: Client) -> None:
+        self._config, self._client = config, client
+        self._turns = anyio.CapacityLimiter(config.concurrency)
+        self._structured = config.structured != "text"
+        self._max_tokens = config.max_tokens
+
+    async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
+        parameters: dict[str, Any] = {}
+        if self._config.temperature is not None:
+            parameters["temperature"] = self._config.temperature
+        reserved = self._max_tokens
+        if reserved < self._config.max_tokens:
+            parameters["max_tokens"] = reserved
+        structured = schema is not None and self._structured
+        if structured:
+            parameters["response_format"] = schema
+        try:
+            async with self._turns:
+                return await self._client.send(messages, parameters)
+        except ContextWindowError:
+            if not self._reserve_less(messages, reserved):
+                raise
+        except RefusedError as error:
+            about_schema = any(word in str(error).lower() for word in _SCHEMA_WORDS)
+            if not (structured and self._config.structured == "auto" and about_schema):
+                raise
+            log.warning("no structured output", model=self._config.model, detail=str(error)[:300])
+            self._structured = False
+        return await self(messages, schema)
+
+    def _reserve_less(self, messages: Messages, reserved: int) -> bool:
+        """Halve the tokens reserved for replies if they, and not the prompt, take most of the context.
+
+        Return whether the call is worth repeating. A limit set in `judge.params` is never changed."""
+        own = {**self._config.params, **self._config.model_params.get(self._config.model, {})}
+        prompt_tokens = sum(len(m["content"].encode()) for m in messages) // 3
+        if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reserved:
+            return False
+        if self._max_tokens < reserved:
+            return True  # a concurrent call has halved it already
+        if reserved < 2 * _MIN_REPLY_TOKENS:
+            return False
+        self._max_tokens //= 2
+        log.warning(
+            "max_tokens halved: no room for the prompt", model=self._config.model, now=self._max_tokens
+        )
+        return True
+
+
+@asynccontextmanager
+async def open_judge_model(config: JudgeConfig) -> AsyncIterator[JudgeModel]:
+    """Open the model `judge.model`. Libraries are imported in a thread, and litellm only if it is needed.
+
+    Raises `ConfigError` if an environment variable or a parameter is missing or cannot be used."""
+    key = api_key(config)
+    client: Client
+    if await anyio.to_thread.run_sync(OpenAiClient.supports, config):
+        client = OpenAiClient(config, key)
+    else:
+        client = await anyio.to_thread.run_sync(LiteLlmClient, config, key)
+    try:
+        yield JudgeModel(config, client)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await client.aclose()

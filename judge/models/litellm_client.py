@@ -1,0 +1,96 @@
+"""Calls through litellm's router: any provider, fallbacks, prices.
+
+litellm takes seconds to import and would fetch a price list, so it is imported only when it is needed, in a thread, with
+the price list that comes with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply, RefusedError, make_reply
+from judge.models.params import of_model
+from pipeline.config import JudgeConfig
+
+_WITH_IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watsonx")
+"""Providers with credentials other than a key. litellm would not look for those if it were given a placeholder key."""
+
+
+def _import_litellm() -> Any:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    litellm.telemetry = False
+    litellm.suppress_debug_info = True
+    for name in ("LiteLLM", "LiteLLM Router", "LiteLLM Proxy"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return litellm
+
+
+class LiteLlmClient:
+    """A `Client` for `judge.model` and its fallbacks."""
+
+    def __init__(self, config: JudgeConfig, key: str) -> None:
+        """`key` may be empty. Blocks for the import of litellm.
+
+        Raises `ConfigError` if a parameter cannot be used or refers to a missing environment variable."""
+        self._config, self._key = config, key
+        self._litellm = _import_litellm()
+        names = [config.model, *config.fallbacks]
+        self._router = self._litellm.Router(
+            model_list=[self._deployment(name) for name in names],
+            num_retries=config.retries,
+            timeout=config.request_timeout_s,
+            fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
+            disable_cooldowns=len(names) == 1,
+        )
+        if len(names) == 1:
+            # The router counts calls and tokens for limits and cooldowns, which a single model does not have. The callbacks make
+            # litellm assemble a log record of every call: a fifth of a call's CPU time.
+            for callbacks in (self._litellm.success_callback, self._litellm._async_success_callback):
+                callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
+
+    async def aclose(self) -> None:
+        """litellm owns its connections and shares them between routers, so there is nothing to close."""
+
+    def _provider(self, name: str) -> str:
+        try:
+            return str(self._litellm.get_llm_provider(name)[1])
+        except self._litellm.exceptions.BadRequestError:  # litellm does not know the name
+            return name.partition("/")[0]
+
+    def _deployment(self, name: str) -> dict[str, Any]:
+        # A parameter that the model does not take is left out, unless `judge.params` sets `drop_params = false`.
+        parameters: dict[str, Any] = {"model": name, "drop_params": True}
+        same_provider = self._provider(name) == self._provider(self._config.model)
+        if same_provider:  # key and address are sent to no other provider
+            if self._config.api_base:
+                parameters["api_base"] = self._config.api_base
+            if self._key:
+                parameters["api_key"] = self._key
+            elif self._config.api_base and self._provider(name) not in _WITH_IDENTITIES:
+                parameters["api_key"] = (
+                    "none"  # OpenAI's client insists on one; a server without keys ignores it
+                )
+        if self._config.max_tokens:
+            parameters["max_tokens"] = self._config.max_tokens
+        own = of_model(self._config, name, same_provider=same_provider)
+        if "max_completion_tokens" in own:
+            parameters.pop("max_tokens", None)
+        return {"model_name": name, "litellm_params": {**parameters, **own}}
+
+    async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
+        began, model = time.monotonic(), self._config.model
+        try:
+            response = await self._router.acompletion(model=model, messages=messages, **parameters)
+        except self._litellm.exceptions.ContextWindowExceededError as error:
+            raise ContextWindowError(f"the prompt is too long for {model}: {str(error)[:500]}") from error
+        except self._litellm.exceptions.BadRequestError as error:
+            raise RefusedError(f"request refused by {model}: {str(error)[:500]}") from error
+        except Exception as error:  # litellm lets errors of many libraries through
+            raise ModelError(f"call of {model}: {type(error).__name__}: {str(error)[:500]}") from error
+        cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
+        return make_reply(response, model, time.monotonic() - began, float(cost or 0.0))

@@ -1,0 +1,326 @@
+"""Calls of the judge model over HTTP to the scoring server: one set of tests for both clients, then what each has of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from judge.models.chat import ContextWindowError, ModelError
+from judge.models.judge_model import JudgeModel, open_judge_model
+from judge.models.litellm_client import LiteLlmClient
+from judge.models.openai_client import OpenAiClient
+from pipeline.config import ConfigError, JudgeConfig
+from tests.kits.scoring_server import Answer, ScoringServer
+
+pytestmark = [
+    pytest.mark.anyio,
+    # litellm's and its dependencies' own.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def settings(server: ScoringServer, **fields: Any) -> JudgeConfig:
+    return JudgeConfig(model="openai/scorer", api_base=server.url, **{"retries": 0, **fields})
+
+
+Open = Callable[..., Awaitable[JudgeModel]]
+
+
+@pytest.fixture
+async def open_model() -> AsyncIterator[Open]:
+    """Opens judge models that are closed at the end of the test: `await open_model(config)`."""
+    async with AsyncExitStack() as stack:
+
+        async def enter(config: JudgeConfig) -> JudgeModel:
+            return await stack.enter_async_context(open_judge_model(config))
+
+        yield enter
+
+
+@pytest.fixture(params=["openai", "litellm"])
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which client is used, whatever the settings need."""
+    monkeypatch.setattr(OpenAiClient, "supports", lambda _: request.param == "openai")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_reply_comes_with_what_it_took(open_model: Open) -> None:
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        reply = await (await open_model(settings(server, temperature=0.0)))(HELLO, SCHEMA)
+        assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == (
+            "fine",
+            "scorer",
+            1,
+            1,
+        )
+        assert reply.latency_s > 0
+        (request,) = server.requests
+        assert (request["messages"], request["response_format"], request["temperature"]) == (
+            HELLO,
+            SCHEMA,
+            0.0,
+        )
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_provider_that_refuses_the_schema_is_asked_without(open_model: Open) -> None:
+    def refuse(request: dict[str, Any]) -> Answer:
+        return 400 if "response_format" in request else "fine"
+
+    async with ScoringServer(refuse, refusal="response_format is not supported", keep=True).run() as server:
+        model = await open_model(settings(server))
+        assert (await model(HELLO, SCHEMA)).text == "fine"
+        assert (await model(HELLO, SCHEMA)).text == "fine"
+        assert ["response_format" in r for r in server.requests] == [True, False, False]
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_failing_provider_is_tried_again_then_an_error(open_model: Open) -> None:
+    answers = iter([500, 503, "fine", 500, 500, 500])
+    async with ScoringServer(lambda _: next(answers)).run() as server:
+        model = await open_model(settings(server, retries=2))
+        assert (await model(HELLO, None)).text == "fine"
+        with pytest.raises(ModelError, match="InternalServerError"):
+            await model(HELLO, None)
+        assert server.calls == 6
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_reply_is_bounded_and_parameters_travel(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM", "t-1")
+    params = {
+        "seed": 3,
+        "extra_headers": {"x-team": "${TEAM}"},
+        "extra_body": {"chat_template_kwargs": {"a": 1}},
+    }
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        await (await open_model(settings(server)))(HELLO, None)
+        await (await open_model(settings(server, params=params, max_tokens=0)))(HELLO, None)
+        await (await open_model(settings(server, params={"max_tokens": 7})))(HELLO, None)
+        usual, own, less = server.requests
+        assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
+        assert (own["seed"], own["chat_template_kwargs"], "max_tokens" in own) == (3, {"a": 1}, False)
+        assert [h.get("x-team") for h in server.headers] == [None, "t-1", None]
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_prompt_that_is_too_long_is_an_error_of_its_own(open_model: Open) -> None:
+    refusal = "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens."
+    async with ScoringServer(lambda _: 400, refusal=refusal).run() as server:
+        with pytest.raises(ContextWindowError, match="maximum context length"):
+            await (await open_model(settings(server, max_tokens=100)))(HELLO, SCHEMA)
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply(open_model: Open) -> None:
+    """A judge model with 4,096 tokens refuses every prompt that comes with `max_tokens` of 8,192."""
+
+    def answer(request: dict[str, Any]) -> Answer:
+        prompt = sum(len(m["content"]) for m in request["messages"]) // 3
+        return 400 if prompt + request["max_tokens"] > 4096 else "fine"
+
+    refusal = "This model's maximum context length is 4096 tokens."
+    async with ScoringServer(answer, refusal=refusal, keep=True).run() as server:
+        model = await open_model(settings(server))
+        assert (await model(HELLO, SCHEMA)).text == "fine"
+        assert (await model(HELLO, SCHEMA)).text == "fine"
+        assert [r["max_tokens"] for r in server.requests] == [8192, 4096, 2048, 2048]
+        several = await open_model(settings(server))
+        async with anyio.create_task_group() as tg:
+            for _ in range(4):
+                tg.start_soon(several, HELLO, SCHEMA)
+        assert server.requests[-1]["max_tokens"] == 2048  # however many calls learned it at once
+        with pytest.raises(ContextWindowError):  # this prompt is what is too long
+            await model([{"role": "user", "content": "x" * 20_000}], SCHEMA)
+        assert server.requests[-1]["max_tokens"] == 2048
+        with pytest.raises(ContextWindowError):
+            await (await open_model(settings(server, params={"max_tokens": 5000})))(HELLO, SCHEMA)
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_reply_that_was_cut_off_says_so(open_model: Open) -> None:
+    async with ScoringServer(lambda _: "{", finish_reason="length").run() as server:
+        assert (await (await open_model(settings(server)))(HELLO, None)).cut_off
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_slow_provider_is_given_up(open_model: Open) -> None:
+    async with ScoringServer(delay_s=30).run() as server:
+        with pytest.raises(ModelError, match="Timeout"):
+            await (await open_model(settings(server, request_timeout_s=0.3)))(HELLO, None)
+
+
+@pytest.mark.usefixtures("client")
+async def test_a_key_that_is_not_there_is_a_clear_error(open_model: Open) -> None:
+    with pytest.raises(ConfigError, match="the environment has no NO_SUCH_KEY"):
+        await open_model(JudgeConfig(model="openai/x", api_key_env="NO_SUCH_KEY"))
+
+
+@pytest.mark.usefixtures("client")
+async def test_calls_at_once_are_bounded(open_model: Open) -> None:
+    def answer(request: dict[str, Any]) -> Answer:
+        return str(request["messages"][0]["content"])
+
+    async with ScoringServer(answer, delay_s=0.02).run() as server:
+        model = await open_model(settings(server, concurrency=3))
+        found: dict[str, str] = {}
+
+        async def one(text: str) -> None:
+            found[text] = (await model([{"role": "user", "content": text}], None)).text
+
+        async with anyio.create_task_group() as tg:
+            for text in [*map(str, range(30)), "äö" * 200_000]:
+                tg.start_soon(one, text)
+        assert all(text == reply for text, reply in found.items())
+        assert len(found) == 31
+        assert 1 < server.most <= 3
+
+
+# -- each client's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "direct"),
+    [
+        ({}, True),
+        ({"model": "openai/gpt-oss-20b", "params": {"seed": 1, "extra_body": {"top_k": 1}}}, True),
+        ({"model": "openai/Qwen/Qwen3-8B", "model_params": {"openai/Qwen/Qwen3-8B": {"top_p": 0.5}}}, True),
+        ({"api_base": ""}, False),
+        ({"model": "anthropic/x"}, False),
+        ({"model": "openai/gpt-5-mini"}, False),  # litellm knows its price and parameters
+        ({"model": "openai/o3"}, False),
+        ({"fallbacks": ("openai/y",)}, False),
+        ({"params": {"drop_params": False}}, False),
+        ({"params": {"organization": "x"}}, False),
+    ],
+)
+def test_an_address_that_speaks_openai_s_language_is_called_directly(
+    fields: dict[str, Any], direct: bool
+) -> None:
+    config = JudgeConfig(**{"model": "openai/scorer", "api_base": "http://127.0.0.1:1/v1", **fields})
+    assert OpenAiClient.supports(config) is direct
+
+
+async def test_a_body_that_is_no_completion_is_an_error(open_model: Open) -> None:
+    async def not_json(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\r\n"
+            await stream.send(head + b"oops")
+
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        anyio.create_task_group() as tg,
+    ):
+        tg.start_soon(listener.serve, not_json)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        config = JudgeConfig(model="openai/x", api_base=f"http://127.0.0.1:{port}/v1", retries=0)
+        with pytest.raises(ModelError, match="call of x: "):
+            await (await open_model(config))(HELLO, None)
+        tg.cancel_scope.cancel()
+
+
+async def test_a_fallback_answers_for_a_model_that_fails(open_model: Open) -> None:
+    def answer(request: dict[str, Any]) -> Answer:
+        return 500 if request["model"] == "scorer" else "fine"
+
+    async with ScoringServer(answer).run() as server:
+        model = await open_model(settings(server, fallbacks=("openai/other",)))
+        assert (await model(HELLO, None)).model == "other"
+
+
+async def test_what_a_model_does_not_take_is_left_out_or_an_error(open_model: Open) -> None:
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        asked = settings(server, params={"reasoning_effort": "low"})
+        asked = msgspec.structs.replace(asked, model="openai/gpt-4o-mini")
+        assert (await (await open_model(asked))(HELLO, None)).text == "fine"
+        assert "reasoning_effort" not in server.requests[0]
+        strict = msgspec.structs.replace(asked, params={"reasoning_effort": "low", "drop_params": False})
+        with pytest.raises(ModelError, match="does not support parameters"):
+            await (await open_model(strict))(HELLO, None)
+        takes = msgspec.structs.replace(strict, model="openai/gpt-5-mini")
+        await (await open_model(takes))(HELLO, None)
+        assert server.requests[1]["reasoning_effort"] == "low"
+        assert server.requests[1]["max_completion_tokens"] == 8192  # litellm's name for it with this model
+
+
+async def test_azure_is_asked_as_an_application_of_a_tenant(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A placeholder for the missing key once kept litellm from asking for a token."""
+    from litellm.llms.azure import common_utils
+
+    asked: list[dict[str, Any]] = []
+
+    def token_of(**identity: Any) -> Any:
+        asked.append(identity)
+        return lambda: "t-2"
+
+    monkeypatch.setattr(common_utils, "get_azure_ad_token_from_entra_id", token_of)
+    monkeypatch.setenv("SECRET", "s-1")
+    params = {
+        "api_version": "2025-04-01-preview",
+        "tenant_id": "t",
+        "client_id": "c",
+        "client_secret": "${SECRET}",
+    }
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        config = JudgeConfig(
+            model="azure/mine", api_base=server.url.removesuffix("/v1"), retries=0, params=params
+        )
+        assert (await (await open_model(config))(HELLO, None)).text == "fine"
+        assert server.headers[0]["authorization"] == "Bearer t-2"
+    assert {k: asked[0][k] for k in ("tenant_id", "client_id", "client_secret")} == {
+        "tenant_id": "t", "client_id": "c", "client_secret": "s-1",
+    }  # fmt: skip
+
+
+async def test_azure_is_asked_with_an_identity_of_the_environment(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENTRA_TOKEN", "t-1")
+    params = {"api_version": "2025-04-01-preview", "azure_ad_token": "${ENTRA_TOKEN}"}
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        config = JudgeConfig(
+            model="azure/mine", api_base=server.url.removesuffix("/v1"), retries=0, params=params
+        )
+        assert (await (await open_model(config))(HELLO, None)).text == "fine"
+        assert server.headers[0]["authorization"] == "Bearer t-1"
+        assert "api-key" not in server.headers[0]
+
+
+async def test_a_key_goes_to_its_provider_only(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k-1")
+    config = JudgeConfig(
+        model="openai/a",
+        fallbacks=("openai/b", "anthropic/c"),
+        api_base="http://127.0.0.1:1",
+        api_key_env="JUDGE_KEY",
+    )
+    client = (await open_model(config))._client
+    assert isinstance(client, LiteLlmClient)
+    listed = client._router.model_list
+    assert [d["litellm_params"].get("api_key") for d in listed] == ["k-1", "k-1", None]
+    assert [d["litellm_params"].get("api_base") for d in listed] == ["http://127.0.0.1:1"] * 2 + [None]
+
+
+def test_without_a_judge_model_litellm_is_not_imported() -> None:
+    code = "import judge.service, judge.rewards.compose, judge.models.judge_model, sys; print('litellm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
