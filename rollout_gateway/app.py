@@ -33,7 +33,7 @@ from rollout_gateway.dialects.translate import TranslatedStream, Translation
 from rollout_gateway.http.content_encoding import decode_body
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping, too_many_calls, unavailable
 from rollout_gateway.http.origins import OriginPolicy
-from rollout_gateway.http.server import HeaderList, Headers, Request
+from rollout_gateway.http.request import HeaderList, Headers, Request
 from rollout_gateway.serving.policy_feed import Watchers
 from rollout_gateway.serving.promotion import Action, Decision, Promotion
 from rollout_gateway.serving.routing import Router

@@ -30,7 +30,8 @@ from rollout_gateway.capture.detection import Inference
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.trajectories import Registry
 from rollout_gateway.http.origins import OriginPolicy
-from rollout_gateway.http.server import Limits, run_server
+from rollout_gateway.http.pool import Limits
+from rollout_gateway.http.server import run_server
 from rollout_gateway.serving.adapters import AdapterManager
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
@@ -159,7 +160,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 async with run_server(
                     app,
                     listener,
-                    Limits.of(config.gateway),
+                    Limits.from_config(config.gateway),
                     grace_s=config.gateway.drain_s,
                     admit=app.admit,
                     cut_off=app.cut_off,

@@ -246,9 +246,3 @@ class ApiKeys:
             if before is not None and before.per_minute == account.per_minute:
                 account.left, account.at = before.left, before.at
         self._keys, self._accounts = keys, accounts
-
-
-if __name__ == "__main__":
-    from rollout_gateway.access.command import main
-
-    main()

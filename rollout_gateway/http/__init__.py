@@ -1,0 +1,16 @@
+"""HTTP/1.1 in both directions. Nothing here knows what the gateway's calls mean, and this room imports no other room.
+
+| module | what lives there |
+| --- | --- |
+| `server` | runs the server: `run_server` |
+| `connection` | one client's connection: order of answers, deadlines |
+| `pool` | all connections together: limits, and which connection makes room |
+| `parser` | from bytes to requests |
+| `request` | one request and its answer |
+| `half_close` | whether a client that sends nothing more still waits |
+| `cancellation` | early end of a request's work |
+| `content_encoding` | compressed bodies |
+| `origins` | checks of `Host`, `Origin` and proxies' headers |
+| `errors` | errors in OpenAI's format |
+| `upstream`, `upstream_connection` | the client for inference servers |
+"""

@@ -1,4 +1,4 @@
-"""Bodies that a client sends compressed."""
+"""Compressed request bodies."""
 
 from __future__ import annotations
 
@@ -9,49 +9,43 @@ import anyio.to_thread
 from rollout_gateway.http.errors import ApiError
 
 _IN_THREAD = 16384
-"""Bytes of a compressed body beyond which it is unpacked in a thread."""
-_WINDOWS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+"""Bytes of a compressed body beyond which it is decompressed in a thread."""
+_WINDOW_BITS = {b"gzip": (31,), b"x-gzip": (31,), b"deflate": (15, -15)}
+"""zlib's window bits to try, in order. Some clients send `deflate` without zlib's header."""
 
 
-async def decode_body(body: bytes, coding: bytes, limit: int) -> bytes:
-    """`body` without its `Content-Encoding`.
+async def decode_body(body: bytes, encoding: bytes, limit: int) -> bytes:
+    """Decompress `body`. `encoding` is the value of its `Content-Encoding` header.
 
-    Raises a 415 `ApiError` for a coding that is not taken here, a 413 one for more than `limit` bytes, a 400 one for what
-    is not in that coding."""
-    name = coding.strip().lower()
+    Raises a 415 `ApiError` for an unsupported encoding, a 413 one if the result is larger than `limit` bytes, and a 400 one if the
+    body does not have that encoding."""
+    name = encoding.strip().lower()
     if name in (b"", b"identity"):
         return body
-    if name not in _WINDOWS:
+    if name not in _WINDOW_BITS:
         raise ApiError(
             415,
-            f"Bodies in the coding {name.decode('latin-1')!r} are not taken here: send gzip, deflate, or none.",
+            f"The Content-Encoding {name.decode('latin-1')!r} is not supported: send gzip, deflate, or none.",
             code="unsupported_encoding",
             headers=((b"accept-encoding", b"gzip, deflate"),),
         )
     if len(body) > _IN_THREAD:
-        return await anyio.to_thread.run_sync(_unpacked, body, name, limit)
-    return _unpacked(body, name, limit)
+        return await anyio.to_thread.run_sync(_decompress, body, name, limit)
+    return _decompress(body, name, limit)
 
 
-def _unpacked(body: bytes, name: bytes, limit: int) -> bytes:
-    try:
-        return _inflated(body, _WINDOWS[name], limit)
-    except zlib.error as error:
-        if name == b"deflate":  # some clients leave zlib's frame out
-            try:
-                return _inflated(body, -15, limit)
-            except zlib.error:
-                pass
-        raise ApiError(
-            400, f"The body is not in the coding {name.decode()!r} that its header names: {error}.", code="invalid_encoding"
-        ) from error  # fmt: skip
-
-
-def _inflated(body: bytes, window: int, limit: int) -> bytes:
-    unpacker = zlib.decompressobj(window)
-    out = unpacker.decompress(body, limit + 1)
-    if len(out) > limit:
-        raise ApiError(413, "The unpacked body is larger than this gateway takes.", code="body_too_large")
-    if not unpacker.eof:
-        raise zlib.error("it ends too early")
-    return out
+def _decompress(body: bytes, name: bytes, limit: int) -> bytes:
+    reason = ""
+    for window_bits in _WINDOW_BITS[name]:
+        try:
+            decompressor = zlib.decompressobj(window_bits)
+            out = decompressor.decompress(body, limit + 1)
+        except zlib.error as error:
+            reason = reason or str(error)
+            continue
+        if len(out) > limit:
+            raise ApiError(413, f"The decompressed body is larger than {limit} bytes.", code="body_too_large")
+        if decompressor.eof:
+            return out
+        reason = reason or "it ends too early"
+    raise ApiError(400, f"The body is not valid {name.decode()}: {reason}.", code="invalid_encoding")

@@ -1,4 +1,4 @@
-"""What the gateway says when it can't do what was asked: one class, OpenAI's error format on the wire."""
+"""Errors that are answered to clients, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 
+class ClientGoneError(Exception):
+    """The client closed its connection before its request was answered."""
+
+
 class ApiError(Exception):
-    """An answer with an error status. `kind` is OpenAI's `type`, `code` what a program should compare."""
+    """An answer with an error status. `kind` is `type` in OpenAI's format. `code` is for programs to compare."""
 
     def __init__(
         self,
@@ -28,45 +32,43 @@ class ApiError(Exception):
         return error_body(self.message, self.kind, self.code, self.param)
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before its request was answered."""
-
-
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    """`{"error": {...}}` as OpenAI's clients read it."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return msgspec.json.encode({"error": error})
+    """`{"error": {...}}` in OpenAI's format."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def invalid_json(detail: str) -> ApiError:
-    return ApiError(400, f"The body is not valid JSON for this call: {detail}", code="invalid_json")
+    return ApiError(400, f"The body is not valid JSON: {detail}", code="invalid_json")
+
+
+def body_too_large() -> ApiError:
+    return ApiError(
+        413,
+        "The body is larger than gateway.max_body_bytes, or gateway.max_control_body_bytes for the control API.",
+        code="body_too_large",
+    )
 
 
 def unknown_model(model: str, known: Sequence[str]) -> ApiError:
-    return ApiError(
-        404,
-        f"The model {model!r} does not exist. There are: {', '.join(known)}.",
-        kind="not_found_error",
-        code="model_not_found",
-        param="model",
-    )
+    message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
+    return ApiError(404, message, kind="not_found_error", code="model_not_found", param="model")
 
 
 def unknown_trajectory(trajectory: str) -> ApiError:
     return ApiError(
         404,
-        f"No trajectory {trajectory!r} can be reached by this caller: either it was not opened in this project, or another key "
-        "opened it. Open one with POST /v1/trajectories.",
+        f"Trajectory {trajectory!r} is unknown: it was not opened in this project, or another API key opened it. "
+        "Open one with POST /v1/trajectories.",
         kind="not_found_error",
         code="trajectory_not_found",
     )
 
 
 def invalid_key() -> ApiError:
-    """The same for every key that is not good, so that nothing can be learned by trying."""
+    """The same error for every invalid key, so that trying keys reveals nothing."""
     return ApiError(
         401,
-        "This gateway does not know this API key, or it has expired or been revoked.",
+        "The API key is missing, unknown, expired or revoked.",
         kind="authentication_error",
         code="invalid_api_key",
     )
@@ -77,22 +79,13 @@ def wrong_key(message: str, code: str) -> ApiError:
 
 
 def already_completed(trajectory: str, what: str) -> ApiError:
-    return ApiError(
-        409,
-        f"Trajectory {trajectory!r} is completed: {what}.",
-        kind="conflict_error",
-        code="trajectory_completed",
-    )
+    message = f"Trajectory {trajectory!r} is completed: {what}."
+    return ApiError(409, message, kind="conflict_error", code="trajectory_completed")
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    return ApiError(
-        503,
-        message,
-        kind="service_unavailable_error",
-        code=code,
-        headers=((b"retry-after", str(retry_after_s).encode()),),
-    )
+    headers = ((b"retry-after", str(retry_after_s).encode()),)
+    return ApiError(503, message, kind="service_unavailable_error", code=code, headers=headers)
 
 
 def stopping() -> ApiError:
@@ -102,7 +95,7 @@ def stopping() -> ApiError:
 def too_many_calls() -> ApiError:
     return ApiError(
         429,
-        "This gateway has as many calls under way as gateway.max_calls allows.",
+        "The gateway has reached gateway.max_calls. Try again.",
         kind="rate_limit_error",
         code="too_many_calls",
         headers=((b"retry-after", b"1"),),
@@ -110,6 +103,5 @@ def too_many_calls() -> ApiError:
 
 
 def timed_out() -> ApiError:
-    return ApiError(
-        504, "The inference server did not answer in time.", kind="timeout_error", code="upstream_timeout"
-    )
+    message = "The inference server did not answer within gateway.request_timeout_s."
+    return ApiError(504, message, kind="timeout_error", code="upstream_timeout")

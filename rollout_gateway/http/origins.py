@@ -1,7 +1,8 @@
-"""What a request's head says of where it comes from: the name it was sent to, the web page that sent it, the proxy before us.
+"""Checks of `Host`, `Origin` and the headers of proxies.
 
-A web page can make a browser send requests to a gateway on the loopback, and a name of its own can be made to point
-there. So the name in `Host` has to be one of ours, and a foreign page is refused unless the settings name its origin.
+A web page can make a browser send requests to a gateway on the loopback interface, and the page's owner can make a host name point
+there. So `Host` has to hold one of the gateway's names, and requests of other web pages are refused unless the settings name their
+origin.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
 
 _KNOWN_HOSTS = 1024
-"""`Host` headers that were checked and are remembered."""
+"""Valid `Host` headers that are remembered."""
 _AUTHORITY = re.compile(r"([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
 _PAIR = re.compile(r'\s*([A-Za-z]+)\s*=\s*("[^"]*"|[^;,\s]*)\s*')
 
@@ -24,12 +25,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_loopback(host: str) -> bool:
+    """Whether a name or address is of the loopback interface."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 class OriginPolicy:
-    """Checks heads, and knows by which URL clients reach the gateway. Raises `ConfigError` for settings it can't use."""
+    """Decides by a request's head where it may come from. Raises `ConfigError` for invalid settings."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._loopback = is_loopback(config.host)
@@ -39,12 +41,12 @@ class OriginPolicy:
             url = urlsplit(self._public)
             if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
                 raise ConfigError(
-                    f"gateway.public_url: {config.public_url!r} is no URL such as https://gateway.example.com"
+                    f"gateway.public_url: {config.public_url!r} must be a URL such as https://gateway.example.com"
                 )
             self._names.add(url.hostname)
         if self._loopback:
             self._names.add("localhost")
-        # Beyond the loopback there are keys, and without a list of names there is nothing to compare with.
+        # A gateway that others can reach has API keys, so it takes any name unless `gateway.hosts` lists some.
         self._any_name = "*" in config.hosts or not (self._loopback or config.hosts)
         self._any_origin = "*" in config.cors_origins
         self._origins = {origin.encode() for origin in config.cors_origins}
@@ -55,9 +57,10 @@ class OriginPolicy:
         self._known: set[bytes] = set()
 
     def check(self, request: Request) -> bool:
-        """Whether the request is a CORS preflight, which needs no key and only its headers in answer.
+        """Check the headers. Returns whether this is a CORS preflight, which needs no key and is answered without a body.
 
-        Raises a 400 `ApiError` for a `Host` that is no `name[:port]`, a 421 one for a name that is not ours, a 403 one for a page that may not call."""
+        Raises a 400 `ApiError` for an invalid `Host`, a 421 one for a `Host` that is not the gateway's, and a 403 one for a request of
+        a web page that may not call."""
         headers = request.headers
         host = headers.get(b"host")
         if host is not None and host not in self._known:
@@ -67,25 +70,25 @@ class OriginPolicy:
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and (
             request.method != "GET" or headers.get(b"sec-fetch-mode") != b"navigate"
         ):
-            raise _foreign("another web page")
+            raise _foreign("other web pages")
         return False
 
     def _check_host(self, host: bytes) -> None:
-        told = host.decode("latin-1")
-        if not _is_authority(told):
+        authority = host.decode("latin-1")
+        if not _is_authority(authority):
             raise ApiError(
                 400,
-                f"The Host {told[:200]!r} is not a name or an address with or without a port from 1 to 65535.",
+                f"The Host {authority[:200]!r} is invalid: send a name or an address, with or without a port from 1 to 65535.",
                 code="invalid_host",
             )
-        name = _name_of(told)
+        name = _name_of(authority)
         if not (self._any_name or name in self._names):
             address = _address(name)
-            # An address can't be made to point elsewhere.
+            # Nobody can make an address point elsewhere.
             if address is None or (self._loopback and not address.is_loopback):
                 raise ApiError(
                     421,
-                    f"This gateway does not answer to the name {name[:200]!r}: gateway.hosts names those it answers to.",
+                    f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.hosts.",
                     code="unknown_host",
                 )
         if len(self._known) < _KNOWN_HOSTS:
@@ -113,16 +116,16 @@ class OriginPolicy:
     # -- URLs ------------------------------------------------------------------------------------------------------
 
     def base_url(self, request: Request) -> str:
-        """Scheme and authority by which the client reached this gateway, as far as can be told."""
+        """Return scheme and authority of the URL by which the client reached this gateway, as far as its headers say."""
         if self._public:
             return self._public
         scheme, host = "http", request.headers.get(b"host", b"").decode("latin-1") or request.server
         if self._trusts(request.peer):
-            told = _forwarded(request)
-            if told.get("proto", "").lower() in ("http", "https"):
-                scheme = told["proto"].lower()
-            if _is_authority(told.get("host", "")):
-                host = told["host"]
+            forwarded = _forwarded(request)
+            if forwarded.get("proto", "").lower() in ("http", "https"):
+                scheme = forwarded["proto"].lower()
+            if _is_authority(forwarded.get("host", "")):
+                host = forwarded["host"]
         return f"{scheme}://{host}"
 
     def _trusts(self, peer: str) -> bool:
@@ -131,37 +134,34 @@ class OriginPolicy:
 
 
 def _forwarded(request: Request) -> dict[str, str]:
-    """`proto` and `host` as the first proxy saw them: `Forwarded` (RFC 7239), else the `X-Forwarded-` headers."""
+    """Return `proto` and `host` as the first proxy saw them, from `Forwarded` (RFC 7239) or else the `X-Forwarded-` headers."""
     headers = request.headers
     if b"forwarded" in headers:
         first = headers[b"forwarded"].decode("latin-1").partition(",")[0]
         return {name.lower(): value.strip('"') for name, value in _PAIR.findall(first)}
-    told = {
-        "proto": headers.get(b"x-forwarded-proto", b""),
-        "host": headers.get(b"x-forwarded-host", b""),
-    }
-    return {name: value.decode("latin-1").partition(",")[0].strip() for name, value in told.items()}
+    values = {name: headers.get(b"x-forwarded-" + name.encode(), b"") for name in ("proto", "host")}
+    return {name: value.decode("latin-1").partition(",")[0].strip() for name, value in values.items()}
 
 
 def _foreign(who: str) -> ApiError:
     return ApiError(
         403,
-        f"This gateway takes no requests of {who}: gateway.cors_origins names the pages that may call.",
+        f"Requests of {who} are refused: add its origin to gateway.cors_origins if it may call.",
         kind="permission_error",
         code="foreign_origin",
     )
 
 
 def _name_of(authority: str) -> str:
-    """The name or address in a `Host` header, without port and brackets."""
+    """Return the name or address in a `Host` header, without port and brackets."""
     if authority.startswith("["):
         return authority[1:].partition("]")[0].lower()
     return authority.partition(":")[0].lower().removesuffix(".")
 
 
 def _is_authority(text: str) -> bool:
-    """Whether `text` is `name` or `name:port`, where a name may be an address. User names, paths and the like could make
-    another URL of it."""
+    """Whether `text` is `name` or `name:port`, where the name may be an address. Anything else could change the URL that it is put
+    into."""
     found = _AUTHORITY.fullmatch(text)
     if found is None or (found[2] is not None and not 1 <= int(found[2]) <= 65535):
         return False

@@ -1,56 +1,70 @@
-"""One HTTP request and the way to answer it."""
+"""One HTTP request and its answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ApiError
-
-if TYPE_CHECKING:
-    from rollout_gateway.http.connection import Connection
 
 Headers = dict[bytes, bytes]
 HeaderList = Iterable[tuple[bytes, bytes]]
 
 _STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+_JSON = b"application/json"
 _JSON_200 = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
-def nothing() -> None:
+def _nothing() -> None:
     """Default of `Request.on_gone`."""
 
 
-def ignored(_: bool) -> None:
+def ignore_flow(_: bool) -> None:
     """Default of `Request.on_flow`."""
 
 
+class Channel(Protocol):
+    """The connection that a request came on, as its answer needs it."""
+
+    transport: asyncio.Transport
+    writable: asyncio.Event | None
+    """Set once a slow client has taken most of what was written. `None` while it is fast enough."""
+
+    @property
+    def closing(self) -> bool:
+        """The server stops: the connection ends with this answer."""
+
+    def answered(self, request: Request) -> None:
+        """The whole answer was written."""
+
+
 class Request:
-    """A request and the way to answer it: `answer`, or `start`, `write` and `end`."""
+    """A request with its whole body. Answer it with `answer`, or with `start`, `write` and `end`."""
 
     __slots__ = (
-        "_connection", "admitted", "body", "cancellation", "extra", "gone", "headers", "keep_alive", "max_body", "method", "on_flow",
-        "on_gone", "plain", "refusal", "started", "target", "too_large",
+        "_channel", "admitted", "body", "cancellation", "chunked", "extra", "gone", "headers", "keep_alive", "max_body",
+        "method", "on_flow", "on_gone", "refusal", "started", "target", "too_large",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, max_body: int) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel, max_body: int) -> None:
+        self._channel = channel
         self.method = ""
         self.target = ""
-        """Path and query as they came."""
+        """Path and query, not decoded."""
         self.headers: Headers = {}
-        """Names in lower case; of a repeated one the last. Trailers are not among them."""
+        """Names in lower case. Of repeated headers the last one counts. Trailers are dropped."""
         self.body = b""
         self.max_body = max_body
-        """Bytes; a larger body is not read. `admit` may lower it."""
+        """Bytes. A larger body is not read. `admit` may lower it."""
         self.too_large = False
         """The body is larger than `max_body` and was not read."""
         self.refusal: ApiError | None = None
         """Why `admit` refused the request. Its body was not kept."""
         self.admitted: Any = None
-        """What `admit` found out about the request, for the handler."""
+        """What `admit` leaves for the handler."""
         self.extra: tuple[tuple[bytes, bytes], ...] = ()
         """Headers that any answer to this request carries."""
         self.keep_alive = False
@@ -58,102 +72,85 @@ class Request:
         """Cancelled with a `ClientGoneError` when the client closes its connection."""
         self.gone = False
         """The client closed its connection."""
+        self.on_gone: Callable[[], None] = _nothing
         self.started = False
-        """An answer has begun."""
-        self.on_gone: Callable[[], None] = nothing
-        self.on_flow: Callable[[bool], None] = ignored
-        """Called with true where the client takes a stream too slowly, with false when it may go on."""
-        self.plain = False
-        """HTTP/1.0 knows no chunks: such a stream ends with its connection."""
+        """The head of the answer was written."""
+        self.on_flow: Callable[[bool], None] = ignore_flow
+        """Called with true when the client takes a stream too slowly, and with false when it has caught up."""
+        self.chunked = True
+        """Streams go out in chunked coding. False for HTTP/1.0, where a stream ends with its connection."""
 
     @property
     def server(self) -> str:
-        """`host:port` that the client reached."""
-        host, port = self._connection.transport.get_extra_info("sockname")[:2]
+        """`host:port` that the client connected to."""
+        host, port = self._channel.transport.get_extra_info("sockname")[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def peer(self) -> str:
-        """The IP address at the other end of the connection: the client's, or its proxy's."""
-        peer = self._connection.transport.get_extra_info("peername")
+        """The IP address of the client, or of the proxy that the request came through."""
+        peer = self._channel.transport.get_extra_info("peername")
         return str(peer[0]) if peer else ""
 
-    def answer(
-        self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = b"application/json"
-    ) -> None:
-        """The whole answer."""
+    def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = _JSON) -> None:
+        """Write a whole answer."""
         self._begin()
-        if self._lost():
+        if self._is_lost():
             return
-        if (
-            status == 200
-            and self.keep_alive
-            and not headers
-            and not self.extra
-            and content_type == b"application/json"
-        ):
+        if status == 200 and self.keep_alive and not headers and not self.extra and content_type == _JSON:
             head = _JSON_200 % len(body)
         else:
             length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
             kind = ((b"content-type", content_type),) if body else ()
             head = self._head(status, (*kind, *length, *headers))
-        connection = self._connection
-        connection.transport.write(head if self.method == "HEAD" else head + body)
-        connection.answered(self)
+        self._channel.transport.write(head if self.method == "HEAD" else head + body)
+        self._channel.answered(self)
 
     def start(self, status: int, headers: HeaderList) -> None:
-        """The head of a streamed answer."""
+        """Write the head of a streamed answer."""
         self._begin()
-        if self._lost():
+        if self._is_lost():
             return
-        if self.plain:
-            self.keep_alive = False
-        else:
+        if self.chunked:
             headers = (*headers, (b"transfer-encoding", b"chunked"))
-        self._connection.transport.write(self._head(status, headers))
+        else:
+            self.keep_alive = False
+        self._channel.transport.write(self._head(status, headers))
 
     def write(self, data: bytes) -> None:
-        """A piece of a streamed answer."""
-        if data and not self._lost():
-            self._connection.transport.write(data if self.plain else b"%x\r\n%b\r\n" % (len(data), data))
-
-    @property
-    def chunked(self) -> bool:
-        """Whether a stream's pieces go out in HTTP's chunked coding."""
-        return not self.plain
+        """Write a part of a streamed answer."""
+        if data and not self._is_lost():
+            self._channel.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def write_chunks(self, data: bytes) -> None:
-        """Pieces of a streamed answer that are in chunked coding already."""
-        if not self._lost():
-            self._connection.transport.write(data)
+        """Write parts of a streamed answer that are in chunked coding already. Only where `chunked` is true."""
+        if not self._is_lost():
+            self._channel.transport.write(data)
 
     def end(self) -> None:
-        """The end of a streamed answer."""
-        if not self._lost():
-            if not self.plain:
-                self._connection.transport.write(b"0\r\n\r\n")
-            self._connection.answered(self)
+        """End a streamed answer."""
+        if not self._is_lost():
+            if self.chunked:
+                self._channel.transport.write(b"0\r\n\r\n")
+            self._channel.answered(self)
+
+    async def drain(self) -> None:
+        """Wait until a slow client has taken most of what was written."""
+        if self._channel.writable is not None:
+            await self._channel.writable.wait()
 
     def _begin(self) -> None:
         self.started = True
-        if (
-            self._connection.server.closing
-        ):  # what the head says must hold: the connection ends with this answer
+        if self._channel.closing:
             self.keep_alive = False
 
-    def _lost(self) -> bool:
-        """Nothing can be said any more; the connection may have broken a moment before `gone` is told."""
-        return self.gone or self._connection.transport.is_closing()
-
-    async def drain(self) -> None:
-        """Until a slow client has taken most of what was written; a stream's own source uses `on_flow`."""
-        if self._connection.choked is not None:
-            await self._connection.choked.wait()
+    def _is_lost(self) -> bool:
+        """Whether nothing can be written any more. The transport knows it a moment before `gone` is set."""
+        return self.gone or self._channel.transport.is_closing()
 
     def _head(self, status: int, headers: HeaderList) -> bytes:
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
-        lines += [b"%b: %b\r\n" % header for header in headers]
-        lines += [b"%b: %b\r\n" % header for header in self.extra]
+        lines += [b"%b: %b\r\n" % header for header in (*headers, *self.extra)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

@@ -1,10 +1,8 @@
-"""A pooled HTTP/1.1 client for inference servers: just what a proxy needs, on asyncio and httptools.
+"""A pooled HTTP/1.1 client for inference servers, on asyncio and httptools.
 
-General clients cost more per request than the rest of the gateway together. One
-`Upstream` is one server. A pooled connection may be closed by the server as a request goes out on it; where that
-happens before a byte of the reply came back, the request is sent again on a fresh connection.
-
-Errors: `UpstreamError`; `answered` says whether any byte of a reply had come.
+General clients cost more per request than the rest of the gateway together (docs/decisions/0006). The server may close a pooled
+connection just as a request goes out on it. If that happens before any byte of a reply came back, the request is sent again on a new
+connection.
 """
 
 from __future__ import annotations
@@ -14,226 +12,44 @@ import math
 import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import cast
 from urllib.parse import urlsplit
 
-import httptools
+from rollout_gateway.http.upstream_connection import Cutter, Sink, UpstreamConnection
+from rollout_gateway.http.upstream_connection import UpstreamError as UpstreamError
+from rollout_gateway.http.upstream_connection import UpstreamTimeoutError as UpstreamTimeoutError
 
-_SWEEP_S = 0.25
-"""How often timeouts are looked for: a timer for each request would cost more than all of them together."""
-
-Sink = Callable[[bytes], None]
-Cutter = Callable[[bytes], int]
-"""Is given bytes that begin with a chunk of the chunked coding; says how many it took, which are whole chunks."""
-
-
-class UpstreamError(Exception):
-    """The server could not be reached or broke off; `answered` if part of a reply had come, `sent` if the request had
-    gone out to it."""
-
-    def __init__(self, message: str, *, answered: bool, sent: bool = True) -> None:
-        super().__init__(message)
-        self.answered, self.sent = answered, sent
-
-
-class UpstreamTimeoutError(UpstreamError):
-    """The reply was not complete in time."""
-
-
-class _Connection(asyncio.Protocol):
-    """One connection; serves one request at a time and parses its reply."""
-
-    def __init__(self, pool: Upstream) -> None:
-        self.pool = pool
-        self.loop = pool.loop
-        self.parser = httptools.HttpResponseParser(self)
-        self.transport: asyncio.Transport | None = None
-        self.reused = False
-        self.closed = False
-        self.error: Exception | None = None
-        self.deadline = math.inf
-        self._reset()
-
-    def _reset(self) -> None:
-        self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.body: list[bytes] = []
-        self.sink: Sink | None = None
-        self.cutter: Cutter | None = None
-        self.between = False
-        """All that came of a chunked body are whole chunks, and it has not ended."""
-        self.keep_alive = False
-        self.answered = False
-        self.head_done = False
-        self.done = False
-        self.waiter: asyncio.Future[None] | None = None
-
-    # -- asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
-
-    def data_received(self, data: bytes) -> None:
-        if not self.answered:
-            if self.deadline == math.inf:
-                self.abort("it spoke without being asked")
-                return
-            self.answered = True
-        elif self.between and self.cutter is not None:
-            try:
-                taken = self.cutter(data)
-            except Exception as error:  # noqa: BLE001 - the reader's own: raised where it waits
-                self.error = error
-                self.close()
-                self._wake()
-                return
-            if taken == len(data):
-                return
-            data = data[taken:]
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.abort(f"its reply is not HTTP: {error}")
-            return
-        # What has begun of a next chunk's size does not end with a line; once the line is there, the parser has told.
-        self.between = self.between and data.endswith(b"\r\n")
-        if self.sink is None:
-            self._wake()
-            return
-        if self.body:
-            try:
-                self.sink(self.take())
-            except Exception as error:  # noqa: BLE001 - the reader's own: raised where it waits
-                self.error = error
-                self.close()
-        if self.done or self.error is not None:
-            self._wake()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        if not self.done and self.error is None:
-            self.error = UpstreamError(f"the connection broke: {exc or 'closed'}", answered=self.answered)
-        self.pool._lost(self)
-        self._wake()
-
-    # -- httptools callbacks
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self.status = self.parser.get_status_code()
-        self.head_done = True
-
-    def on_body(self, body: bytes) -> None:
-        self.body.append(body)
-
-    def on_chunk_header(self) -> None:
-        self.between = False
-
-    def on_chunk_complete(self) -> None:
-        self.between = True
-
-    def on_message_complete(self) -> None:
-        if self.status < 200:  # an interim reply, such as 100 Continue
-            self.head_done = False
-            self.headers.clear()
-            return
-        self.done, self.between = True, False
-        self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it after this
-
-    # -- one exchange
-
-    def send(self, data: bytes, timeout_s: float) -> None:
-        assert self.transport is not None
-        self.deadline = self.loop.time() + timeout_s
-        self.transport.write(data)
-
-    def expire(self) -> None:
-        if self.done:
-            return
-        self.error = UpstreamTimeoutError("the reply was not complete in time", answered=self.answered)
-        self.close()
-        self._wake()
-
-    def abort(self, why: str) -> None:
-        if self.error is None and not self.done:
-            self.error = UpstreamError(why, answered=self.answered)
-        self.close()
-        self._wake()
-
-    def break_off(self) -> None:
-        if not self.done:
-            self.reused = False
-            self.abort("the client went away")
-
-    def close(self) -> None:
-        if self.transport is not None and not self.closed:
-            self.closed = True
-            self.transport.abort()
-
-    def _wake(self) -> None:
-        waiter = self.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until something arrived; raises what went wrong."""
-        self.waiter = self.loop.create_future()
-        try:
-            await self.waiter
-        finally:
-            self.waiter = None
-
-    def finish(self) -> None:
-        """Give the connection back, or close it where it can't be used again."""
-        self.deadline = math.inf
-        self.sink = self.cutter = None
-        self.pool._done(self)
-
-    def take(self) -> bytes:
-        """What has arrived of the body and was not taken yet."""
-        body = self.body
-        if not body:
-            return b""
-        data = body[0] if len(body) == 1 else b"".join(body)
-        body.clear()
-        return data
+_TIMEOUT_CHECK_S = 0.25
+"""How often timeouts are checked. A timer for each request would cost more than all these checks."""
+_CONNECT_S = 10.0
+_HEADS = 64
+"""Request heads that are kept."""
 
 
 class UpstreamReply:
-    """A reply whose head has come. Read it to its end or `close` it."""
+    """A reply whose head has come. Read it to its end, or `close` it."""
 
-    def __init__(self, connection: _Connection) -> None:
-        self._connection: _Connection | None = connection
-        self._stopped = False
+    def __init__(self, connection: UpstreamConnection, release: Callable[[UpstreamConnection], None]) -> None:
+        self._connection: UpstreamConnection | None = connection
+        self._release = release
+        self._paused = False
         self.status = connection.status
         self.headers = connection.headers
 
-    def header(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
-
     async def read(self) -> bytes:
-        """The whole body."""
+        """Return the whole body. Raises `UpstreamError`."""
         connection = self._connection
         if connection is None:
             return b""
         try:
-            while not connection.done:
-                if connection.error is not None:
-                    raise connection.error
-                await connection.wait()
+            await connection.wait_done()
             return connection.take()
         finally:
             self.close()
 
     async def pipe(self, sink: Sink, cutter: Cutter | None = None) -> None:
-        """Give each piece of the body to `sink` as it arrives, until its end; what `sink` raises ends it too.
+        """Give the body to `sink` as it arrives, until its end. Raises `UpstreamError`, and what `sink` or `cutter` raises.
 
-        `cutter` is asked first, wherever a chunk begins, and `sink` is given what it leaves."""
+        `cutter` is asked first wherever a chunk begins, and `sink` is given the rest."""
         connection = self._connection
         if connection is None:
             return
@@ -241,37 +57,34 @@ class UpstreamReply:
             if data := connection.take():
                 sink(data)
             connection.sink, connection.cutter = sink, cutter
-            while not connection.done or connection.error is not None:
-                if connection.error is not None:
-                    raise connection.error
-                await connection.wait()
+            await connection.wait_done()
         finally:
             self.close()
 
-    def flow(self, stop: bool) -> None:
-        """Stop reading from the server, where the reader is slower than it, or go on."""
+    def flow(self, pause: bool) -> None:
+        """Pause reading from the server, or go on."""
         connection = self._connection
-        if connection is None or connection.transport is None or stop == self._stopped:
+        if connection is None or pause == self._paused:
             return
-        self._stopped = stop
+        self._paused = pause
         if connection.closed or connection.transport.is_closing():
             return
-        if stop:
+        if pause:
             connection.transport.pause_reading()
         else:
             connection.transport.resume_reading()
 
     def close(self) -> None:
-        """Let go of the connection; an unfinished reply is broken off, which tells the server to stop."""
+        """Release the connection. An incomplete reply is broken off, which tells the server to stop."""
         connection = self._connection
         if connection is not None:
-            self.flow(stop=False)
+            self.flow(pause=False)
             self._connection = None
-            connection.finish()
+            self._release(connection)
 
 
 class Upstream:
-    """One server and its idle connections. `on_lost` is called when a connection breaks, which often means a restart."""
+    """One server and the connections to it."""
 
     def __init__(self, url: str, *, api_key: str = "", max_idle: int = 1024) -> None:
         parts = urlsplit(url)
@@ -283,24 +96,21 @@ class Upstream:
         self.prefix = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host_header = parts.netloc.rpartition("@")[2].encode()
-        self._idle: deque[_Connection] = deque()
-        self._all: set[_Connection] = set()
         self._authorization = f"Authorization: Bearer {api_key}\r\n".encode() if api_key else b""
-        self._max_idle = max_idle
         self._heads: dict[tuple[str, str], bytes] = {}
-        self._sweeper: asyncio.TimerHandle | None = None
-        self.loop = asyncio.get_running_loop()
+        self._max_idle = max_idle
+        self._idle: deque[UpstreamConnection] = deque()
+        self._all: set[UpstreamConnection] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
 
     def _head(self, method: str, path: str, length: int, headers: bytes) -> bytes:
         start = self._heads.get((method, path))
         if start is None:
-            start = (
-                f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: ".encode()
-                + self._host_header
-                + b"\r\nContent-Type: application/json\r\n"
-                + self._authorization
-            )
-            if len(self._heads) < 64:
+            start = b"%b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%b" % (
+                f"{method} {self.prefix}{path}".encode(), self._host_header, self._authorization
+            )  # fmt: skip
+            if len(self._heads) < _HEADS:
                 self._heads[method, path] = start
         return b"%bContent-Length: %d\r\n%b\r\n" % (start, length, headers)
 
@@ -314,13 +124,13 @@ class Upstream:
         timeout_s: float = 300.0,
         on_sent: Callable[[Callable[[], None]], None] | None = None,
     ) -> UpstreamReply:
-        """Send and wait for the head of the reply. `headers`: further ones, each ended by CRLF. `on_sent` is given a
-        function that breaks the exchange off, which the server takes as a reason to stop.
+        """Send a request and wait for the head of its reply, which has to be complete within `timeout_s`.
 
-        Raises `UpstreamError`; with `answered` false the request may be sent again."""
+        `headers` are further ones, each ended by CRLF. Where the caller is cancelled, the exchange is broken off, which tells the
+        server to stop. Raises `UpstreamError`. Unless it is `answered`, the request may be sent again."""
         data = self._head(method, path, len(body), headers) + body
-        if self._sweeper is None:
-            self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+        if self._timer is None:
+            self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)
         sent = False
         while True:
             try:
@@ -333,42 +143,42 @@ class Upstream:
             if on_sent is not None:
                 on_sent(connection.break_off)
             try:
-                while not connection.head_done:
-                    if connection.error is not None:
-                        raise connection.error
-                    await connection.wait()
-            except UpstreamError as error:
-                connection.finish()
-                if connection.reused and not error.answered and not isinstance(error, UpstreamTimeoutError):
-                    continue  # the server closed an idle connection just as we used it
-                raise
-            except BaseException:
-                connection.finish()
-                raise
-            return UpstreamReply(connection)
+                await connection.wait_head()
+            except BaseException as error:
+                self._release(connection)
+                closed_while_idle = (
+                    isinstance(error, UpstreamError)
+                    and not isinstance(error, UpstreamTimeoutError)
+                    and not error.answered
+                    and connection.reused
+                )
+                if not closed_while_idle:
+                    raise
+            else:
+                return UpstreamReply(connection, self._release)
 
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0
     ) -> tuple[int, bytes]:
-        """Status and whole body."""
+        """Send a request. Returns status and body of the reply. Raises `UpstreamError`."""
         reply = await self.request(method, path, body, timeout_s=timeout_s)
         return reply.status, await reply.read()
 
-    def _take_idle(self) -> _Connection | None:
+    def _take_idle(self) -> UpstreamConnection | None:
         while self._idle:
             connection = self._idle.pop()
-            assert connection.transport is not None
             if not connection.closed and not connection.transport.is_closing():
                 connection.reused = True
-                connection._reset()
+                connection.reset()
                 return connection
         return None
 
-    async def _connect(self, timeout_s: float) -> _Connection:
+    async def _connect(self, timeout_s: float) -> UpstreamConnection:
+        # A lost connection that is idle is dropped when it is taken out of `_idle`. Searching for it would take longer.
         try:
-            async with asyncio.timeout(min(timeout_s, 10.0)):
-                _, connection = await self.loop.create_connection(
-                    lambda: _Connection(self), self.host, self.port, ssl=self._tls
+            async with asyncio.timeout(min(timeout_s, _CONNECT_S)):
+                _, connection = await self._loop.create_connection(
+                    lambda: UpstreamConnection(self._all.discard), self.host, self.port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
             why = str(error) or type(error).__name__
@@ -376,37 +186,33 @@ class Upstream:
         self._all.add(connection)
         return connection
 
-    def _done(self, connection: _Connection) -> None:
-        keep = (
-            connection.done
-            and not connection.closed
-            and connection.error is None
-            and connection.keep_alive
-            and len(self._idle) < self._max_idle
+    def _release(self, connection: UpstreamConnection) -> None:
+        """Keep a connection for further requests, or close it if it can't be used again."""
+        connection.deadline = math.inf
+        connection.sink = connection.cutter = None
+        usable = (
+            connection.done and connection.keep_alive and not connection.closed and connection.error is None
         )
-        if keep:
+        if usable and len(self._idle) < self._max_idle:
             connection.answered = False
             self._idle.append(connection)
         else:
             connection.close()
 
-    def _lost(self, connection: _Connection) -> None:
-        self._all.discard(connection)
-        # An idle one is dropped when it is taken out; removing it here would cost a search.
-
-    def _sweep(self) -> None:
-        now, self._sweeper = self.loop.time(), None
+    def _check_timeouts(self) -> None:
+        now, self._timer = self._loop.time(), None
         busy = False
         for connection in list(self._all):
             if connection.deadline < now:
                 connection.expire()
             busy = busy or connection.deadline < math.inf
         if busy:
-            self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+            self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)
 
     def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        """Close all connections."""
+        if self._timer is not None:
+            self._timer.cancel()
         for connection in list(self._all):
             connection.close()
         self._idle.clear()

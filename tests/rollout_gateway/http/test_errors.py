@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-CODE_AT = {"unavailable": 1, "wrong_key": 1, "_refuse": 2, "error_body": 2}
+CODE_AT = {"unavailable": 1, "wrong_key": 1, "_reject": 2, "error_body": 2}
 """Functions that make errors, by the place of the code among their arguments."""
 STATUS = {"unavailable": 503, "wrong_key": 403}
 """Those of them whose status is always the same. The others take it first, or are told none."""

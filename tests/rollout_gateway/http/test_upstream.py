@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.http.upstream import Upstream, UpstreamError, _Connection
+from rollout_gateway.http.upstream import Upstream, UpstreamError
+from rollout_gateway.http.upstream_connection import UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -39,11 +41,12 @@ def portions(data: bytes, size: int) -> list[bytes]:
 
 def piped(
     arriving: Iterable[bytes], sink: Callable[[bytes], None], cutter: Callable[[bytes], int] | None
-) -> _Connection:
+) -> UpstreamConnection:
     """A connection on which the head of a reply came, then each of `arriving`, without a socket."""
 
-    async def run() -> _Connection:
-        connection = _Connection(Upstream("http://127.0.0.1:9"))
+    async def run() -> UpstreamConnection:
+        connection = UpstreamConnection(lambda _: None)
+        connection.connection_made(Mock(spec=asyncio.Transport))
         connection.deadline = 0.0  # it was asked for something
         connection.data_received(HEAD)
         connection.sink, connection.cutter = sink, cutter

@@ -1,0 +1,212 @@
+"""From a connection's bytes to requests (docs/decisions/0008).
+
+Only the framing headers decide where a body ends. An `Upgrade` is ignored, so nothing inside a body can become a request. `CONNECT` is
+refused. Trailers are read, counted and dropped. A request that two programs could read in two ways is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import httptools
+
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.request import Request
+
+_HEAD_LIMIT = 65536
+"""Bytes of a request's head, and of trailers or chunk extensions before the next byte of a body."""
+_SMALL_PARTS = 64
+"""Parts of a body that are kept as separate objects. Further ones are joined: small objects take far more than their bytes."""
+_UNIQUE = frozenset(
+    (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
+     b"x-journeyman-trajectory", b"x-journeyman-group", b"x-journeyman-attempt")
+)  # fmt: skip
+"""Headers that decide who sent a request or where it ends. A request with two of one kind is refused."""
+
+
+class Receiver(Protocol):
+    """The connection, as the parser needs it."""
+
+    ignoring: bool
+    """No further input is parsed."""
+
+    def new_request(self) -> Request:
+        """A request begins. Returns the object to fill."""
+
+    def head_complete(self, request: Request) -> None:
+        """Admit the request. May lower `max_body`, set `refusal`, or refuse it for its length."""
+
+    def request_complete(self, request: Request) -> None:
+        """Take the request, whose body is complete or `too_large`."""
+
+    def reject(self, error: ApiError) -> None:
+        """Answer with an error and ignore further input."""
+
+
+class RequestParser:
+    """Parses the requests of one connection, one after another. The methods that begin with `on_` are called by httptools."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._parser = httptools.HttpRequestParser(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the request that is being read."""
+        self.request: Request | None = None
+        """The request that is being read."""
+        self.size = 0
+        """Bytes of its body so far."""
+        self.parts: list[bytes | bytearray] = []
+        """Its body so far."""
+        self.head_done = False
+        self._head_size = 0
+        self._silent = 0
+        """Bytes since the last byte of a body: trailers and chunk extensions."""
+        self._repeated = b""
+        self._upgrading = False
+        self._resuming = False
+        self._url = b""
+
+    def feed(self, data: bytes) -> None:
+        """Parse what arrived. The receiver is told of what it completes, and of the error where it is not HTTP."""
+        if self.head_done:
+            self._silent += len(data)
+        else:
+            self._head_size += len(data)
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                if not self._receiver.ignoring and self._resume(data):
+                    continue
+            except httptools.HttpParserError:
+                self._reject(400, "The request is not valid HTTP/1.1.", "bad_http")
+                return
+            break
+        if self.request is None or self._receiver.ignoring:
+            return
+        if self._head_size > _HEAD_LIMIT and not self.head_done:
+            self._reject(431, f"The headers are longer than {_HEAD_LIMIT} bytes.", "headers_too_large")
+        elif self._silent > _HEAD_LIMIT:
+            message = f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes."
+            self._reject(431, message, "trailers_too_large")
+
+    def _resume(self, data: bytes) -> bool:
+        """Go on after an `Upgrade` header, behind which httptools parses nothing. A fresh parser is given only the framing headers,
+        so it reads the body as a body. Returns whether there is `data` to feed it."""
+        request = self.request
+        assert request is not None
+        self._upgrading, self._resuming = False, True
+        self._parser = httptools.HttpRequestParser(self)
+        head = b"POST / HTTP/1.1\r\n"
+        for name in (b"content-length", b"transfer-encoding"):
+            if name in request.headers:
+                head += b"%b: %b\r\n" % (name, request.headers[name])
+        self._parser.feed_data(head + b"\r\n")
+        return bool(data)
+
+    def _reject(self, status: int, message: str, code: str) -> None:
+        self._receiver.reject(ApiError(status, message, code=code))
+
+    # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        if not self._resuming:
+            self.request = self._receiver.new_request()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._resuming:
+            self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_done:
+            return  # a trailer, or the framing headers that `_resume` repeats
+        assert self.request is not None
+        headers, name = self.request.headers, name.lower()
+        if name in headers and name in _UNIQUE:
+            self._repeated = name
+        headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        if self._resuming:
+            self._resuming = False
+            return
+        request, parser = self.request, self._parser
+        assert request is not None
+        self.head_done = True
+        if self._receiver.ignoring:
+            return
+        headers = request.headers
+        request.method = parser.get_method().decode("latin-1")
+        version = parser.get_http_version()
+        if not self._is_well_formed(request, version):
+            return
+        request.target = self._url.decode("latin-1")
+        if not request.target.startswith("/"):  # absolute form, as proxies get it
+            authority, _, rest = request.target.partition("://")[2].partition("/")
+            request.target = "/" + rest
+            headers[b"host"] = authority.encode("latin-1")
+        request.keep_alive = parser.should_keep_alive()
+        request.chunked = version != "1.0"
+        self._upgrading = b"upgrade" in headers and parser.should_upgrade()
+        self._receiver.head_complete(request)
+
+    def _is_well_formed(self, request: Request, version: str) -> bool:
+        """Refuse what two programs could read in two ways."""
+        headers = request.headers
+        if request.method == "CONNECT":
+            self._reject(405, "CONNECT is not supported: this server is not a proxy.", "method_not_allowed")
+        elif self._repeated:
+            name = self._repeated.decode("latin-1")
+            self._reject(400, f"The header {name!r} came twice: send it once.", "repeated_header")
+        elif version == "1.1" and b"host" not in headers:
+            self._reject(400, "The Host header is missing.", "no_host")
+        elif version == "1.0" and b"transfer-encoding" in headers:
+            self._reject(400, "HTTP/1.0 has no Transfer-Encoding.", "bad_http")
+        elif headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            self._reject(
+                501, "The only supported Transfer-Encoding is `chunked`.", "unsupported_transfer_encoding"
+            )
+        elif version not in ("1.0", "1.1"):
+            self._reject(505, "The only supported versions are HTTP/1.0 and HTTP/1.1.", "bad_http")
+        else:
+            return True
+        return False
+
+    def on_body(self, body: bytes) -> None:
+        request = self.request
+        if request is None or self._receiver.ignoring:
+            return
+        self._silent = 0
+        self.size += len(body)
+        if self.size > request.max_body:
+            self.reject_size()
+        elif request.refusal is None:
+            parts = self.parts
+            if len(parts) < _SMALL_PARTS:
+                parts.append(body)
+            elif len(parts) == _SMALL_PARTS:
+                parts.append(bytearray(body))
+            else:
+                cast(bytearray, parts[-1]).extend(body)
+
+    def reject_size(self) -> None:
+        """Hand over the request without its body, which is too large."""
+        request = self.request
+        assert request is not None
+        request.too_large, request.keep_alive = True, False
+        self._receiver.ignoring = True
+        self.parts = []
+        self._receiver.request_complete(request)
+
+    def on_message_complete(self) -> None:
+        request = self.request
+        if request is None or self._receiver.ignoring or self._upgrading or self._resuming:
+            return
+        parts = self.parts
+        if parts:
+            request.body = cast(bytes, parts[0]) if len(parts) == 1 else b"".join(parts)
+        self.reset()
+        self._receiver.request_complete(request)

@@ -1,0 +1,132 @@
+"""The connections of one server, and the limits that hold for all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from pipeline.config import ConfigError, GatewayConfig
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("rollout_gateway.http.server")
+
+_DEFAULTS = GatewayConfig()
+_OTHER_FILES = 128
+"""File descriptors that the process needs for anything but connections."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits for clients. docs/configuration.md describes the settings of the same names. Sizes are in bytes, times in seconds."""
+
+    max_body: int = _DEFAULTS.max_body_bytes
+    max_buffered: int = _DEFAULTS.max_buffered_bytes
+    max_connections: int = _DEFAULTS.max_connections
+    head_s: float = _DEFAULTS.head_timeout_s
+    body_s: float = _DEFAULTS.body_timeout_s
+    idle_s: float = _DEFAULTS.idle_timeout_s
+    write_s: float = _DEFAULTS.write_timeout_s
+
+    @classmethod
+    def from_config(cls, config: GatewayConfig) -> Limits:
+        """Read the settings, and raise the process's limit of open files to its hard limit.
+
+        `max_connections` is lowered where the process cannot open enough files: a client's connection may need another one to an
+        inference server. Raises `ConfigError` if one body may be larger than all bodies together."""
+        if config.max_buffered_bytes < config.max_body_bytes:
+            raise ConfigError(
+                f"gateway.max_buffered_bytes ({config.max_buffered_bytes}) is less than gateway.max_body_bytes "
+                f"({config.max_body_bytes}): raise the first or lower the second"
+            )
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        most = config.max_connections
+        possible = max(1, (soft - _OTHER_FILES) // 2)
+        if soft != resource.RLIM_INFINITY and possible < most:
+            log.warning(
+                "fewer connections than gateway.max_connections", connections=possible, open_files=soft
+            )
+            most = possible
+        return cls(
+            config.max_body_bytes, config.max_buffered_bytes, most, config.head_timeout_s, config.body_timeout_s,
+            config.idle_timeout_s, config.write_timeout_s,
+        )  # fmt: skip
+
+
+class PooledConnection(Protocol):
+    """A connection as the pool sees it."""
+
+    buffered: int
+    """Bytes of its incomplete body that are counted in `ConnectionPool.buffered`."""
+
+    def abort(self) -> None:
+        """Close the connection at once and ignore further input."""
+
+    def reject_body(self) -> None:
+        """Refuse the request whose body is being read."""
+
+
+_C = TypeVar("_C", bound=PooledConnection)
+
+
+class ConnectionPool(Generic[_C]):
+    """Connections by state: idle, reading a request, or answering one."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.connections: set[_C] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The handlers that run."""
+        self.closing = False
+        """The server stops: every connection ends with its next answer."""
+        self.buffered = 0
+        """Bytes of all incomplete bodies."""
+        self._idle: dict[_C, None] = {}
+        """Connections without a request, longest idle first."""
+        self._reading: dict[_C, None] = {}
+        """Connections with an incomplete request, oldest first."""
+
+    def add(self, connection: _C) -> bool:
+        """Add a new connection. At the limit, close the longest idle connection for it, or else the one that has been reading a
+        request longest. Returns false if all connections are being answered."""
+        if len(self.connections) >= self.limits.max_connections:
+            oldest = next(iter(self._idle), None) or next(iter(self._reading), None)
+            if oldest is None:
+                return False
+            self.remove(oldest)
+            oldest.abort()
+        self.connections.add(connection)
+        self._idle[connection] = None
+        return True
+
+    def remove(self, connection: _C) -> None:
+        self.connections.discard(connection)
+        self.set_answering(connection)
+
+    def set_idle(self, connection: _C) -> None:
+        self._idle[connection] = None
+
+    def set_reading(self, connection: _C) -> None:
+        self._idle.pop(connection, None)
+        self._reading[connection] = None
+
+    def set_answering(self, connection: _C) -> None:
+        self._idle.pop(connection, None)
+        self._reading.pop(connection, None)
+
+    def count_body(self, connection: _C, size: int) -> None:
+        """Count `size` bytes for the incomplete body of `connection`. Where all incomplete bodies together exceed
+        `limits.max_buffered`, refuse the newest requests until they fit."""
+        self.buffered += size - connection.buffered
+        connection.buffered = size
+        if self.buffered <= self.limits.max_buffered:
+            return
+        for newest in list(reversed(self._reading)):
+            if newest.buffered:
+                newest.reject_body()
+            if self.buffered <= self.limits.max_buffered:
+                return
