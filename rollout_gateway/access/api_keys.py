@@ -1,8 +1,8 @@
-"""API keys of people and programs: hashed, with a role, a scope, an end and a rate. `journeyman keys` makes and revokes them.
+"""API keys: stored as hashes, each with a role, a scope, an expiry and a rate. `journeyman keys` makes and revokes them.
 
-A key is known by its name: what a key opens belongs to its name, and keys of one name share what they own and their rate,
-so that a key can be replaced by another. Keys come from the settings and from a file that is read again when it changes.
-Without any, everyone may call, and the gateway listens on the loopback interface only.
+Runs belong to the name of the key that opened them. Keys of one name share their runs and their rate, so that a key can be replaced by
+another. Keys come from the settings and from a file that is read again when it changes. Without any key, everyone may call, and the
+gateway listens on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rollout_gateway.http.origins import is_loopback
 
 log = get_logger("rollout_gateway.access.api_keys")
 
-_LOOK_S = 1.0
-"""Between two looks at the file."""
-_Seen = tuple[int, ...] | None
+_FILE_CHECK_S = 1.0
+_FileVersion = tuple[int, ...] | None
+"""Modification time, size and inode of the file of keys. `None` if there is no file."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -41,7 +41,7 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """The keys in a file. Raises `ConfigError` where it can't be read, `FileNotFoundError` where it is not there."""
+    """Read a file of keys. Raises `ConfigError` if its content is invalid, `FileNotFoundError` if there is none."""
     try:
         return msgspec.convert(tomllib.loads(path.read_text("utf-8")), KeyFile).keys
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
@@ -49,12 +49,12 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def name_of(key: KeyConfig) -> str:
-    """By which a key is known: its name, or a part of its hash where it has none."""
+    """Return the key's name, or part of its hash if it has none."""
     return key.name or f"key-{key.sha256[:12].lower()}"
 
 
-def ends_at(key: KeyConfig) -> float:
-    """When a key ends, in seconds since the Unix epoch; infinity where it does not. Raises `ConfigError`."""
+def expires_at(key: KeyConfig) -> float:
+    """Return when a key expires, in seconds since the Unix epoch, or infinity. Raises `ConfigError`."""
     if not key.expires:
         return math.inf
     try:
@@ -66,32 +66,33 @@ def ends_at(key: KeyConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the key of a request permits."""
+    """What the API key of a request permits."""
 
     owner: str = ""
-    """The key's name: whose runs it may touch. Empty for a gateway without keys."""
+    """The key's name. Empty on a gateway without keys."""
     operator: bool = False
-    """Decides about versions, reads metrics, and may touch every run."""
+    """May read and complete every run, read metrics, and decide which versions are served."""
     calls_only: bool = False
+    """May only make model calls."""
     models: frozenset[str] = frozenset()
-    """Empty: all."""
+    """Models it may use. Empty: all."""
     trajectory: str = ""
-    """The run whose own key it is; empty for any other key."""
+    """The trajectory whose token this is. Empty for an API key."""
 
     def owns(self, owner: str) -> bool:
-        """Whether it may touch the runs that the key of this name opened."""
+        """Whether it may use the runs that `owner` opened."""
         return self.operator or self.owner == owner
 
     def sees(self, model: str) -> bool:
-        """Whether the key is for this model."""
+        """Whether it may use the model."""
         return not self.models or model in self.models
 
     def check_model(self, model: str) -> None:
-        """Raises a 403 `ApiError` where the key is not for this model."""
+        """Raise a 403 `ApiError` if it may not use the model."""
         if not self.sees(model):
             raise ApiError(
                 403,
-                f"This API key is for other models than {model!r}.",
+                f"This API key may not use the model {model!r}.",
                 kind="permission_error",
                 code="model_not_allowed",
                 param="model",
@@ -99,80 +100,90 @@ class Access:
 
 
 FULL_ACCESS = Access(operator=True)
-"""A caller of a gateway without keys."""
+"""The access of every caller on a gateway without keys."""
 
 
 @dataclass(eq=False)
 class _Account:
-    """What the keys of one name share: their rate, and what trajectory keys of their runs are good for."""
+    """What the keys of one name permit together: a rate for their calls, and the limits of their trajectories' tokens."""
 
     per_minute: int
     """0: no limit."""
     left: float
-    at: float
+    """Calls left. Refilled at the rate, and full after a minute."""
+    refilled_at: float
     models: frozenset[str]
-    until: float
+    expires_at: float
 
     def spend(self, name: str) -> None:
-        """One call; raises a 429 `ApiError` where there were too many. Refilled at its rate, full after a minute."""
+        """Count one call. Raises a 429 `ApiError` if none is left."""
         if not self.per_minute:
             return
         now, rate = time.monotonic(), self.per_minute / 60
-        self.left = min(self.per_minute, self.left + (now - self.at) * rate)
-        self.at = now
-        if self.left >= 1:
-            self.left -= 1
-            return
-        wait = (1 - self.left) / rate
-        raise ApiError(
-            429,
-            f"The key {name!r} may call {self.per_minute} times a minute.",
-            kind="rate_limit_error",
-            code="rate_limit_exceeded",
-            headers=((b"retry-after", str(int(wait) + 1).encode()),),
-        )
+        self.left = min(self.per_minute, self.left + (now - self.refilled_at) * rate)
+        self.refilled_at = now
+        if self.left < 1:
+            retry_after_s = int((1 - self.left) / rate) + 1
+            raise ApiError(
+                429,
+                f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {retry_after_s} s.",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers=((b"retry-after", str(retry_after_s).encode()),),
+            )
+        self.left -= 1
+
+    def extend(self, key: KeyConfig, models: frozenset[str]) -> None:
+        """Add another key of the same name. The larger of the two limits holds."""
+        limited = self.per_minute and key.calls_per_minute
+        self.per_minute = max(self.per_minute, key.calls_per_minute) if limited else 0
+        self.left = float(self.per_minute)
+        self.models = self.models | models if self.models and models else frozenset()
+        self.expires_at = max(self.expires_at, expires_at(key))
 
 
 class ApiKeys:
-    """Who may do what. Raises `ConfigError` for settings or a file that can't be used."""
+    """Authenticates API keys and limits their rates. Raises `ConfigError` for invalid settings or an invalid file."""
 
     def __init__(self, config: GatewayConfig, project: str = "default", file: Path | None = None) -> None:
         self._settings, self._project, self._file = config.keys, project, file
-        self._seen: _Seen = None
-        """Of the file as it was read last; `None` where there was none."""
+        self._file_version: _FileVersion = None
+        """Of the file as it was last read."""
         self.required = bool(config.keys)
-        """Whether a key is needed. Once it is, it stays so: a file that vanishes opens nothing."""
+        """Whether requests need a key. Never reset: a file that is deleted must not open the gateway."""
         self._keys: dict[str, tuple[Access, float]] = {}
+        """Access and expiry by the key's SHA-256."""
         self._accounts: dict[str, _Account] = {}
         if not self.reload():
-            self._take(())
+            self._use(())
         if not self.required and not is_loopback(config.host):
             raise ConfigError(
-                f"gateway.keys: without keys the gateway can't listen on {config.host}, only on 127.0.0.1: make one "
-                "with `journeyman keys add`"
+                f"gateway.host is {config.host}, but without API keys the gateway listens on 127.0.0.1 only: make a key with "
+                "`journeyman keys add`"
             )
 
     # -- checking ------------------------------------------------------------------------------------------------
 
     def authenticate(self, key: str) -> Access:
-        """What a key permits, one call spent; raises a 401 or 429 `ApiError`."""
+        """Count one request of the key and return what it permits. Raises a 401 or 429 `ApiError`."""
         if not self.required:
             return FULL_ACCESS
-        # The lookup is by hash, so its timing says nothing of any key.
-        found = self._keys.get(hashlib.sha256(key.encode()).hexdigest())
-        if found is None or found[1] <= time.time():
+        # The look-up is by hash, so its duration reveals nothing about the keys.
+        access, expiry = self._keys.get(hashlib.sha256(key.encode()).hexdigest(), (FULL_ACCESS, -math.inf))
+        if expiry <= time.time():
             raise invalid_key()
-        access = found[0]
         self._accounts[access.owner].spend(access.owner)
         return access
 
     def charge(self, owner: str, model: str) -> None:
-        """A call with a trajectory's own key counts as one of the key that opened it, and ends with that key. Raises a
-        401, 403 or 429 `ApiError`. A run that was opened without a key has no `owner`, and nothing to charge."""
+        """Count a call with a trajectory's token as a call of the key that opened the trajectory, named `owner`.
+
+        Raises a 401, 403 or 429 `ApiError` if that key has expired, may not use the model or has no call left. `owner` is empty if
+        the trajectory was opened without a key, which limits nothing."""
         if not owner or not self.required:
             return
         account = self._accounts.get(owner)
-        if account is None or account.until <= time.time():
+        if account is None or account.expires_at <= time.time():
             raise invalid_key()
         if account.models and model not in account.models:
             Access(models=account.models).check_model(model)
@@ -181,68 +192,61 @@ class ApiKeys:
     # -- the file ------------------------------------------------------------------------------------------------
 
     def reload(self) -> bool:
-        """Read the file again where it has changed; whether it had. Raises `ConfigError` where it can't be read: the keys
-        stay as they were."""
-        return self._use(self._changed())
+        """Read the file again if it has changed. Returns whether it has. Raises `ConfigError` and keeps the keys if it is invalid."""
+        return self._apply(self._read_changed())
 
-    def _changed(self) -> tuple[_Seen, tuple[KeyConfig, ...]] | None:
-        """What the file holds, where that is not what was read last."""
+    def _read_changed(self) -> tuple[_FileVersion, tuple[KeyConfig, ...]] | None:
+        """Read the file if it has changed since it was last read."""
         if self._file is None:
             return None
         try:
             stat = self._file.stat()
-            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            return None if seen == self._seen else (seen, read_keys(self._file))
+            version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            return None if version == self._file_version else (version, read_keys(self._file))
         except FileNotFoundError:
-            return None if self._seen is None else (None, ())
+            return None if self._file_version is None else (None, ())
 
-    def _use(self, changed: tuple[_Seen, tuple[KeyConfig, ...]] | None) -> bool:
+    def _apply(self, changed: tuple[_FileVersion, tuple[KeyConfig, ...]] | None) -> bool:
         if changed is None:
             return False
-        self._take(changed[1])
-        self._seen, self.required = changed[0], True
+        self._use(changed[1])
+        self._file_version, self.required = changed[0], True
         return True
 
     async def watch(self) -> None:
-        """For ever: read the file when it changes."""
-        told = ""
+        """Read the file whenever it changes. Runs until it is cancelled."""
+        logged = ""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_FILE_CHECK_S)
             try:
-                if self._use(await anyio.to_thread.run_sync(self._changed)):
-                    log.info("keys read again", keys=len(self._keys))
-                told = ""
+                if self._apply(await anyio.to_thread.run_sync(self._read_changed)):
+                    log.info("read the file of API keys", keys=len(self._keys))
+                logged = ""
             except (ConfigError, OSError) as error:
-                if told != str(error):  # once, and not every second
-                    told = str(error)
-                    log.error("the file of keys can't be read: the keys stay as they were", error=told)
+                if logged != str(error):
+                    logged = str(error)
+                    log.error("cannot read the file of API keys: the keys stay as they were", error=logged)
 
-    def _take(self, filed: Iterable[KeyConfig]) -> None:
+    def _use(self, from_file: Iterable[KeyConfig]) -> None:
+        """Replace the keys by those of the settings and `from_file`. An unchanged rate keeps its count."""
         now = time.monotonic()
         keys: dict[str, tuple[Access, float]] = {}
         accounts: dict[str, _Account] = {}
-        for key in (*self._settings, *filed):
-            digest, name, until = key.sha256.lower(), name_of(key), ends_at(key)
+        for key in (*self._settings, *from_file):
+            digest, name, expiry = key.sha256.lower(), name_of(key), expires_at(key)
             if not _SHA256.fullmatch(digest):
-                raise ConfigError(f"key {name!r}: sha256 is 64 hexadecimal digits")
+                raise ConfigError(f"key {name!r}: sha256 must be 64 hexadecimal digits")
             if key.projects and self._project not in key.projects:
                 continue
             models = frozenset(key.models)
-            access = Access(name, key.role == "operator", key.calls_only, models)
-            keys[digest] = access, until
-            account = accounts.get(name)
-            if account is None:
-                accounts[name] = _Account(
-                    key.calls_per_minute, float(key.calls_per_minute), now, models, until
-                )
-            else:  # the most that one of them permits
-                limited = account.per_minute and key.calls_per_minute
-                account.per_minute = max(account.per_minute, key.calls_per_minute) if limited else 0
-                account.left = float(account.per_minute)
-                account.models = account.models | models if account.models and models else frozenset()
-                account.until = max(account.until, until)
+            keys[digest] = Access(name, key.role == "operator", key.calls_only, models), expiry
+            if name in accounts:
+                accounts[name].extend(key, models)
+            else:
+                rate = key.calls_per_minute
+                accounts[name] = _Account(rate, float(rate), now, models, expiry)
         for name, account in accounts.items():
             before = self._accounts.get(name)
             if before is not None and before.per_minute == account.per_minute:
-                account.left, account.at = before.left, before.at
+                account.left, account.refilled_at = before.left, before.refilled_at
         self._keys, self._accounts = keys, accounts

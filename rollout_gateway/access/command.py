@@ -1,9 +1,9 @@
-"""Make, list and revoke API keys: `journeyman keys`. A gateway that runs takes a change within a second or two.
+"""Make, list and revoke API keys: `journeyman keys`. A running gateway uses a change within two seconds.
 
-    journeyman keys add --name ci --model support --expires 30d     the key goes to standard error, its hash into the file
+    journeyman keys add --name ci --model support --expires 30d     print the key to standard error and add its hash to the file
     journeyman keys revoke --name ci
     journeyman keys list
-    journeyman keys make --name ci                                  the same as settings, for a file of your own
+    journeyman keys make --name ci                                  print the settings instead, for a file of your own
 
 The file is `keys.toml` in the run directory (`gateway.keys_file`). It holds hashes only.
 """
@@ -29,14 +29,14 @@ import tomli_w
 from pipeline.cli import newest_run
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
 from pipeline.names import InvalidNameError, check_name
-from rollout_gateway.access.api_keys import ends_at, name_of, read_keys
+from rollout_gateway.access.api_keys import expires_at, name_of, read_keys
 
 PREFIX = "jm-"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits 2 on bad usage and 1 where there is nothing to revoke."""
+    """Run the command. Exits with 2 on invalid usage, and with 1 if no key matches or several match a hash."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)
@@ -50,54 +50,48 @@ def _parser() -> argparse.ArgumentParser:
         prog="journeyman keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("add", _add, "make a key and put it into the file"),
-        ("make", _make, "make a key and print the settings that know it"),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("--name", required=True, help="what it opens belongs to this name")
-        command.add_argument("--role", choices=("agent", "operator"), default="agent")
-        command.add_argument("--calls-per-minute", type=int, default=0)
-        command.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
-        command.add_argument("--project", action="append", default=[], help="may be repeated; default: all")
-        command.add_argument("--calls-only", action="store_true", help="it can't open, read or complete runs")
-        command.add_argument(
-            "--expires", default="", help="30m, 12h, 30d, 2w from now, or a date and time in ISO 8601"
-        )
-        command.set_defaults(run=run)
-        if name == "add":
-            _where(command)
-    revoke = commands.add_parser("revoke", help="take keys out of the file")
+    file = argparse.ArgumentParser(add_help=False)
+    file.add_argument("--run-dir", type=Path, help="default: the newest under runs/")
+    file.add_argument("--file", type=Path, help="path of the file of keys")
+    key = argparse.ArgumentParser(add_help=False)
+    key.add_argument("--name", required=True, help="owner of the runs that the key opens")
+    key.add_argument("--role", choices=("agent", "operator"), default="agent")
+    key.add_argument("--calls-per-minute", type=int, default=0, help="default: 0, no limit")
+    key.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
+    key.add_argument("--project", action="append", default=[], help="may be repeated; default: all")
+    key.add_argument("--calls-only", action="store_true", help="it may not open, read or complete runs")
+    key.add_argument(
+        "--expires", default="", help="30m, 12h, 30d or 2w from now, or a date and time in ISO 8601"
+    )
+    commands.add_parser("add", parents=[key, file], help="make a key and add it to the file").set_defaults(
+        run=_add
+    )
+    commands.add_parser("make", parents=[key], help="make a key and print its settings").set_defaults(
+        run=_make
+    )
+    revoke = commands.add_parser("revoke", parents=[file], help="remove keys from the file")
     which = revoke.add_mutually_exclusive_group(required=True)
     which.add_argument("--name", help="all keys of this name")
     which.add_argument("--sha256", help="the key whose hash begins with this")
-    _where(revoke)
     revoke.set_defaults(run=_revoke)
-    listing = commands.add_parser("list", help="what the file holds")
-    _where(listing)
-    listing.set_defaults(run=_list)
+    commands.add_parser("list", parents=[file], help="list the keys in the file").set_defaults(run=_list)
     return parser
 
 
-def _where(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run-dir", type=Path, help="default: the newest under runs/")
-    command.add_argument("--file", type=Path, help="the file itself, wherever it is")
-
-
-def _file(args: argparse.Namespace) -> Path:
+def _path(args: argparse.Namespace) -> Path:
     if args.file is not None:
         return Path(args.file)
     return Path(args.run_dir or newest_run()) / GatewayConfig().keys_file
 
 
-def _made(args: argparse.Namespace) -> tuple[str, KeyConfig]:
-    """A fresh key and the settings that know it."""
+def _new_key(args: argparse.Namespace) -> tuple[str, KeyConfig]:
+    """Make a random key. Returns it and its settings. Raises `ConfigError` for invalid arguments."""
     try:
         check_name(args.name)
     except InvalidNameError as error:
         raise ConfigError(f"--name: {error}") from error
     if args.calls_per_minute < 0:
-        raise ConfigError(f"--calls-per-minute is {args.calls_per_minute}: it is 0 (no limit) or more")
+        raise ConfigError(f"--calls-per-minute is {args.calls_per_minute}: give 0 (no limit) or more")
     key = PREFIX + secrets.token_urlsafe(32)
     return key, KeyConfig(
         sha256=hashlib.sha256(key.encode()).hexdigest(),
@@ -107,12 +101,12 @@ def _made(args: argparse.Namespace) -> tuple[str, KeyConfig]:
         models=tuple(args.model),
         projects=tuple(args.project),
         calls_only=args.calls_only,
-        expires=_end(args.expires) if args.expires else "",
+        expires=_expiry(args.expires) if args.expires else "",
     )
 
 
-def _end(text: str) -> str:
-    """When a key ends, as the file has it. Raises `ConfigError` for what is no moment, or one that is over."""
+def _expiry(text: str) -> str:
+    """Convert `--expires` to ISO 8601. Raises `ConfigError` if it is invalid or in the past."""
     span = re.fullmatch(r"([0-9]+)([mhdw])", text)
     now = datetime.now(UTC)
     try:
@@ -123,23 +117,23 @@ def _end(text: str) -> str:
             end = datetime.fromisoformat(text)
     except (ValueError, OverflowError) as error:
         raise ConfigError(
-            f"--expires {text!r} is not understood: give minutes, hours, days or weeks from now (30m, 12h, 30d, 2w), or a date "
-            "and time in ISO 8601 (2030-01-31 or 2030-01-31T12:00:00+01:00; UTC where no offset is given)"
+            f"--expires {text!r} is invalid: give minutes, hours, days or weeks from now (30m, 12h, 30d, 2w), or a date and time "
+            "in ISO 8601 (2030-01-31 or 2030-01-31T12:00:00+01:00; the default offset is UTC)"
         ) from error
     if (end if end.tzinfo else end.replace(tzinfo=UTC)) <= now:
-        raise ConfigError(f"--expires {text!r} is in the past: the key would never be good")
+        raise ConfigError(f"--expires {text!r} is in the past: give a later time")
     return text
 
 
 def _table(key: KeyConfig) -> dict[str, object]:
-    """As TOML has it, without what is left at its default."""
-    told: dict[str, object] = msgspec.to_builtins(key)
-    return {name: value for name, value in told.items() if name in ("sha256", "name", "role") or value}
+    """The key's settings for TOML, without defaults."""
+    settings: dict[str, object] = msgspec.to_builtins(key)
+    return {name: value for name, value in settings.items() if name in ("sha256", "name", "role") or value}
 
 
 @contextmanager
-def _changing(path: Path) -> Iterator[list[KeyConfig]]:
-    """The keys of a file, to be changed: locked against another command, written whole or not at all."""
+def _editing(path: Path) -> Iterator[list[KeyConfig]]:
+    """Give the keys of a file for editing, and write them afterwards. The file is locked against other commands meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".lock").touch(0o600)
     with path.with_suffix(".lock").open("w") as lock:
@@ -160,47 +154,47 @@ def _write(path: Path, keys: Iterable[KeyConfig]) -> None:
 
 
 def _add(args: argparse.Namespace) -> None:
-    key, made = _made(args)
-    path = _file(args)
-    with _changing(path) as keys:
-        keys.append(made)
-    sys.stderr.write(f"the key, shown this once: {key}\n")
-    sys.stdout.write(f"added {args.name} ({made.role}) to {path}\n")
+    key, settings = _new_key(args)
+    path = _path(args)
+    with _editing(path) as keys:
+        keys.append(settings)
+    sys.stderr.write(f"the key, which is shown only once: {key}\n")
+    sys.stdout.write(f"added {args.name} ({settings.role}) to {path}\n")
 
 
 def _make(args: argparse.Namespace) -> None:
-    key, made = _made(args)
-    sys.stderr.write(f"the key, shown this once: {key}\n")
-    sys.stdout.write("[[gateway.keys]]\n" + tomli_w.dumps(_table(made)))
+    key, settings = _new_key(args)
+    sys.stderr.write(f"the key, which is shown only once: {key}\n")
+    sys.stdout.write("[[gateway.keys]]\n" + tomli_w.dumps(_table(settings)))
 
 
 def _revoke(args: argparse.Namespace) -> None:
-    path = _file(args)
-    with _changing(path) as keys:
-        going = [
+    path = _path(args)
+    with _editing(path) as keys:
+        matching = [
             k for k in keys if (name_of(k) == args.name if args.name else k.sha256.startswith(args.sha256))
         ]
-        if not going or (args.sha256 and len(going) > 1):
-            what = args.name or args.sha256
-            sys.stderr.write(f"journeyman keys: {len(going)} keys of {path} match {what!r}\n")
+        if not matching or (args.sha256 and len(matching) > 1):
+            sys.stderr.write(
+                f"journeyman keys: {len(matching)} keys in {path} match {args.name or args.sha256!r}\n"
+            )
             raise SystemExit(1)
-        keys[:] = [key for key in keys if key not in going]
-    sys.stdout.write(f"revoked {len(going)} in {path}\n")
+        keys[:] = [key for key in keys if key not in matching]
+    sys.stdout.write(f"revoked {len(matching)} in {path}\n")
 
 
 def _list(args: argparse.Namespace) -> None:
-    path = _file(args)
+    path = _path(args)
     for key in read_keys(path) if path.exists() else ():
-        scope = [
-            *key.models,
-            *(f"project {p}" for p in key.projects),
-            *(["calls only"] if key.calls_only else []),
-        ]
-        end = f"until {key.expires}" if key.expires else ""
-        ended = "EXPIRED" if ends_at(key) <= time.time() else ""
-        rate = f"{key.calls_per_minute}/min" if key.calls_per_minute else ""
-        words = (name_of(key), key.role, key.sha256[:12], ", ".join(scope), rate, end, ended)
-        sys.stdout.write("  ".join(word for word in words if word) + "\n")
+        projects = [f"project {project}" for project in key.projects]
+        scope = [*key.models, *projects, *(["calls only"] if key.calls_only else [])]
+        columns = (
+            name_of(key), key.role, key.sha256[:12], ", ".join(scope),
+            f"{key.calls_per_minute}/min" if key.calls_per_minute else "",
+            f"until {key.expires}" if key.expires else "",
+            "EXPIRED" if expires_at(key) <= time.time() else "",
+        )  # fmt: skip
+        sys.stdout.write("  ".join(column for column in columns if column) + "\n")
 
 
 if __name__ == "__main__":

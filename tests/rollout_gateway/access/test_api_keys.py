@@ -35,11 +35,11 @@ def status(check: Callable[[], object]) -> int:
 def test_without_keys_only_loopback_is_served(tmp_path: Path) -> None:
     ApiKeys(GatewayConfig(host="127.0.0.1"))
     ApiKeys(GatewayConfig(host="::1"))
-    with pytest.raises(ConfigError, match="without keys"):
+    with pytest.raises(ConfigError, match="without API keys"):
         ApiKeys(GatewayConfig(host="0.0.0.0"))
     ApiKeys(GatewayConfig(host="0.0.0.0", keys=(key_config("k"),)))
     file = tmp_path / "keys.toml"
-    with pytest.raises(ConfigError, match="without keys"):
+    with pytest.raises(ConfigError, match="without API keys"):
         ApiKeys(GatewayConfig(host="0.0.0.0"), file=file)
     keys_cli.main(["add", "--name", "k", "--file", str(file)])
     ApiKeys(GatewayConfig(host="0.0.0.0"), file=file)
@@ -177,7 +177,7 @@ def test_made_settings_know_their_key(capsys: pytest.CaptureFixture[str], tmp_pa
     ],
 )
 @pytest.mark.parametrize("command", ["add", "make"])
-def test_a_key_that_can_not_be_meant_is_not_made(
+def test_an_invalid_key_is_not_made(
     command: str, options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys.toml"
