@@ -37,7 +37,8 @@ from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
 from pipeline.config import TrainerConfig, load
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
-from trainer.batches.groups import PreparedGroup, examples, prepare
+from pipeline.log.place import Place
+from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
 from trainer.engine.state import Weights
@@ -156,7 +157,7 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
     highest = {"token": 1.0, "sequence": 1.0}
     opening = 0
     for step in range(args.steps):
-        prepared: list[PreparedGroup] = []
+        batch: list[TrainingGroup] = []
         at = max(0, step - lag)
         seeds = [opening_seed("train", opening + g, seed) for g in range(args.groups)]
         opening += args.groups
@@ -170,10 +171,11 @@ def one_run(engine: Engine, base: str, lag: int, seed: int, args: argparse.Names
             if max(r for r, _ in part) - min(r for r, _ in part) <= 1e-6:
                 continue
             scored = GroupScored(project="p", group=str(g), model="m", judge="agent", members=members)
-            prepared.append(prepare(scored, [s for _, e in part for s in build(e[0].trajectory, e)]))
-        if prepared:
-            indices = [i for i, group in enumerate(prepared) for _ in group.sequences]
-            result = engine.step(state, examples(prepared, engine.config), indices)
+            sequences = [s for _, e in part for s in build(e[0].trajectory, e)]
+            batch.append(TrainingGroup(scored, Place(g, 0), sequences=sequences))
+        if batch:
+            indices = [i for i, group in enumerate(batch) for _ in group.sequences or ()]
+            result = engine.step(state, examples(batch, engine.config), indices)
             state = result.state
             ratios.append(result.metrics["ratio_p95"])
             for level, name in (("token", "ratio_max"), ("sequence", "ratio_sequence_max")):

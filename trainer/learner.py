@@ -1,13 +1,12 @@
-"""One policy's way from groups to a checkpoint on disk: everything of a step but the log.
+"""Trains one policy: from a batch of groups to a checkpoint on disk. It does not use the log.
 
-`Learner.take` computes a step and writes its checkpoint, `Learner.advance` makes it the present once the log holds it.
-Between the two nothing in memory has changed, so a step that is abandoned leaves only a folder that recovery either
-publishes or overwrites.
+`Learner.train_step` computes a step and writes its checkpoint. `Learner.commit` makes the step current, once the log holds it.
+Between the two the learner's state is that of the step before, so an abandoned step leaves only a folder, which recovery
+publishes or the next step overwrites.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -19,21 +18,16 @@ import numpy as np
 
 from pipeline import crash
 from pipeline.config import Config, ModelConfig, config_hash
-from pipeline.events import CheckpointPublished, GroupScored, now_us
+from pipeline.events import CheckpointPublished, GroupScored, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import (
-    PreparedGroup,
-    bound_staleness,
-    examples,
-    staleness_bound,
-    trainable_members,
-)
+from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.sampling import defaults_of, sampling_of
 from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import (
     STATE_FILE,
     Best,
+    CheckpointError,
     Checkpoints,
     Manifest,
     adapter_files,
@@ -50,36 +44,25 @@ from trainer.engine.state import TrainState, UntrainableError
 
 log = get_logger("trainer.learner")
 
-MAX_TRIES = 10
-"""Deaths over one batch after which it is taken for their cause."""
+MAX_ATTEMPTS = 10
+"""A batch whose computation killed the process this often is taken for the cause and not computed again."""
 
 
 @dataclass(frozen=True, eq=False)
-class BatchGroup:
-    """A group of the batch and where its event lies in the log."""
-
-    prepared: PreparedGroup
-    seq: int
-    at: int = 0
-    """Stream time in microseconds."""
-    left_out: int = 0
-    """Sampled tokens that are not trained because of how they were sampled."""
-
-
-@dataclass(frozen=True, eq=False)
-class Taken:
-    """A step that is computed and on disk, but not in the log yet."""
+class PendingStep:
+    """A step that is computed and on disk, but not on the log yet."""
 
     manifest: Manifest
     adapter: bytes
-    """The adapter's tar."""
+    """The adapter as a tar."""
     state: TrainState
+    """The training state after the step."""
     dropped: Mapping[str, tuple[str, ...]]
-    """By group, its trajectories with a sequence that memory does not hold."""
+    """By group, the trajectories with a sequence that was left out because memory does not hold it."""
 
 
 class Learner:
-    """The training state of one model."""
+    """The training state of one model, its checkpoints and what was measured since the last step."""
 
     def __init__(self, config: Config, model: ModelConfig, engine: Engine) -> None:
         self.config, self.model, self.engine = config, model, engine
@@ -89,36 +72,32 @@ class Learner:
         self.config_hash = config_hash(self.settings)
         self.state = engine.initial_state()
         self._fresh = self.state.weights
-        """The adapter of step 0, which changes nothing."""
+        """The adapter of step 0; it does not change the base model."""
         self.sampling_defaults = defaults_of(engine.model.get_base_model(), config.vllm.args)
-        """What the inference server uses where a request names nothing."""
+        """Sampling parameters that the inference server uses where a request names none."""
         if bent := sampling_of(b"{}", self.sampling_defaults).bent_by:
             log.error(
-                "tokens of requests that do not say otherwise will not be trained: the server's default has a penalty that the "
-                "trainer can't follow; start vLLM with --generation-config vllm (vllm.args), or set it in the requests",
+                "requests that keep the inference server's default penalty will not be trained, since the trainer can't compute "
+                "it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off in the requests",
                 model=model.name, base=model.base, setting=bent,
             )  # fmt: skip
         self._validation: dict[int, list[float]] = {}
-        """Rewards of validation trajectories by the step that played them."""
+        """Rewards of validation trajectories, by the step that sampled them."""
         self.without_variance = 0
-        """Groups since the last step whose rewards were all equal."""
+        """Number of groups since the last step whose rewards were all equal."""
         self.untrained_rewards: list[float] = []
-        """Rewards of the training members of groups that were discarded since the last step, whatever for."""
+        """Rewards of the training members of groups that were discarded since the last step, for any reason."""
 
     @property
     def version(self) -> str:
+        """Name of the current policy version."""
         return version_name(self.model.name, self.state.step)
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
-    def stored(self) -> Manifest | None:
-        """The manifest of the newest complete checkpoint on disk."""
-        newest = self.checkpoints.newest()
-        return newest[0] if newest else None
-
     def resume(self, step: int) -> None:
-        """Go on from the checkpoint of `step` on disk; the adapters of the steps before it are read back where they
-        are still there."""
+        """Load the checkpoint of `step` from disk, and the adapters of earlier steps within the staleness bound that are still
+        there. Raises `CheckpointError`."""
         state = state_of(*self.checkpoints.read(step))
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
@@ -128,27 +107,31 @@ class Learner:
         self.engine.load_adapter(state.weights)  # an adapter that does not fit fails here, not in a step
         self.state = state
 
-    def rebuild(self, event: CheckpointPublished, tar: bytes) -> None:
-        """Go on from an adapter of the log, with a fresh optimizer: the disk has no state for it."""
-        if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
-            raise ValueError(f"the adapter of {event.version} in the object store is not what was published")
-        weights = weights_of(unpack(tar))
+    def rebuild(self, event: CheckpointPublished, archive: bytes) -> None:
+        """Continue from an adapter of the log (`archive`, a tar) with a fresh optimizer, where the disk has no state for it.
+
+        Raises `CheckpointError` where the adapter is not the one that `event` names."""
+        if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
+            raise CheckpointError(
+                f"the adapter of {event.version} in the object store does not match its event: restore the object store"
+            )
+        weights = weights_of(unpack(archive))
         self.engine.load_adapter(weights)
         self.state = TrainState(event.step, weights, history={event.step: weights})
         log.warning(
-            "optimizer state lost: going on from the adapter in the log", version=event.version,
+            "optimizer state lost: training continues from the adapter in the log", version=event.version,
             checkpoints=str(self.checkpoints.folder),
         )  # fmt: skip
 
-    def tar_of(self, step: int) -> bytes:
-        """The adapter's tar of a checkpoint on disk."""
+    def adapter_archive(self, step: int) -> bytes:
+        """The adapter of a checkpoint on disk, as a tar. Raises `CheckpointError`."""
         _, files = self.checkpoints.read(step)
         return pack({name: content for name, content in files.items() if name.startswith("adapter_")})
 
     # -- validation ----------------------------------------------------------------------------------------------
 
-    def validate(self, group: GroupScored) -> None:
-        """Take note of the group's validation members; they are never trained."""
+    def record_validation(self, group: GroupScored) -> None:
+        """Count the rewards of the group's validation members, which are never trained, and update the best checkpoint."""
         for member in group.members:
             if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
                 self._validation.setdefault(member.last_step, []).append(member.reward)
@@ -172,8 +155,8 @@ class Learner:
             "val_trajectories": float(len(rewards)),
         }
 
-    def foreign_token(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """A token id that the model does not have, if there is one: it would break the whole batch."""
+    def unknown_token(self, sequences: Sequence[TokenSequence]) -> int | None:
+        """A token id outside the model's vocabulary, which would make the whole batch fail; `None` where there is none."""
         for sequence in sequences:
             outside = (sequence.ids < 0) | (sequence.ids >= self.engine.vocabulary)
             if outside.any():
@@ -182,39 +165,59 @@ class Learner:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def take(self, batch: Sequence[BatchGroup], trace: dict[str, str] | None = None) -> Taken:
-        """Compute one optimizer step over `batch` and write its checkpoint. Blocks; `advance` makes it count.
+    def train_step(self, batch: Sequence[TrainingGroup], trace: dict[str, str] | None = None) -> PendingStep:
+        """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
-        Raises `UntrainableError` where no try of this batch can succeed, or none has."""
+        The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the checkpoint's
+        event is published. Raises `UntrainableError` where the batch can't be trained, or its computation killed the process
+        `MAX_ATTEMPTS` times."""
         began, started_at = time.perf_counter(), now_us()
-        settings, state = self.settings, self.state
-        groups = tuple(g.prepared.event.group for g in batch)
-        tries = self.checkpoints.count_try(batch_id(self.version, groups, self.config_hash))
-        if tries > MAX_TRIES:
-            raise UntrainableError(f"the trainer died {MAX_TRIES} times over this batch")
-        fresh, stale = [], 0
-        for group in batch:
-            bound = staleness_bound(group.prepared.event, settings)
-            kept, old = bound_staleness(group.prepared.sequences, state.step, bound)
-            stale += old
-            fresh.append(
-                PreparedGroup(
-                    group.prepared.event, tuple(kept), group.prepared.advantages, group.prepared.std
-                )
-            )
-        self.engine.configure(settings)
-        prompts = [i for i, g in enumerate(fresh) for _ in g.sequences]
-        result = self.engine.step(state, examples(fresh, settings), prompts)
-        self.checkpoints.forget_tries()
+        groups = tuple(g.event.group for g in batch)
+        places = [g.place for g in batch]  # the intake may set another while this computes
+        batch_hash = batch_id(self.version, groups, self.config_hash)
+        if self.checkpoints.count_attempt(batch_hash) > MAX_ATTEMPTS:
+            raise UntrainableError(f"the trainer died {MAX_ATTEMPTS} times while it computed this batch")
+        self.engine.configure(self.settings)
+        group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
+        result = self.engine.step(self.state, examples(batch, self.settings), group_of)
+        self.checkpoints.clear_attempts()
         metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
-        metrics["tokens_stale"] = float(stale)
-        metrics["tokens_left_out"] = float(sum(g.left_out for g in batch))
         metrics["step_s"] = time.perf_counter() - began
-        taken = self._write(batch, result.state, metrics, started_at, trace or {})
-        return dataclasses.replace(taken, dropped=_by_group(fresh, result.dropped))
+        adapter = adapter_files(result.state.weights, self.engine.lora, self.model.base)
+        archive = pack(adapter)
+        files = adapter | {STATE_FILE: state_bytes(result.state)}
+        version, digest = (
+            version_name(self.model.name, result.state.step),
+            hashlib.sha256(archive).hexdigest(),
+        )
+        event = CheckpointPublished(
+            project=self.config.project,
+            at=now_us(),
+            model=self.model.name,
+            step=result.state.step,
+            version=version,
+            parent=self.version,
+            batch_id=batch_hash,
+            groups=groups,
+            group_seqs=pack_seqs([p.seq for p in places]),
+            group_times=pack_seqs([p.at for p in places]),
+            config_hash=self.config_hash,
+            base_model=self.model.base,
+            adapter=f"{self.config.project}/{version}/{digest[:16]}",
+            adapter_sha256=digest,
+            adapter_bytes=len(archive),
+            files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+            metrics=metrics,
+            started_at=started_at,
+            branch=self.config.trainer.branch,
+        )
+        manifest = Manifest(event=event, config=msgspec.to_builtins(self.settings), trace=trace or {})
+        crash.point("trainer.before_checkpoint")
+        self.checkpoints.write(manifest, files)
+        return PendingStep(manifest, archive, result.state, _dropped_by_group(batch, result.dropped))
 
-    def _group_metrics(self, batch: Sequence[BatchGroup]) -> dict[str, float]:
-        members = [m for g in batch for m in trainable_members(g.prepared.event)]
+    def _group_metrics(self, batch: Sequence[TrainingGroup]) -> dict[str, float]:
+        members = [m for g in batch for m in g.members]
         rewards = np.array([m.reward for m in members], np.float64)
         return {
             "reward_mean": float(rewards.mean()),
@@ -223,52 +226,13 @@ class Learner:
             "groups": float(len(batch)),
             "no_variance_share": self.without_variance / (self.without_variance + len(batch)),
             "trajectories": float(len(members)),
+            "tokens_stale": float(sum(g.stale_tokens for g in batch)),
+            "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
         }
 
-    def _write(
-        self,
-        batch: Sequence[BatchGroup],
-        state: TrainState,
-        metrics: dict[str, float],
-        started_at: int,
-        trace: dict[str, str],
-    ) -> Taken:
-        version = version_name(self.model.name, state.step)
-        adapter = adapter_files(state.weights, self.engine.lora, self.model.base)
-        files = adapter | {STATE_FILE: state_bytes(state)}
-        tar = pack(adapter)
-        digest = hashlib.sha256(tar).hexdigest()
-        groups = tuple(g.prepared.event.group for g in batch)
-        manifest = Manifest(
-            project=self.config.project,
-            model=self.model.name,
-            step=state.step,
-            version=version,
-            parent=self.version,
-            batch_id=batch_id(self.version, groups, self.config_hash),
-            groups=groups,
-            group_seqs=tuple(g.seq for g in batch),
-            group_times=tuple(g.at for g in batch),
-            config_hash=self.config_hash,
-            config=msgspec.to_builtins(self.settings),
-            base_model=self.model.base,
-            adapter=f"{self.config.project}/{version}/{digest[:16]}",
-            adapter_sha256=digest,
-            adapter_bytes=len(tar),
-            files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            metrics=metrics,
-            started_at=started_at,
-            written_at=now_us(),
-            branch=self.config.trainer.branch,
-            trace=trace,
-        )
-        crash.point("trainer.before_checkpoint")
-        self.checkpoints.write(manifest, files)
-        return Taken(manifest, tar, state, {})
-
-    def advance(self, taken: Taken) -> None:
-        """The log holds the step: it is the present now, and old folders may go."""
-        self.state = taken.state
+    def commit(self, pending: PendingStep) -> None:
+        """Make the step current: the log holds it. Deletes checkpoints that are no longer needed."""
+        self.state = pending.state
         self.without_variance = 0
         self.untrained_rewards.clear()
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
@@ -276,23 +240,22 @@ class Learner:
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 
 
-def _by_group(
-    groups: Sequence[PreparedGroup], dropped: Sequence[TokenSequence]
+def _dropped_by_group(
+    batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence]
 ) -> dict[str, tuple[str, ...]]:
-    """The trajectories of `dropped`, by the groups that they are of."""
-    gone = {id(sequence) for sequence in dropped}
-    found = {
-        g.event.group: tuple(dict.fromkeys(s.trajectory for s in g.sequences if id(s) in gone))
-        for g in groups
+    """The trajectories of the `dropped` sequences, by group; groups without any are left out."""
+    trajectories = {sequence.trajectory for sequence in dropped}
+    by_group = {
+        g.event.group: tuple(m.trajectory for m in g.members if m.trajectory in trajectories) for g in batch
     }
-    return {group: trajectories for group, trajectories in found.items() if trajectories}
+    return {group: found for group, found in by_group.items() if found}
 
 
 Shape = tuple[object, ...]
 
 
 def _shape(config: Config, model: ModelConfig) -> Shape:
-    """Models with the same one share an engine."""
+    """What a model needs of its engine; models with equal shapes share one."""
     settings = config.trainer_of(model)
     return (model.base, *fixed_settings(settings).values())
 
@@ -300,7 +263,7 @@ def _shape(config: Config, model: ModelConfig) -> Shape:
 def make_engines(
     config: Config, scratch: Path, process_group: ProcessGroup | None = None
 ) -> dict[Shape, Engine]:
-    """An engine for each base and adapter shape among the models, in the same order in every process."""
+    """An engine for each distinct base and adapter shape of the models, in the same order in every process."""
     engines: dict[Shape, Engine] = {}
     for model in config.models:
         shape = _shape(config, model)
@@ -315,7 +278,7 @@ def make_engines(
 def make_learners(
     config: Config, scratch: Path, process_group: ProcessGroup | None = None
 ) -> dict[str, Learner]:
-    """A learner per configured model; models of the same base and adapter shape share one engine."""
+    """A learner for each configured model, by name; models of the same base and adapter shape share an engine."""
     engines = make_engines(config, scratch, process_group)
     learners = {}
     for model in config.models:

@@ -1,25 +1,26 @@
-"""The trainer as a service: scored groups in, committed checkpoints out.
+"""The trainer service: scored groups in, committed checkpoints out.
 
-Three things run side by side. The intake takes `group.scored` events from the durable consumer `trainer`, discards
-what can't train (and says so on the log) and queues the rest by model in stream order. The stepper waits until a model
-has `trainer.groups_per_step` groups, fetches their exchanges, computes the step in a thread and commits it. The
-broker's heartbeats keep every held group alive meanwhile.
+Three tasks run side by side. The intake takes `group.scored` events from the durable consumer `trainer`, publishes a discard for
+those that can't train and queues the others by model in stream order. The step loop waits until a model has
+`trainer.groups_per_step` groups, reads their exchanges, computes the step in a thread and commits it. The third task publishes
+checkpoints again that the log lost in a power cut. The broker's heartbeats keep held groups from being redelivered meanwhile.
 
-The commit, in this order: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups
-acknowledged. A crash between any two of them is repaired at the next start by `recover`, which compares disk and log.
+A commit takes four steps: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups acknowledged.
+After a crash between any two of them, `recover` compares disk and log at the next start and does the rest.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from pipeline import streams
-from pipeline.config import Config
+from pipeline.config import Config, TrainerConfig
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -32,62 +33,88 @@ from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.log.place import Place, place_of
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import (
-    Refusal,
-    bound_staleness,
-    prepare,
-    refuse_by_event,
-    staleness_bound,
-    trainable_members,
-)
+from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.histories import Histories
-from trainer.batches.queues import Held, Queue
 from trainer.checkpoints.commits import Commits
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.retention import Retention
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
-from trainer.learner import BatchGroup, Learner, Taken, make_learners
+from trainer.learner import Learner, PendingStep, make_learners
 
 log = get_logger("trainer")
 
-_MEND_EVERY_S = 1.0
+_RECONNECT_CHECK_S = 1.0
+
+
+@dataclass(eq=False)
+class ModelQueue:
+    """The groups of one model that wait for a step."""
+
+    learner: Learner
+    histories: Histories
+    waiting: deque[TrainingGroup] = field(default_factory=deque)
+    """In stream order."""
+    batch: list[TrainingGroup] = field(default_factory=list)
+    """The groups of the step that is being filled, computed or committed."""
+
+    @property
+    def step(self) -> int:
+        return self.learner.state.step
+
+    @property
+    def settings(self) -> TrainerConfig:
+        return self.learner.settings
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.settings.max_steps <= self.step
+
+    @property
+    def full(self) -> bool:
+        """Whether there are enough groups for a step, if none of them is refused."""
+        return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
 
 
 class Trainer:
-    """See the module. `broker` must outlive it."""
+    """Trains the models of `learners` from the groups on the log. `broker` must outlive it."""
 
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
         self.config, self.broker = config, broker
-        self.queues = {name: Queue(learner, deque(), []) for name, learner in learners.items()}
+        self.queues = {
+            name: ModelQueue(
+                learner,
+                Histories(broker, learner.sampling_defaults, mask_truncated=learner.settings.mask_truncated),
+            )
+            for name, learner in learners.items()
+        }
         self._consumed = Consumed()
-        self._news = anyio.Event()
+        self._group_queued = anyio.Event()
         self._publishing = anyio.Lock()
-        self.log = Commits(broker, config)
-        self._histories = Histories(broker)
+        self.commits = Commits(broker, config)
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Bring every model to its newest committed step and publish a checkpoint whose event never went out."""
+        """Bring every model to its newest committed step, and publish checkpoints on disk that the log does not hold."""
         for name, queue in self.queues.items():
             subject = checkpoint_subject(self.config.project, name, branch=self.config.trainer.branch)
             published = [
                 r.event
                 for r in await self.broker.history("POLICY", subject)
-                if isinstance(r.event, CheckpointPublished) and self.log.trusted(r.event)
+                if isinstance(r.event, CheckpointPublished) and self.commits.trusted(r.event)
             ]
             for event in published:
-                self._consumed.checkpoint(event)
+                self._consumed.add_checkpoint(event)
             last = max(published, key=lambda e: e.step, default=None)
-            for manifest in await self.log.recover(queue.learner, last):
-                self._consumed.checkpoint(manifest.event())
+            for manifest in await self.commits.recover(queue.learner, last):
+                self._consumed.add_checkpoint(manifest.event)
             log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
-        await self._take_over()
+        await self._queue_unacknowledged()
 
-    async def _take_over(self) -> None:
-        """Queue, from the log itself and in its order, what a dead predecessor held: its deliveries come back only
-        after `ack_wait`, behind newer groups."""
+    async def _queue_unacknowledged(self) -> None:
+        """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers them again
+        only after `ack_wait`, behind newer groups."""
         spec = streams.trainer_consumer(self.config.trainer.branch)
         info = await self.broker.consumer_info("GROUPS", spec.name)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
@@ -98,7 +125,7 @@ class Trainer:
         discarded = {
             (r.event.branch, r.event.model, r.event.group)
             for r in recent
-            # Some trajectories were too large; the group itself trains.
+            # `too_large` concerns some trajectories; the group itself trains.
             if isinstance(r.event, GroupDiscarded)
             and r.event.by == "trainer"
             and r.event.reason != "too_large"
@@ -111,30 +138,30 @@ class Trainer:
                 self._consumed.add(place_of(recorded))
             await self._admit(event, place_of(recorded), None)
 
-    async def mend(self) -> None:
-        """For as long as the service runs: whenever the connection came back, see to it that the log still holds what was
-        published. Its machine may have lost its power."""
+    async def republish_after_reconnects(self) -> None:
+        """After every reconnect, publish the checkpoints again that the log no longer holds: its machine may have lost power.
+        Runs until cancelled."""
         seen = self.broker.client.stats["reconnects"]
         while True:
-            await anyio.sleep(_MEND_EVERY_S)
+            await anyio.sleep(_RECONNECT_CHECK_S)
             now = self.broker.client.stats["reconnects"]
             if now == seen:
                 continue
             for queue in self.queues.values():
                 async with self._publishing:
-                    await self.log.mend(queue.learner)
+                    await self.commits.republish_lost(queue.learner)
             seen = now
 
     # -- intake --------------------------------------------------------------------------------------------------
 
     async def intake(self, consumption: Consumption) -> None:
-        """Queue what comes, for as long as the service runs."""
+        """Queue the groups that are delivered. Runs until cancelled."""
         while True:
-            for delivery in await self.log.persist(partial(consumption.batch, 256)):
+            for delivery in await self.commits.retry_while_unavailable(partial(consumption.batch, 256)):
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, place_of(delivery), delivery)
                 else:
-                    log.warning("not a scored group", subject=delivery.subject)
+                    log.warning("event skipped: it is no scored group", subject=delivery.subject)
                     await delivery.ack()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
@@ -149,7 +176,7 @@ class Trainer:
             or event.branch != self.config.trainer.branch
         ):
             log.warning(
-                "not ours to train",
+                "group skipped: no model of this trainer has its project, name and branch",
                 group=event.group,
                 model=event.model,
                 project=event.project,
@@ -160,28 +187,28 @@ class Trainer:
             return
         for held in (*queue.waiting, *queue.batch):
             if held.event.subject() == event.subject():
-                # The subject holds one event: at another place it is that event scored again, since the log lost the first.
+                # A subject holds one event. At another place it is the same group, scored again after the log lost the first.
                 held.place, held.delivery = place, delivery
                 return
-        held = Held(event, place, delivery)
-        if refusal := await self._repeated(event):
-            await self._discard(queue, held, refusal)
-            return
-        queue.learner.validate(event)
-        refusal = refuse_by_event(event, queue.step, staleness_bound(event, queue.settings))
+        group = TrainingGroup(event, place, delivery)
+        refusal = await self._refuse_repeated(event)
+        if refusal is None:
+            queue.learner.record_validation(event)
+            refusal = group.refuse(queue.step, queue.settings)
         if refusal is not None:
-            await self._discard(queue, held, refusal)
+            await self._discard(queue, group, refusal)
             return
-        # A redelivery may come behind newer groups: the queue stays in stream order.
+        # A redelivered group may come behind newer ones.
         index = len(queue.waiting)
         while index and queue.waiting[index - 1].place.seq > place.seq:
             index -= 1
-        queue.waiting.insert(index, held)
-        self._news.set()
+        queue.waiting.insert(index, group)
+        self._group_queued.set()
 
-    async def _repeated(self, event: GroupScored) -> Refusal | None:
-        """A refusal of a group that trained already, where a power cut took its event from the log and the judge scored it
-        again. A group whose first event is still there, or grew too old to be kept, is another one of that name."""
+    async def _refuse_repeated(self, event: GroupScored) -> Refusal | None:
+        """Refuse a group that was trained already: a power cut took its event from the log, and the judge scored it again.
+
+        Where the first event is still there, or was removed by the stream's retention, `event` is another group of that id."""
         before = self._consumed.trained(event.model, event.group)
         if before is None or not before.place.at:
             return None
@@ -198,166 +225,153 @@ class Trainer:
             "repeated", f"{before.version} learned from this group; the log lost its first scoring"
         )
 
-    async def _discard(self, queue: Queue, held: Held, refusal: Refusal) -> None:
-        event = held.event
-        if refusal.reason == "stale" and held.sequences is None:
-            await self._histories.fetch(
-                held, queue.learner
-            )  # for how long its trajectories took: do long tasks starve?
+    async def _discard(self, queue: ModelQueue, group: TrainingGroup, refusal: Refusal) -> None:
+        event = group.event
+        if refusal.reason == "stale" and group.sequences is None:
+            await queue.histories.read(group)  # for `duration_s`, which shows whether long tasks starve
+        trajectories = tuple(m.trajectory for m in event.members)
+        await self._publish_discard(queue, group, trajectories, refusal)
+        self._consumed.add(group.place)
+        queue.learner.without_variance += refusal.reason == "no_variance"
+        if refusal.reason != "repeated":  # its rewards were counted when it was trained
+            queue.learner.untrained_rewards += [m.reward for m in group.members]
+        if group.delivery is not None:
+            await group.delivery.ack()
+        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
+
+    async def _publish_discard(
+        self, queue: ModelQueue, group: TrainingGroup, trajectories: tuple[str, ...], refusal: Refusal
+    ) -> None:
+        event = group.event
         await self.broker.publish(
             GroupDiscarded(
-                project=event.project, group=event.group, model=event.model,
-                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer", split=event.split,
-                detail=refusal.detail, version=queue.learner.version, duration_s=held.duration_s,
-                branch=event.branch,
+                project=event.project, group=event.group, model=event.model, trajectories=trajectories, reason=refusal.reason,
+                by="trainer", split=event.split, detail=refusal.detail, version=queue.learner.version,
+                duration_s=group.duration_s, branch=event.branch,
             )
         )  # fmt: skip
-        self._consumed.add(held.place)
-        queue.learner.without_variance += refusal.reason == "no_variance"
-        if refusal.reason != "repeated":  # those rewards were counted when the group trained
-            queue.learner.untrained_rewards += [m.reward for m in trainable_members(event)]
-        if held.delivery is not None:
-            await held.delivery.ack()
-        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def run_steps(self) -> None:
-        """Steps for whichever model has waited longest with a full batch, until every model has reached `max_steps`."""
+        """Train until every model has reached `max_steps`. Of the models with enough groups, the one with the fewest steps is next."""
         while not self._finished():
             queue = self._next_queue()
             if queue is None:
-                self._news = anyio.Event()
-                await self._news.wait()
+                self._group_queued = anyio.Event()
+                await self._group_queued.wait()
                 continue
-            if await self._fill(queue):
+            if await self._fill_batch(queue):
                 await self._step(queue)
 
     def _finished(self) -> bool:
         return all(q.finished for q in self.queues.values())
 
-    def _next_queue(self) -> Queue | None:
+    def _next_queue(self) -> ModelQueue | None:
         ready = [q for q in self.queues.values() if q.full and not q.finished]
         return min(ready, key=lambda q: (q.step, (q.waiting or q.batch)[0].place.seq), default=None)
 
-    async def _fill(self, queue: Queue) -> bool:
-        """Move groups that train at the present step into the batch; False where too few were left."""
+    async def _fill_batch(self, queue: ModelQueue) -> bool:
+        """Move groups that can train at the current step into the batch. Returns whether the batch is full."""
         settings = queue.settings
         while len(queue.batch) < settings.groups_per_step and queue.waiting:
             missing = settings.groups_per_step - len(queue.batch)
             candidates = [queue.waiting.popleft() for _ in range(min(missing, len(queue.waiting)))]
             queue.batch += candidates
-            refusals = await self._histories.fetch_all(candidates, queue.learner)
-            for held in candidates:
-                if foreign := queue.learner.foreign_token(held.sequences or ()):
-                    await self._bury(queue, [held], f"token {foreign} is not in the model's vocabulary")
+            refusals = await queue.histories.read_all(candidates)
+            for group in candidates:
+                if token := queue.learner.unknown_token(group.sequences or ()):
+                    await self._dead_letter(queue, [group], f"token {token} is not in the model's vocabulary")
                     continue
-                refusal = refusals.get(held.place) or self._refuse(queue, held)
+                refusal = (
+                    refusals.get(group.place)
+                    or group.refuse(queue.step, settings)
+                    or group.bound_staleness(queue.step, settings)
+                )
                 if refusal is not None:
-                    await self._discard(queue, held, refusal)
-                    queue.batch.remove(held)
+                    await self._discard(queue, group, refusal)
+                    queue.batch.remove(group)
         return len(queue.batch) == settings.groups_per_step
 
-    def _refuse(self, queue: Queue, held: Held) -> Refusal | None:
-        bound = staleness_bound(held.event, queue.settings)
-        refusal = refuse_by_event(held.event, queue.step, bound)
-        if refusal is not None:
-            return refusal
-        assert held.sequences is not None
-        kept, stale = bound_staleness(held.sequences, queue.step, bound)
-        if kept:
-            return None
-        if stale:
-            return Refusal("stale", f"all {stale} tokens are older than {bound} steps at step {queue.step}")
-        why = "; ".join(f"{n} tokens were sampled under {what}" for what, n in held.left_out.items())
-        return Refusal("no_variance", "no member has a token to train" + (f": {why}" if why else ""))
+    async def _prefetch(self, queue: ModelQueue) -> None:
+        """Read the exchanges of the next batch. Groups whose exchanges are gone are discarded when their turn comes."""
+        await queue.histories.read_all(list(queue.waiting)[: queue.settings.groups_per_step])
 
-    async def _prefetch(self, queue: Queue) -> None:
-        ahead = list(queue.waiting)[: queue.settings.groups_per_step]
-        # What is gone is found again, and discarded, when its turn comes.
-        await self._histories.fetch_all(ahead, queue.learner)
-
-    async def _step(self, queue: Queue) -> None:
+    async def _step(self, queue: ModelQueue) -> None:
         learner = queue.learner
-        batch = [
-            BatchGroup(prepare(h.event, h.sequences or []), *h.place, h.left_out.total()) for h in queue.batch
-        ]
         try:
-            taken = await self._compute(queue, batch)
+            pending = await self._compute(queue)
         except UntrainableError as error:
-            await self._bury(queue, list(queue.batch), str(error), error.reason)
+            await self._dead_letter(queue, list(queue.batch), str(error), error.reason)
             return
-        # Once the step is on disk, finish the commit even if a stop arrives: it is short, and recovery is longer.
+        event = pending.manifest.event
+        # The step is on disk: finish the commit even where a stop arrives, as it is shorter than a recovery.
         with anyio.CancelScope(shield=True):
             async with self._publishing:
-                await self.log.mend(learner)  # first, so that the log has them in order
-                await self.log.publish(taken.manifest, taken.adapter)
-                await self.log.in_thread(learner.advance, taken)
-            await self._tell_of_dropped(queue, taken)
-            self._consumed.checkpoint(taken.manifest.event())
-            for held in queue.batch:
-                if held.delivery is not None:
-                    await self.log.persist(partial(held.delivery.ack, confirmed=True))
+                await self.commits.republish_lost(learner)  # first, so that the log holds the steps in order
+                await self.commits.publish(pending.manifest, pending.adapter)
+                await self.commits.run_in_thread(learner.commit, pending)
+            for group in queue.batch:
+                if trajectories := pending.dropped.get(group.event.group):
+                    why = "a pass over one of their sequences alone does not fit into memory; the rest of the group was trained"
+                    await self._publish_discard(queue, group, trajectories, Refusal("too_large", why))
+            self._consumed.add_checkpoint(event)
+            for group in queue.batch:
+                if group.delivery is not None:
+                    await self.commits.retry_while_unavailable(partial(group.delivery.ack, confirmed=True))
             queue.batch = []
-        log.info(
-            "step", version=taken.manifest.version, batch=taken.manifest.batch_id,
-            **{k: round(v, 6) for k, v in taken.manifest.metrics.items()},
-        )  # fmt: skip
+        metrics = {k: round(v, 6) for k, v in event.metrics.items()}
+        log.info("step", version=event.version, batch=event.batch_id, **metrics)
 
-    async def _tell_of_dropped(self, queue: Queue, taken: Taken) -> None:
-        """Say on the log which trajectories of the step's groups have a sequence that did not fit into memory."""
-        for held in queue.batch:
-            trajectories = taken.dropped.get(held.event.group, ())
-            if trajectories:
-                await self.broker.publish(
-                    GroupDiscarded(
-                        project=held.event.project, group=held.event.group, model=held.event.model, trajectories=trajectories,
-                        reason="too_large", by="trainer", split=held.event.split, branch=held.event.branch,
-                        version=taken.manifest.version, duration_s=held.duration_s,
-                        detail="memory does not hold a pass of one of their sequences alone; the rest of the group was trained",
-                    )
-                )  # fmt: skip
-
-    async def _compute(self, queue: Queue, batch: list[BatchGroup]) -> Taken:
-        """The step, in its thread, while the next batch's exchanges are fetched."""
+    async def _compute(self, queue: ModelQueue) -> PendingStep:
+        """Compute the step in a thread, and read the exchanges of the next batch meanwhile."""
         error: UntrainableError | None = None
         async with anyio.create_task_group() as tg:
             tg.start_soon(self._prefetch, queue)
             try:
-                return await self.log.in_thread(queue.learner.take, batch, _trace_of(queue.batch))
+                return await self.commits.run_in_thread(
+                    queue.learner.train_step, queue.batch, _trace_of(queue.batch)
+                )
             except UntrainableError as caught:
-                error = caught  # raised below: a task group would wrap it
+                error = caught  # raised below, as a task group would wrap it
         assert error is not None
         raise error
 
-    async def _bury(self, queue: Queue, wanted: list[Held], detail: str, reason: str = "untrainable") -> None:
-        """Groups that can't be trained must not come back for ever."""
-        for held in wanted:
+    async def _dead_letter(
+        self, queue: ModelQueue, groups: list[TrainingGroup], detail: str, reason: str = "untrainable"
+    ) -> None:
+        """Move groups of the batch that can't be trained to the dead letters, so that they are not delivered again."""
+        for group in groups:
             await self.broker.publish(
                 DeadLettered(
-                    project="", stream="GROUPS", stream_seq=held.place.seq, stream_at=held.place.at,
-                    original_subject=held.event.subject(), consumer="trainer", reason=reason, detail=detail,
-                    payload=encode(held.event),
+                    project="", stream="GROUPS", stream_seq=group.place.seq, stream_at=group.place.at,
+                    original_subject=group.event.subject(), consumer="trainer", reason=reason, detail=detail,
+                    payload=encode(group.event),
                 )
             )  # fmt: skip
-            self._consumed.add(held.place)
-            if held.delivery is not None:
-                await held.delivery.ack()
-            queue.batch.remove(held)
-        log.error("buried", groups=[h.event.group for h in wanted], reason=reason, detail=detail)
+            self._consumed.add(group.place)
+            if group.delivery is not None:
+                await group.delivery.ack()
+            queue.batch.remove(group)
+        log.error(
+            "groups moved to the dead letters", groups=[g.event.group for g in groups], reason=reason, detail=detail
+        )  # fmt: skip
 
 
-def _trace_of(batch: list[Held]) -> dict[str, str]:
-    """The step belongs to the trace of the first group that carries one."""
-    for held in batch:
-        headers = held.delivery.headers if held.delivery is not None else {}
+def _trace_of(batch: Sequence[TrainingGroup]) -> dict[str, str]:
+    """The trace headers of the first group that carries any: the step belongs to its trace."""
+    for group in batch:
+        headers = group.delivery.headers if group.delivery is not None else {}
         if "traceparent" in headers:
             return {k: v for k, v in headers.items() if k in ("traceparent", "tracestate")}
     return {}
 
 
 async def train(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
-    """Train until every model has reached `trainer.max_steps`, or for ever where that is 0."""
+    """Train until every model has reached `trainer.max_steps`; without end where that is 0.
+
+    `ready` is called once recovery is complete. `process_group` are the other processes that share the passes of a step. Raises
+    `TrainerError` where the checkpoints on disk do not belong to the log."""
     scratch = config.path(config.trainer.checkpoints)
     user = "trainer" if config.trainer.branch == "main" else "experiment"
     async with Broker.connect(config.nats, name=user) as broker:
@@ -369,14 +383,14 @@ async def train(config: Config, ready: Ready, process_group: ProcessGroup | None
         ready(step=max(q.step for q in trainer.queues.values()))
         async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
             tg.start_soon(trainer.intake, consumption)
-            tg.start_soon(trainer.mend)
+            tg.start_soon(trainer.republish_after_reconnects)
             tg.start_soon(Retention(config, broker, learners).run)
             await trainer.run_steps()
             tg.cancel_scope.cancel()
 
 
 async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
-    """Train until stopped; at `trainer.max_steps` further groups stay in the log for a later run."""
+    """Train until cancelled. At `trainer.max_steps` the service stays up, and further groups stay on the log."""
     await train(config, ready, process_group)
-    log.info("max_steps reached")
+    log.info("training ends: every model reached trainer.max_steps")
     await anyio.sleep_forever()

@@ -24,7 +24,7 @@ from trainer.checkpoints import checkpoint
 from trainer.learner import Learner
 
 DIED = 9
-POINTS = ("file", "written", "uploaded", "published", "advanced")
+POINTS = ("file", "written", "uploaded", "published", "committed")
 
 
 def _instrument(point: str, nth: int) -> None:
@@ -58,7 +58,7 @@ def _instrument(point: str, nth: int) -> None:
     after(checkpoint.Checkpoints, "write", "written")
     after(Broker, "put_object", "uploaded")
     after(Broker, "publish", "published", lambda _, event, *__: isinstance(event, CheckpointPublished))
-    after(Learner, "advance", "advanced")
+    after(Learner, "commit", "committed")
     after(Delivery, "ack", "acked")
 
 

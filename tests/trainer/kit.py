@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,11 @@ from pipeline.events import (
     pack_ids,
     pack_logprobs,
     pack_mask,
+    pack_seqs,
 )
 from pipeline.log.broker import Broker
+from pipeline.log.place import Place
+from trainer.batches.groups import TrainingGroup
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine
 
@@ -129,6 +133,21 @@ def group(
         "members": members,
     }
     return GroupScored(**(fields | other))  # type: ignore[arg-type]
+
+
+def training_group(scored: GroupScored, sequences: Sequence[TokenSequence], seq: int = 1) -> TrainingGroup:
+    """A scored group with its sequences, as it joins a batch."""
+    return TrainingGroup(scored, Place(seq, 0), sequences=list(sequences))
+
+
+def checkpoint_event(step: int, files: Mapping[str, bytes] | None = None) -> CheckpointPublished:
+    """The event of a checkpoint of `MODEL` that holds `files`."""
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in (files or {}).items()}
+    return CheckpointPublished(
+        project="p", at=2, model=MODEL, step=step, version=f"{MODEL}@{step}", parent=f"{MODEL}@{step - 1}", batch_id="b",
+        groups=("g",), group_seqs=pack_seqs([1]), group_times=pack_seqs([2]), config_hash="c", base_model="base",
+        adapter="a", adapter_sha256="s", adapter_bytes=1, files=digests, metrics={"loss": 0.5}, started_at=1,
+    )  # fmt: skip
 
 
 def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded]:

@@ -53,7 +53,7 @@ async def test_groups_become_a_checkpoint(nats_config: NatsConfig, tiny_base: st
         assert event.metrics["reward_mean"] == pytest.approx(2 / 3)
         assert event.metrics["tokens"] == 2 * 3 * 6
         manifest, _ = checkpoint.Checkpoints(tmp_path / "checkpoints" / "tiny").read(1)
-        assert manifest.event().batch_id == event.batch_id
+        assert manifest.event.batch_id == event.batch_id
 
 
 async def test_what_trains_nothing_is_discarded_with_its_reason(
@@ -264,15 +264,13 @@ async def test_a_second_trainer_is_found_out(nats_config: NatsConfig, tiny_base:
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
         learners = service.make_learners(config, tmp_path)
         trainer = service.Trainer(config, broker, learners)
-        manifest = checkpoint.Manifest(
-            project="p", model="tiny", step=1, version="tiny@1", parent="tiny@0", batch_id="b", groups=(),
-            group_seqs=(), config_hash="", config={}, base_model="", adapter="a", adapter_sha256="1",
-            adapter_bytes=1, files={}, metrics={}, started_at=0, written_at=1,
-        )  # fmt: skip
-        await trainer.log.publish(manifest, b"x")
-        await trainer.log.publish(manifest, b"x")  # a retry of the same
+        event = kit.checkpoint_event(1)
+        manifest = checkpoint.Manifest(event=event, config={})
+        await trainer.commits.publish(manifest, b"x")
+        await trainer.commits.publish(manifest, b"x")  # a retry of the same
+        another = msgspec.structs.replace(event, adapter_sha256="2")
         with pytest.raises(TrainerError, match="second trainer"):
-            await trainer.log.publish(msgspec.structs.replace(manifest, adapter_sha256="2"), b"y")
+            await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), b"y")
 
 
 async def test_a_log_that_goes_away_and_comes_back_costs_nothing(
@@ -321,7 +319,7 @@ async def test_a_batch_that_its_version_did_not_sample_is_no_step_and_an_alarm(
         await all_acked(broker)
         assert await checkpoints(broker) == []
     (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert said.getMessage() == "buried"
+    assert said.getMessage() == "groups moved to the dead letters"
 
 
 async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(
@@ -354,7 +352,7 @@ async def test_a_model_may_have_settings_of_its_own(
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
         await steps_reach(broker, 1)
         manifest, _ = checkpoint.Checkpoints.of(config, "tiny").read(1)
-        assert manifest.groups == ("g0",)
+        assert manifest.event.groups == ("g0",)
         assert manifest.config["loss_type"] == "grpo"
 
 
@@ -385,7 +383,7 @@ async def test_tokens_of_another_model_bury_their_group_alone(
 async def test_a_batch_that_kills_the_trainer_again_and_again_is_buried(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.learner.MAX_TRIES", 2)
+    monkeypatch.setattr("trainer.learner.MAX_ATTEMPTS", 2)
     original = Engine.step
 
     def dies(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:

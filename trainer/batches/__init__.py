@@ -1,0 +1,10 @@
+"""From scored groups to the batch of a step.
+
+| module | what lives there |
+| --- | --- |
+| `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
+| `histories` | reads a group's exchanges from the log |
+| `sequences` | exchanges to exact token sequences and loss masks |
+| `sampling` | how a token was sampled, and the same distribution from the trainer's logits |
+| `packing` | sequences to micro-batches, padded or with shared prefixes |
+"""

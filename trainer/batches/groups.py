@@ -1,33 +1,35 @@
-"""From a scored group to what trains: who counts, what each is worth, and why a group trains nothing.
+"""A scored group on its way from its event to a training batch: which members count, and what each of them is worth.
 
-The baseline and the spread come from scored members of the training split only; what infrastructure broke, what is
-masked and what is there for validation neither trains nor moves the baseline.
+Baseline and spread come from the scored members of the training split only. Members that infrastructure broke, masked members and
+validation members are not trained and do not move the baseline.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.config import TrainerConfig
 from pipeline.events import GroupScored, Member
+from pipeline.log.broker import Delivery
+from pipeline.log.place import Place
 from trainer.batches.sequences import TokenSequence
 
 EQUAL = 1e-6
-"""Rewards closer than this are the same: a judge's sums carry rounding."""
+"""Rewards that differ by no more than this are equal: a judge's sums carry rounding errors."""
 _STD_FLOOR = 1e-4
 
-Reason = Literal["too_small", "no_variance", "stale", "history_gone", "validation", "repeated"]
+Reason = Literal["too_small", "no_variance", "stale", "history_gone", "validation", "repeated", "too_large"]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a group trains nothing."""
+    """Why a group is not trained."""
 
     reason: Reason
     detail: str
@@ -43,109 +45,116 @@ class Example:
     """Factor on the advantage that evens out long and short trajectories (`trainer.weighting`)."""
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedGroup:
-    """A group that trains."""
+@dataclass(eq=False)
+class TrainingGroup:
+    """A scored group from its event to the batch that trains it."""
 
     event: GroupScored
-    sequences: tuple[TokenSequence, ...]
-    advantages: Mapping[str, float]
-    """Reward minus baseline by trajectory, not scaled yet."""
-    std: float
-    """Sample standard deviation of the rewards."""
+    place: Place
+    """Where the event lies in GROUPS."""
+    delivery: Delivery | None = None
+    """`None` for a group that was read from the log at start and is not delivered yet."""
+    sequences: list[TokenSequence] | None = None
+    """Sequences of the members that train; `None` until the exchanges are read (`trainer.batches.histories`)."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""
+    stale_tokens: int = 0
+    """Number of tokens that `bound_staleness` made context."""
+    duration_s: float = 0.0
+    """Seconds from the first call to the last answer of the longest trajectory; 0 until the exchanges are read."""
+
+    @property
+    def members(self) -> list[Member]:
+        return trainable_members(self.event)
+
+    def staleness_bound(self, config: TrainerConfig) -> int:
+        """How many steps ago a token may have been sampled. Offline groups have no bound."""
+        return sys.maxsize if self.event.offline else config.max_staleness
+
+    def refuse(self, step: int, config: TrainerConfig) -> Refusal | None:
+        """Why the group can't be trained at `step`, judged by its event alone."""
+        members, bound = self.members, self.staleness_bound(config)
+        if self.event.members and all(m.split == "val" for m in self.event.members):
+            return Refusal("validation", "every member is a validation run")
+        if len(members) < 2:
+            return Refusal(
+                "too_small", f"{len(members)} scored member(s) in the training split; at least 2 are needed"
+            )
+        rewards = [m.reward for m in members]
+        if max(rewards) - min(rewards) <= EQUAL:
+            return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
+        newest = max(m.last_step for m in members)
+        if step - newest > bound:
+            return Refusal(
+                "stale", f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
+            )
+        return None
+
+    def bound_staleness(self, step: int, config: TrainerConfig) -> Refusal | None:
+        """Make the tokens that are too old at `step` context, and drop the sequences that have no other token to train.
+
+        Returns the reason where no token is left. Requires `sequences`."""
+        assert self.sequences is not None
+        bound = self.staleness_bound(config)
+        kept: list[TokenSequence] = []
+        for sequence in self.sequences:
+            stale = sequence.loss_mask & (step - sequence.steps.astype(np.int64) > bound)
+            if stale.any():
+                self.stale_tokens += int(stale.sum())
+                sequence = sequence.without(stale)
+            if sequence.loss_mask.any():
+                kept.append(sequence)
+        self.sequences = kept
+        if kept:
+            return None
+        if self.stale_tokens:
+            return Refusal(
+                "stale", f"all {self.stale_tokens} tokens are more than {bound} steps old at step {step}"
+            )
+        why = "; ".join(f"{n} tokens were sampled under {what}" for what, n in self.left_out.items())
+        return Refusal("no_variance", "no member has a token to train" + (f": {why}" if why else ""))
 
 
-def trainable_members(group: GroupScored) -> list[Member]:
+def trainable_members(event: GroupScored) -> list[Member]:
+    """The members that are compared and trained: scored, in the training split, with a finite reward."""
     return [
-        m for m in group.members if m.outcome == "scored" and m.split == "train" and np.isfinite(m.reward)
+        m for m in event.members if m.outcome == "scored" and m.split == "train" and np.isfinite(m.reward)
     ]
 
 
-def staleness_bound(group: GroupScored, config: TrainerConfig) -> int:
-    """How many steps ago a token of the group may have been sampled; nothing is too old in an offline group."""
-    return sys.maxsize if group.offline else config.max_staleness
+def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Example]:
+    """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
-
-def refuse_by_event(group: GroupScored, step: int, max_staleness: int) -> Refusal | None:
-    """Why the group can't train at `step`, as far as the event alone tells."""
-    members = trainable_members(group)
-    if group.members and all(m.split == "val" for m in group.members):
-        return Refusal("validation", "every member is there for validation")
-    if len(members) < 2:
-        return Refusal("too_small", f"{len(members)} scored member(s) of the training split; 2 are compared")
-    rewards = [m.reward for m in members]
-    if max(rewards) - min(rewards) <= EQUAL:
-        return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
-    newest = max(m.last_step for m in members)
-    if step - newest > max_staleness:
-        return Refusal("stale", f"newest token of step {newest}, trained from {step}, bound {max_staleness}")
-    return None
-
-
-def bound_staleness(
-    sequences: Sequence[TokenSequence], step: int, max_staleness: int
-) -> tuple[list[TokenSequence], int]:
-    """The sequences with over-old tokens as context (those left without any are dropped), and how many tokens that
-    were."""
-    kept: list[TokenSequence] = []
-    stale = 0
-    for sequence in sequences:
-        old = sequence.loss_mask & (step - sequence.steps.astype(np.int64) > max_staleness)
-        if count := int(old.sum()):
-            stale += count
-            sequence = sequence.without(old)
-        if sequence.loss_mask.any():
-            kept.append(sequence)
-    return kept, stale
-
-
-def prepare(group: GroupScored, sequences: Sequence[TokenSequence]) -> PreparedGroup:
-    """Advantages of a group that `refuse_by_event` let through."""
-    members = trainable_members(group)
-    rewards: npt.NDArray[np.float64] = np.array([m.reward for m in members], np.float64)
-    baseline = float(rewards.mean())
-    counted = {m.trajectory for m in members}
-    return PreparedGroup(
-        group,
-        tuple(s for s in sequences if s.trajectory in counted),
-        {m.trajectory: float(m.reward - baseline) for m in members},
-        float(rewards.std(ddof=1)),
-    )
-
-
-def examples(groups: Sequence[PreparedGroup], config: TrainerConfig) -> list[Example]:
-    """Every sequence of the batch with its scaled advantage, group after group."""
-    if config.advantage_scaling == "batch":
-        everything = [m.reward for g in groups for m in trainable_members(g.event)]
-        batch_std = float(np.std(everything, ddof=1))
-    else:
-        batch_std = 0.0
+    The advantage is the reward minus the mean reward of the group, divided as `trainer.advantage_scaling` says."""
+    everything = [m.reward for g in groups for m in g.members]
+    batch_std = float(np.std(everything, ddof=1)) if config.advantage_scaling == "batch" else 0.0
     weights = _weights(groups, config)
     out = []
     for group in groups:
+        rewards = np.array([m.reward for m in group.members], np.float64)
         match config.advantage_scaling:
             case "group":
-                divisor = group.std + _STD_FLOOR
+                divisor = float(rewards.std(ddof=1)) + _STD_FLOOR
             case "batch":
                 divisor = batch_std + _STD_FLOOR
             case "none":
                 divisor = 1.0
-        out += [
-            Example(s, group.advantages[s.trajectory] / divisor, weights.get(s.trajectory, 1.0))
-            for s in group.sequences
-        ]
+        advantages = (rewards - rewards.mean()) / divisor
+        of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))
+        out += [Example(s, of[s.trajectory], weights.get(s.trajectory, 1.0)) for s in group.sequences or ()]
     return out
 
 
-def _weights(groups: Sequence[PreparedGroup], config: TrainerConfig) -> dict[str, float]:
-    """Factors that make every trajectory's part of the loss the same size, with mean 1 over what the loss averages."""
+def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str, float]:
+    """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss averages
+    is 1."""
     if config.weighting == "loss":
         return {}
-    parts: dict[str, int] = {}
+    shares: dict[str, int] = {}
     # Losses that average over sequences count a trajectory once per sequence, the others once per token.
     per_sequence = config.loss_type in ("grpo", "sapo")
     for group in groups:
-        for s in group.sequences:
-            parts[s.trajectory] = parts.get(s.trajectory, 0) + (1 if per_sequence else s.trained_tokens)
-    mean = sum(parts.values()) / len(parts) if parts else 1.0
-    return {trajectory: mean / n for trajectory, n in parts.items()}
+        for s in group.sequences or ():
+            shares[s.trajectory] = shares.get(s.trajectory, 0) + (1 if per_sequence else s.trained_tokens)
+    mean = sum(shares.values()) / len(shares) if shares else 1.0
+    return {trajectory: mean / n for trajectory, n in shares.items()}

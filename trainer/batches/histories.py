@@ -1,81 +1,89 @@
-"""The exchanges of queued groups, read from the log and built into token sequences."""
+"""Reads the exchanges of waiting groups from the log and builds their token sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import anyio
 
-from pipeline.events import ExchangeRecorded
+from pipeline.events import ExchangeRecorded, Member
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.place import Place
 from pipeline.names import subject_token
-from trainer.batches.groups import Refusal, trainable_members
-from trainer.batches.queues import Held
-from trainer.batches.sequences import TokenSequence, build
-from trainer.learner import Learner
+from trainer.batches.groups import Refusal, TrainingGroup
+from trainer.batches.sampling import Defaults
+from trainer.batches.sequences import build
 
-_FETCHES = 16
-"""Trajectories whose exchanges are read at once."""
+_CONCURRENT_READS = 16
+"""Trajectories whose exchanges are read at the same time."""
 
 
 class Histories:
-    """Reads the exchanges of groups. `broker` must outlive it."""
+    """Reads exchanges for the groups of one model. `broker` must outlive it.
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
-        self._fetching = anyio.CapacityLimiter(_FETCHES)
+    `defaults` are the sampling parameters that the inference server uses where a request names none."""
 
-    async def fetch_all(self, wanted: list[Held], learner: Learner) -> dict[Place, Refusal]:
-        """Fetch the exchanges of `wanted`; which of them the log no longer holds, by place."""
-        gone: dict[Place, Refusal] = {}
+    def __init__(self, broker: Broker, defaults: Defaults, *, mask_truncated: bool) -> None:
+        self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
+        self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
 
-        async def one(held: Held) -> None:
-            refusal = await self.fetch(held, learner)
+    async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
+        """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no longer holds."""
+        refusals: dict[Place, Refusal] = {}
+
+        async def one(group: TrainingGroup) -> None:
+            refusal = await self.read(group)
             if refusal is not None:
-                gone[held.place] = refusal
+                refusals[group.place] = refusal
 
         async with anyio.create_task_group() as tg:
-            for held in wanted:
-                if held.sequences is None:
-                    tg.start_soon(one, held)
-        return gone
+            for group in groups:
+                if group.sequences is None:
+                    tg.start_soon(one, group)
+        return refusals
 
-    async def fetch(self, held: Held, learner: Learner) -> Refusal | None:
-        defaults = learner.sampling_defaults
-        sequences: list[TokenSequence] = []
-        held.left_out.clear()
-        project = subject_token(held.event.project)
-        for member in trainable_members(held.event):
-            async with self._fetching:
-                try:
-                    subject = f"rollout.exchange.{project}.{subject_token(member.trajectory)}"
-                    history = await self._broker.history("ROLLOUTS", subject, at_least=member.exchanges)
-                except HistoryGoneError as error:
-                    return Refusal("history_gone", str(error))
-            exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
-            distinct = len({(e.seq, e.choice) for e in exchanges})
-            if distinct < member.exchanges <= len(history):
-                # Something lies there twice, and the replica that answered may lag: all of it, by the leader's word.
-                history = await self._broker.history("ROLLOUTS", subject)
-                exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
-                distinct = len({(e.seq, e.choice) for e in exchanges})
-            if distinct < member.exchanges:
-                return Refusal(
-                    "history_gone",
-                    f"{member.trajectory} had {member.exchanges} exchanges, the log holds {distinct}",
-                )
-            held.duration_s = max(held.duration_s, _duration_s(exchanges))
+    async def read(self, group: TrainingGroup) -> Refusal | None:
+        """Set `sequences`, `left_out` and `duration_s` of a group, or return why its exchanges can't be read."""
+        sequences = []
+        group.left_out.clear()
+        for member in group.members:
+            try:
+                exchanges = await self._exchanges(group.event.project, member)
+            except HistoryGoneError as error:
+                return Refusal("history_gone", str(error))
+            group.duration_s = max(group.duration_s, _duration_s(exchanges))
             sequences += build(
                 member.trajectory,
                 exchanges,
-                defaults=defaults,
-                mask_truncated=learner.settings.mask_truncated,
-                left_out=held.left_out,
+                defaults=self._defaults,
+                mask_truncated=self._mask_truncated,
+                left_out=group.left_out,
             )
-        held.sequences = sequences
+        group.sequences = sequences
         return None
 
+    async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
+        """The exchanges of a member. Raises `HistoryGoneError` where the log holds fewer than the member had."""
+        subject = f"rollout.exchange.{subject_token(project)}.{subject_token(member.trajectory)}"
+        async with self._limit:
+            history = await self._broker.history("ROLLOUTS", subject, at_least=member.exchanges)
+        exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
+        if _distinct(exchanges) < member.exchanges <= len(history):
+            # Some exchange is there twice, so the count did not show that the answering replica lags: ask the leader.
+            history = await self._broker.history("ROLLOUTS", subject)
+            exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
+        if (held := _distinct(exchanges)) < member.exchanges:
+            raise HistoryGoneError(
+                f"the whole history of trajectory {member.trajectory} ({held} of {member.exchanges} exchanges are left)"
+            )
+        return exchanges
 
-def _duration_s(exchanges: list[ExchangeRecorded]) -> float:
+
+def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
+    return len({(e.seq, e.choice) for e in exchanges})
+
+
+def _duration_s(exchanges: Sequence[ExchangeRecorded]) -> float:
     if not exchanges:
         return 0.0
     return (max(e.at for e in exchanges) - min(e.started_at or e.at for e in exchanges)) / 1e6

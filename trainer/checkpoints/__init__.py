@@ -1,0 +1,9 @@
+"""What a step leaves behind, on disk and on the log.
+
+| module | what lives there |
+| --- | --- |
+| `checkpoint` | checkpoints on disk, adapters as tars |
+| `commits` | the commit protocol: publishing a step, recovery at start |
+| `consumed` | the groups that are done with, so that none is trained twice |
+| `retention` | removal of adapters and events that nothing needs any more |
+"""

@@ -1,14 +1,14 @@
-"""Checkpoints on disk: complete or not there.
+"""Checkpoints on disk: each is there completely or not at all.
 
     <checkpoints>/<model>/step-00000012/
         adapter_config.json  adapter_model.safetensors     PEFT's format: what vLLM loads
         state.pt                                           optimizer, scheduler, random state
-        manifest.json                                      what it was made from, SHA-256 of every file
-    <checkpoints>/<model>/best.json                        which step validated best
-    <checkpoints>/<model>/log                              names the log that these checkpoints were published on
+        manifest.json                                      its event on the log, and the settings it was trained with
+    <checkpoints>/<model>/best.json                        the step with the best validation reward
+    <checkpoints>/<model>/log                              identifies the log that these checkpoints were published on
 
-A checkpoint is written into a folder with a temporary name, every file is fsynced, the manifest comes last, and a
-rename makes it appear. Whatever a crash leaves behind under a temporary name is no checkpoint and is deleted.
+A checkpoint is written into a folder with a temporary name. Every file is fsynced, the manifest is written last, and a rename
+gives the folder its name. Folders with a temporary name are left by crashes and are deleted at start.
 
 Errors: `CheckpointError`; the message says what to do.
 """
@@ -30,7 +30,7 @@ import torch
 
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished, pack_seqs
+from pipeline.events import CheckpointPublished
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
 from trainer.engine.state import TrainState, Weights
@@ -44,60 +44,33 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 BEST_FILE = "best.json"
-TRIES_FILE = "tries"
+ATTEMPTS_FILE = "tries"
 LOG_FILE = "log"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that can't be used."""
+    """A checkpoint that can't be used; the message says which and what to do."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is made from; the log's `policy.checkpoint` event says the same."""
+    """What a checkpoint on disk was made from."""
 
-    project: str
-    model: str
-    step: int
-    version: str
-    parent: str
-    batch_id: str
-    groups: tuple[str, ...]
-    group_seqs: tuple[int, ...]
-    group_times: tuple[int, ...] = ()
-    """Stream times of the groups' events, in microseconds; empty in manifests from before they were recorded."""
-    config_hash: str
+    event: CheckpointPublished
+    """As the log gets it, before it is signed."""
     config: dict[str, Any]
-    base_model: str
-    adapter: str
-    adapter_sha256: str
-    adapter_bytes: int
-    files: dict[str, str]
-    metrics: dict[str, float]
-    started_at: int
-    written_at: int
-    branch: str = "main"
+    """The training settings, for people: `event.config_hash` identifies them."""
     trace: dict[str, str] = {}
     """Headers under which the event is published (W3C trace context)."""
 
-    def event(self) -> CheckpointPublished:
-        return CheckpointPublished(
-            project=self.project, at=self.written_at, model=self.model, step=self.step, version=self.version,
-            parent=self.parent, batch_id=self.batch_id, groups=self.groups, group_seqs=pack_seqs(self.group_seqs),
-            group_times=pack_seqs(self.group_times),
-            config_hash=self.config_hash, base_model=self.base_model, adapter=self.adapter,
-            adapter_sha256=self.adapter_sha256, adapter_bytes=self.adapter_bytes, files=self.files,
-            metrics=self.metrics, started_at=self.started_at, branch=self.branch,
-        )  # fmt: skip
-
 
 def batch_id(parent: str, groups: tuple[str, ...], config_hash: str) -> str:
-    """Names a step by what goes into it: the same inputs give the same id."""
+    """The id of a step: a hash of its inputs, so that the same inputs give the same id."""
     text = "\0".join((parent, config_hash, *groups))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def adapter_files(weights: Weights, lora: LoraConfig, base: str) -> dict[str, bytes]:
-    """The PEFT adapter folder as bytes, the same for the same weights."""
+    """The files of a PEFT adapter folder by name. The same weights give the same bytes."""
     settings = {k: v for k, v in lora.to_dict().items() if v is not None}
     settings |= {"base_model_name_or_path": base, "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
@@ -114,7 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """One uncompressed tar, the same for the same files."""
+    """The files as one uncompressed tar. The same files give the same bytes."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name in sorted(files):
@@ -125,23 +98,27 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The files of an adapter tar; raises `CheckpointError` on anything but plain files at its root."""
+    """The files of an adapter tar by name. Raises `CheckpointError` where it holds anything but plain files at its root."""
     files: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for info in tar:
             content = tar.extractfile(info)
             if not info.isreg() or "/" in info.name or content is None:
-                raise CheckpointError(f"the adapter's tar holds {info.name!r}, which is no plain file")
+                raise CheckpointError(
+                    f"the adapter's archive holds {info.name!r}, which is no plain file: do not use it"
+                )
             files[info.name] = content.read()
     return files
 
 
 def weights_of(files: Mapping[str, bytes]) -> Weights:
+    """The tensors of an adapter's files."""
     weights: Weights = safetensors.torch.load(files["adapter_model.safetensors"])
     return weights
 
 
 def state_bytes(state: TrainState) -> bytes:
+    """The content of `state.pt`."""
     out = io.BytesIO()
     torch.save({"optimizer": state.optimizer, "scheduler": state.scheduler, "rng": state.rng}, out)
     return out.getvalue()
@@ -170,26 +147,31 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: Config, model: str) -> Checkpoints:
+        """The folder of a model on the branch that `config` trains."""
         branch = config.trainer.branch
-        line = () if branch == "main" else ("branches", subject_token(branch).replace("/", "%2F"))
-        return cls(config.path(config.trainer.checkpoints, *line, subject_token(model).replace("/", "%2F")))
+        parents = () if branch == "main" else ("branches", subject_token(branch).replace("/", "%2F"))
+        return cls(
+            config.path(config.trainer.checkpoints, *parents, subject_token(model).replace("/", "%2F"))
+        )
 
     def open_to_write(self) -> None:
-        """Make the folder, and clear what a crash left half-written; only the one writer may call it."""
+        """Make the folder, and delete checkpoints that a crash left incomplete. Only the one writer may call it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".tmp-*"):
             log.info("removed an incomplete checkpoint", folder=str(leftover))
             shutil.rmtree(leftover)
 
     def path(self, step: int) -> Path:
+        """The folder of a step, which need not exist."""
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
+        """The steps that have a folder, ascending."""
         return sorted(int(p.name[5:]) for p in self.folder.glob("step-*") if p.name[5:].isdigit())
 
     def write(self, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
-        """Make the checkpoint appear, whole; one of the same step from before is replaced."""
-        target = self.path(manifest.step)
+        """Write a checkpoint; the folder appears when it is complete. Replaces an earlier one of the same step."""
+        target = self.path(manifest.event.step)
         temporary = self.folder / f".tmp-{target.name}-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -208,31 +190,33 @@ class Checkpoints:
         return target
 
     def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
-        """The checkpoint, every file compared with its digest; raises `CheckpointError`."""
+        """The manifest and the files of a step. Raises `CheckpointError` where a file is missing or differs from its digest."""
         folder = self.path(step)
         try:
             manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
-            files = {name: (folder / name).read_bytes() for name in manifest.files}
+            files = {name: (folder / name).read_bytes() for name in manifest.event.files}
         except (OSError, msgspec.DecodeError) as error:
-            raise CheckpointError(f"{folder} is no complete checkpoint: {error}") from error
+            raise CheckpointError(
+                f"{folder} is no complete checkpoint ({error}): restore or delete it"
+            ) from error
         for name, content in files.items():
-            if hashlib.sha256(content).hexdigest() != manifest.files[name]:
+            if hashlib.sha256(content).hexdigest() != manifest.event.files[name]:
                 raise CheckpointError(
-                    f"{folder / name} is not what was written: restore or delete the folder"
+                    f"{folder / name} does not match its SHA-256 in the manifest: restore or delete the folder"
                 )
         return manifest, files
 
     def newest(self) -> tuple[Manifest, dict[str, bytes]] | None:
-        """The newest checkpoint that is complete and undamaged; damaged ones are named and passed over."""
+        """The newest checkpoint that is complete and undamaged; damaged ones are logged and skipped. `None` where there is none."""
         for step in reversed(self.steps()):
             try:
                 return self.read(step)
             except CheckpointError as error:
-                log.error("checkpoint passed over", reason=str(error))
+                log.error("damaged checkpoint skipped", reason=str(error))
         return None
 
     def best(self) -> Best | None:
-        """The best by validation; none while nothing was validated."""
+        """The checkpoint with the best validation reward; `None` until one was validated."""
         try:
             return msgspec.json.decode((self.folder / BEST_FILE).read_bytes(), type=Best)
         except FileNotFoundError:
@@ -243,29 +227,30 @@ class Checkpoints:
         _write_durably(temporary, msgspec.json.encode(best))
         temporary.replace(self.folder / BEST_FILE)
 
-    def log_name(self) -> str:
-        """Which log the checkpoints belong to; empty where that was never noted."""
+    def log_id(self) -> str:
+        """The identity of the log on which the checkpoints were published; empty where it was not stored yet."""
         path = self.folder / LOG_FILE
         return path.read_text("utf-8").strip() if path.exists() else ""
 
-    def set_log_name(self, name: str) -> None:
+    def set_log_id(self, identity: str) -> None:
         temporary = self.folder / f"{LOG_FILE}.tmp"
-        _write_durably(temporary, name.encode())
+        _write_durably(temporary, identity.encode())
         temporary.replace(self.folder / LOG_FILE)
         _sync_folder(self.folder)
 
-    def count_try(self, batch: str) -> int:
-        """How often the computation of `batch` was begun without an end, this time included."""
-        path = self.folder / TRIES_FILE
+    def count_attempt(self, batch: str) -> int:
+        """Store that a computation of `batch` begins; returns how many began without an end, this one included."""
+        path = self.folder / ATTEMPTS_FILE
         before = path.read_text().split() if path.exists() else []
-        tries = 1 + (int(before[1]) if before[:1] == [batch] and len(before) == 2 else 0)
+        attempts = 1 + (int(before[1]) if before[:1] == [batch] and len(before) == 2 else 0)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(f"{batch} {tries}")
+        temporary.write_text(f"{batch} {attempts}")
         temporary.replace(path)
-        return tries
+        return attempts
 
-    def forget_tries(self) -> None:
-        (self.folder / TRIES_FILE).unlink(missing_ok=True)
+    def clear_attempts(self) -> None:
+        """The computation ended."""
+        (self.folder / ATTEMPTS_FILE).unlink(missing_ok=True)
 
     def prune(self, keep: int, also: frozenset[int] = frozenset()) -> None:
         """Delete all but the newest `keep` and the steps in `also`."""
@@ -275,12 +260,10 @@ class Checkpoints:
 
 
 def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
-    """The training state of a checkpoint."""
+    """The training state that a checkpoint holds."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
-    weights = weights_of(files)
-    return TrainState(
-        manifest.step, weights, state["optimizer"], state["scheduler"], state["rng"], {manifest.step: weights}
-    )
+    weights, step = weights_of(files), manifest.event.step
+    return TrainState(step, weights, state["optimizer"], state["scheduler"], state["rng"], {step: weights})
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -1,8 +1,13 @@
-"""Where disk and log meet: publishing a step, and finding out at start how far the last life got.
+"""The commit protocol between disk and log: publishing a step, and recovery at start.
 
-A step is on disk first, then its adapter in the object store, then its event on the log. So at start the disk is level with the
-log, ahead of it (by one step after a crash, by several after a power cut that took the log's end: publish them in order), or
-behind or empty (rebuild from the log). What does not continue the log is another log's training, and nothing is touched.
+A step is written to disk first, then its adapter to the object store, then its event to the log. So at start there are three cases:
+
+- The disk is level with the log: continue.
+- The disk is ahead, by one step after a crash, or by several after a power cut that took the end of the log: publish those steps in
+  order.
+- The disk is behind or empty: rebuild from the adapter in the log.
+
+Checkpoints that do not continue the log belong to another log; they are not touched and the trainer does not start.
 """
 
 from __future__ import annotations
@@ -31,11 +36,11 @@ Ts = TypeVarTuple("Ts")
 
 
 class TrainerError(Exception):
-    """Something an operator has to look at; the message says what."""
+    """The trainer can't continue without an operator; the message says why and what to do."""
 
 
 class Commits:
-    """See the module."""
+    """Publishes the steps of all models and recovers them at start. `broker` must outlive it."""
 
     def __init__(self, broker: Broker, config: Config) -> None:
         self.broker, self.config = broker, config
@@ -43,76 +48,82 @@ class Commits:
         self._signer, self._trust = Signer.of(config), Trust(config.signing)
 
     def trusted(self, event: CheckpointPublished) -> bool:
-        """Whether a checkpoint of the log may be gone on from: an unsigned one was not written by a trainer."""
+        """Whether training may continue from a checkpoint of the log: only a signed one was written by a trainer."""
         objection = self._trust.objection(event)
         if objection:
             log.error("checkpoint refused", reason=objection)
         return not objection
 
     async def recover(self, learner: Learner, last: CheckpointPublished | None) -> list[Manifest]:
-        """Bring `learner` to its newest committed step; `last` is the newest on the log.
+        """Bring `learner` to its newest committed step. `last` is the newest checkpoint on the log, `None` where there is none.
 
-        What the disk holds beyond `last` is published, in order, and returned: one checkpoint after a crash, several after a
-        power cut that took the end of the log. Raises `TrainerError` where disk and log tell different stories."""
-        stored = await self.in_thread(learner.stored)
-        log_name = await self._log_name()
+        Publishes the checkpoints on disk that are newer than `last`, oldest first, and returns their manifests. Raises
+        `TrainerError` where the disk does not continue the log."""
+        newest = await self.run_in_thread(learner.checkpoints.newest)
+        log_id = await self._log_id()
         known = last.step if last else 0
-        if stored is not None and stored.step > known:
-            ahead = await self.in_thread(self._beyond, learner, last, log_name)
+        if newest is not None and newest[0].event.step > known:
+            ahead = await self.run_in_thread(self._steps_ahead, learner, last, log_id)
             for manifest in ahead:
-                await self.publish(manifest, await self.in_thread(learner.tar_of, manifest.step))
-                log.warning("published a checkpoint that the log did not hold", version=manifest.version)
-            await self.in_thread(learner.resume, ahead[-1].step)
+                await self._publish_from_disk(learner, manifest)
+            await self.run_in_thread(learner.resume, ahead[-1].event.step)
         else:
             ahead = []
             if last is not None:
-                await self._go_on_from(learner, last)
-        await self.in_thread(learner.checkpoints.set_log_name, log_name)
+                await self._resume_from(learner, last)
+        await self.run_in_thread(learner.checkpoints.set_log_id, log_id)
         return ahead
 
-    async def mend(self, learner: Learner) -> None:
-        """Publish again what a power cut of the log's machine took while this trainer lived: the newest committed step and
-        what the disk holds before it."""
+    async def republish_lost(self, learner: Learner) -> None:
+        """Publish the committed steps again that a power cut of the log's machine took from the log, oldest first."""
         step = learner.state.step
         branch = self.config.trainer.branch
         subject = checkpoint_subject(self.config.project, learner.model.name, str(step), branch)
-        if not step or await self.persist(partial(self.broker.last, "POLICY", subject)) is not None:
+        if (
+            not step
+            or await self.retry_while_unavailable(partial(self.broker.last, "POLICY", subject)) is not None
+        ):
             return
         every = checkpoint_subject(self.config.project, learner.model.name, branch=branch)
-        held = await self.persist(partial(self.broker.history, "POLICY", every))
+        held = await self.retry_while_unavailable(partial(self.broker.history, "POLICY", every))
         events = [r.event for r in held if isinstance(r.event, CheckpointPublished) and self.trusted(r.event)]
         last = max((e for e in events if e.step <= step), key=lambda e: e.step, default=None)
-        log_name = await self._log_name()
-        for manifest in await self.in_thread(self._beyond, learner, last, log_name):
-            if manifest.step <= step:
-                await self.publish(manifest, await self.in_thread(learner.tar_of, manifest.step))
-                log.warning("published a checkpoint that the log lost", version=manifest.version)
+        log_id = await self._log_id()
+        for manifest in await self.run_in_thread(self._steps_ahead, learner, last, log_id):
+            if manifest.event.step <= step:
+                await self._publish_from_disk(learner, manifest)
 
-    async def _log_name(self) -> str:
-        """Tells one log from another: a server's restart keeps when the stream was made, also after a power cut."""
+    async def _publish_from_disk(self, learner: Learner, manifest: Manifest) -> None:
+        archive = await self.run_in_thread(learner.adapter_archive, manifest.event.step)
+        await self.publish(manifest, archive)
+        log.warning("published a checkpoint that the log did not hold", version=manifest.event.version)
+
+    async def _log_id(self) -> str:
+        """The time at which POLICY was created identifies the log: it survives restarts and power cuts of the server."""
         info = await self.broker.stream_info("POLICY")
         if info.created is None:
             raise TrainerError(
-                "the NATS server does not say when POLICY was made: it is too old, use 2.11 or newer"
+                "the NATS server does not report when the stream POLICY was created: use version 2.11 or newer"
             )
         return str(info.created.isoformat())
 
-    async def _go_on_from(self, learner: Learner, last: CheckpointPublished) -> None:
+    async def _resume_from(self, learner: Learner, last: CheckpointPublished) -> None:
+        """Load the checkpoint `last`: from disk where it is there, else its adapter from the object store."""
         try:
-            manifest, _ = await self.in_thread(learner.checkpoints.read, last.step)
-            on_disk = manifest.adapter_sha256 == last.adapter_sha256
+            manifest, _ = await self.run_in_thread(learner.checkpoints.read, last.step)
+            on_disk = manifest.event.adapter_sha256 == last.adapter_sha256
         except CheckpointError as error:
             log.warning("no usable checkpoint on disk", version=last.version, reason=str(error))
             on_disk = False
         if on_disk:
-            await self.in_thread(learner.resume, last.step)
+            await self.run_in_thread(learner.resume, last.step)
         else:
-            tar = await self.broker.get_object(streams.ADAPTERS_BUCKET, last.adapter)
-            await self.in_thread(learner.rebuild, last, tar)
+            archive = await self.broker.get_object(streams.ADAPTERS_BUCKET, last.adapter)
+            await self.run_in_thread(learner.rebuild, last, archive)
 
-    def _beyond(self, learner: Learner, last: CheckpointPublished | None, log_name: str) -> list[Manifest]:
-        """What the disk holds beyond the log's newest step, oldest first. Raises `TrainerError` where it does not continue
-        this log."""
+    def _steps_ahead(self, learner: Learner, last: CheckpointPublished | None, log_id: str) -> list[Manifest]:
+        """The manifests of the checkpoints on disk that are newer than `last`, oldest first. Raises `TrainerError` where they do
+        not continue this log."""
         known = last.step if last else 0
         ahead: list[Manifest] = []
         shared = False
@@ -122,66 +133,73 @@ class Commits:
             try:
                 manifest, _ = learner.checkpoints.read(step)
             except CheckpointError as error:
-                log.error("checkpoint passed over", reason=str(error))
+                log.error("damaged checkpoint skipped", reason=str(error))
                 continue
             if step > known:
                 ahead.append(manifest)
             elif last is not None:
-                if manifest.adapter_sha256 != last.adapter_sha256:
-                    raise self._another(learner, f"{last.version} on disk is not the one in the log")
+                if manifest.event.adapter_sha256 != last.adapter_sha256:
+                    raise _foreign_log(learner, f"{last.version} on disk is not the one on the log")
                 shared = True
-        noted = learner.checkpoints.log_name()
-        joined = ahead[0].step == known + 1
-        if joined and ahead[0].parent != (last.version if last else f"{learner.model.name}@0"):
-            raise self._another(
-                learner, f"{ahead[0].version} on disk continues {ahead[0].parent}, which is not in the log"
+        first = ahead[0].event
+        stored_id = learner.checkpoints.log_id()
+        contiguous = first.step == known + 1
+        if contiguous and first.parent != (last.version if last else f"{learner.model.name}@0"):
+            raise _foreign_log(
+                learner, f"{first.version} on disk continues {first.parent}, which is not on the log"
             )
-        # The log is this training's if it is the one that was noted or its newest step is on the disk. Where neither is known,
-        # only one step may be ahead: that is a crash between disk and log.
-        if noted != log_name and not shared and (noted or len(ahead) > 1 or not joined):
-            raise self._another(learner, f"the disk holds step {ahead[-1].step}, the log's newest is {known}")
-        if not joined:
+        # The log is the right one if its identity was stored or its newest step is on disk. Where neither is known, only one step
+        # may be ahead: that is a crash between disk and log.
+        if stored_id != log_id and not shared and (stored_id or len(ahead) > 1 or not contiguous):
+            raise _foreign_log(
+                learner, f"the disk holds step {ahead[-1].event.step}, the log's newest is {known}"
+            )
+        if not contiguous:
             log.error(
-                "steps lost", model=learner.model.name, first=known + 1, last=ahead[0].step - 1,
-                detail="neither the log nor the disk holds them; training goes on from what the disk holds",
+                "steps lost", model=learner.model.name, first=known + 1, last=first.step - 1,
+                detail="neither the log nor the disk holds them; training continues from the next step on disk",
             )  # fmt: skip
         return ahead
 
-    @staticmethod
-    def _another(learner: Learner, why: str) -> TrainerError:
-        return TrainerError(
-            f"{why}: {learner.checkpoints.folder} is another log's training. Point nats.url at the log it belongs to, or "
-            "use a fresh run_dir."
-        )
+    async def publish(self, manifest: Manifest, archive: bytes) -> None:
+        """Put the adapter (`archive`, a tar) into the object store, then the event on the log. Safe to repeat.
 
-    async def publish(self, manifest: Manifest, tar: bytes) -> None:
-        """Adapter to the object store, then the event; safe to repeat. Raises `TrainerError` where the log holds another
-        step of that number."""
+        Raises `TrainerError` where the log holds another step of that number."""
+        event = manifest.event
         crash.point("trainer.after_checkpoint")
-        await self.persist(partial(self.broker.put_object, streams.ADAPTERS_BUCKET, manifest.adapter, tar))
+        await self.retry_while_unavailable(
+            partial(self.broker.put_object, streams.ADAPTERS_BUCKET, event.adapter, archive)
+        )
         crash.point("trainer.after_upload")
-        event = manifest.event()
         if self._signer is not None:
             event = self._signer.sign(event)
         ack = await self.broker.publish(event, headers=manifest.trace)
         crash.point("trainer.after_publish")
         if ack.duplicate:
             found = await self.broker.last("POLICY", event.subject())
-            if found is None:  # the server remembers the id of an event that a power cut took
-                again = f"{event.message_id()}/again/{ack.seq}"
-                ack = await self.broker.publish(event, headers=manifest.trace, message_id=again)
+            if found is None:  # a power cut took the event, and the server still knows its message id
+                new_id = f"{event.message_id()}/again/{ack.seq}"
+                ack = await self.broker.publish(event, headers=manifest.trace, message_id=new_id)
                 found = await self.broker.get("POLICY", ack.seq)
-            there = found.event
-            if not isinstance(there, CheckpointPublished) or there.adapter_sha256 != event.adapter_sha256:
+            held = found.event
+            if not isinstance(held, CheckpointPublished) or held.adapter_sha256 != event.adapter_sha256:
                 raise TrainerError(
-                    f"the log already holds another {manifest.version}: does a second trainer run on project "
-                    f"{manifest.project!r}? Stop it; this one resumes from the log when it starts again."
+                    f"the log already holds another {event.version}: does a second trainer run on project "
+                    f"{event.project!r}? Stop it; this one resumes from the log when it starts again."
                 )
 
-    async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """`call`, repeated while the log is away, as long as a publish would be; see `pipeline.log.retry`."""
+    async def retry_while_unavailable(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, which is repeated while the log is unavailable, up to `nats.publish_deadline_s` (see
+        `pipeline.log.retry`)."""
         return await retry.patiently(call, "the log did not answer", self.config.nats.publish_deadline_s)
 
-    async def in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Compute off the event loop, one thing at a time, so that heartbeats keep held groups alive."""
+    async def run_in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
+        """The result of `call`, run in a thread so that heartbeats keep held groups alive. One call runs at a time."""
         return await anyio.to_thread.run_sync(call, *args, limiter=self._computing)
+
+
+def _foreign_log(learner: Learner, why: str) -> TrainerError:
+    return TrainerError(
+        f"{why}: {learner.checkpoints.folder} is another log's training. Point nats.url at the log it belongs to, or use a "
+        "fresh run_dir."
+    )

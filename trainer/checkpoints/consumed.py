@@ -1,4 +1,4 @@
-"""Which groups a training line has used up: what must be acknowledged and not trained when it comes again."""
+"""The groups that a model is done with: they are acknowledged and not trained when they are delivered again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Trained(NamedTuple):
 
 
 class Consumed:
-    """Groups by their places in GROUPS: sequence and stream time, since a power cut makes the server count again."""
+    """Groups by their place in GROUPS. A place is sequence and stream time, since the server reuses sequences after a power cut."""
 
     def __init__(self) -> None:
         self._places: set[Place] = set()
         self._named: set[tuple[int, str]] = set()
-        """Sequence and group id, of checkpoints from before stream times were recorded."""
+        """(sequence, group id) of the groups of checkpoints that have no stream times."""
         self._trained: dict[tuple[str, str], Trained] = {}
 
     def add(self, place: Place) -> None:
-        """A group that was discarded or buried."""
+        """Add a group that was discarded or moved to the dead letters."""
         self._places.add(place)
 
-    def checkpoint(self, event: CheckpointPublished) -> None:
-        """The groups of a checkpoint."""
+    def add_checkpoint(self, event: CheckpointPublished) -> None:
+        """Add the groups that a checkpoint learned from."""
         seqs = unpack_seqs(event.group_seqs).tolist() or [0] * len(event.groups)
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
         for seq, at, group in zip(seqs, times, event.groups, strict=True):
@@ -41,9 +41,9 @@ class Consumed:
             self._trained[event.model, group] = Trained(place, event.version)
 
     def has(self, place: Place, group: str) -> bool:
-        """Whether the event of `group` at `place` was used up."""
+        """Whether the event of `group` at `place` was added."""
         return place in self._places or (place.seq, group) in self._named
 
     def trained(self, model: str, group: str) -> Trained | None:
-        """Where the group of that id lay that a checkpoint learned from; None where there is none."""
+        """Where the group lay when a checkpoint of `model` learned from it, and that checkpoint's version; `None` where none did."""
         return self._trained.get((model, group))

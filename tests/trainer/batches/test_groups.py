@@ -8,27 +8,23 @@ import pytest
 
 from pipeline.config import TrainerConfig
 from pipeline.events import GroupScored
-from tests.trainer.kit import exchange, group
-from trainer.batches.groups import (
-    PreparedGroup,
-    bound_staleness,
-    examples,
-    prepare,
-    refuse_by_event,
-    staleness_bound,
-)
-from trainer.batches.sequences import TokenSequence, build
+from tests.trainer.kit import exchange, group, training_group
+from trainer.batches.groups import Refusal, TrainingGroup, examples, trainable_members
+from trainer.batches.sequences import build
 
 
-def sequences(scored: GroupScored, length: int = 2) -> list[TokenSequence]:
-    return [
-        s for m in scored.members for s in build(m.trajectory, [exchange(m.trajectory, 0, [5], [7] * length)])
-    ]
+def made(scored: GroupScored) -> TrainingGroup:
+    """The group with one short sequence for every member that trains."""
+    exchanges = {m.trajectory: [exchange(m.trajectory, 0, [5], [7, 7])] for m in trainable_members(scored)}
+    return training_group(scored, [s for name, history in exchanges.items() for s in build(name, history)])
 
 
-def prepared(rewards: list[float]) -> PreparedGroup:
-    scored = group("g", rewards)
-    return prepare(scored, sequences(scored))
+def prepared(rewards: list[float]) -> TrainingGroup:
+    return made(group("g", rewards))
+
+
+def refusal(scored: GroupScored, step: int = 0, **settings: object) -> Refusal | None:
+    return training_group(scored, []).refuse(step, TrainerConfig(**settings))  # type: ignore[arg-type]
 
 
 def advantages(rewards: list[float], **settings: object) -> list[float]:
@@ -61,15 +57,15 @@ def test_batch_scaling_divides_every_group_by_the_same() -> None:
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [0.1 + 0.2, 0.3], [1.0, 1.0 - 5e-7]])
 def test_equal_rewards_train_nothing(rewards: list[float]) -> None:
     """Eight times 0.1 has a spread of 1e-17 in floating point: that is no signal."""
-    refusal = refuse_by_event(group("g", rewards), 0, 2)
-    assert refusal is not None
-    assert refusal.reason == "no_variance"
+    refused = refusal(group("g", rewards))
+    assert refused is not None
+    assert refused.reason == "no_variance"
 
 
 def test_a_single_member_has_nothing_to_compare_with() -> None:
-    refusal = refuse_by_event(group("g", [1.0]), 0, 2)
-    assert refusal is not None
-    assert refusal.reason == "too_small"
+    refused = refusal(group("g", [1.0]))
+    assert refused is not None
+    assert refused.reason == "too_small"
 
 
 def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScored:
@@ -87,64 +83,70 @@ def test_only_scored_members_of_the_training_split_count() -> None:
         outcome={2: "no_result", 3: "masked"},
         split={4: "val"},
     )
-    made = prepare(scored, sequences(scored))
-    assert made.advantages == {"g-0": -0.5, "g-1": 0.5}
-    assert {s.trajectory for s in made.sequences} == {"g-0", "g-1"}
+    out = examples([made(scored)], TrainerConfig(advantage_scaling="none"))
+    assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
 
 
 def test_a_group_of_failures_and_one_score_is_too_small() -> None:
     scored = with_members(group("g", [0.0, 1.0]), outcome={0: "no_result"})
-    refusal = refuse_by_event(scored, 0, 2)
-    assert refusal is not None
-    assert refusal.reason == "too_small"
+    refused = refusal(scored)
+    assert refused is not None
+    assert refused.reason == "too_small"
 
 
 def test_validation_groups_are_never_trained() -> None:
     scored = with_members(group("g", [0.0, 1.0]), split={0: "val", 1: "val"})
-    refusal = refuse_by_event(scored, 0, 2)
-    assert refusal is not None
-    assert refusal.reason == "validation"
+    refused = refusal(scored)
+    assert refused is not None
+    assert refused.reason == "validation"
 
 
 def test_a_reward_that_is_not_a_number_is_no_reward() -> None:
-    made = prepared([0.0, 1.0, float("nan")])
-    assert made.advantages == {"g-0": -0.5, "g-1": 0.5}
+    assert advantages([0.0, 1.0, float("nan")], advantage_scaling="none") == [-0.5, 0.5]
 
 
 def test_staleness_counts_from_the_newest_token() -> None:
     scored = group("g", [0.0, 1.0], step=3)
-    assert refuse_by_event(scored, 5, 2) is None
-    refusal = refuse_by_event(scored, 6, 2)
-    assert refusal is not None
-    assert refusal.reason == "stale"
+    assert refusal(scored, 5, max_staleness=2) is None
+    refused = refusal(scored, 6, max_staleness=2)
+    assert refused is not None
+    assert refused.reason == "stale"
 
 
 def test_an_offline_group_is_never_stale() -> None:
     scored = group("g", [0.0, 1.0], step=3, offline=True)
-    assert refuse_by_event(scored, 600, staleness_bound(scored, TrainerConfig())) is None
+    assert refusal(scored, 600) is None
 
 
 def test_old_tokens_of_a_long_trajectory_become_context() -> None:
     """A trajectory that ran across many steps keeps its fresh tokens: long tasks must not starve."""
     (sequence,) = build("t", [exchange("t", 0, [5], [7], step=1), exchange("t", 1, [5, 7, 6], [8], step=4)])
-    (kept,), stale = bound_staleness([sequence], 5, 2)
-    assert stale == 1
+    config = TrainerConfig(max_staleness=2)
+    fresh, old = (training_group(group("t", []), [sequence]) for _ in range(2))
+    assert fresh.bound_staleness(5, config) is None
+    assert fresh.sequences is not None
+    (kept,) = fresh.sequences
+    assert fresh.stale_tokens == 1
     assert kept.ids[kept.loss_mask].tolist() == [8]
-    assert bound_staleness([sequence], 9, 2) == ([], 2)
+    refused = old.bound_staleness(9, config)
+    assert refused is not None
+    assert (refused.reason, old.sequences, old.stale_tokens) == ("stale", [], 2)
 
 
 def test_trajectory_weighting_evens_out_length() -> None:
     scored = group("g", [0.0, 1.0])
     short = build("g-0", [exchange("g-0", 0, [5], [7] * 2)])
     long = build("g-1", [exchange("g-1", 0, [5], [7] * 6)])
-    out = examples([prepare(scored, [*short, *long])], TrainerConfig(weighting="trajectory"))
+    out = examples([training_group(scored, [*short, *long])], TrainerConfig(weighting="trajectory"))
     assert [e.weight * e.sequence.trained_tokens for e in out] == pytest.approx([4, 4])
-    assert [e.weight for e in examples([prepare(scored, [*short, *long])], TrainerConfig())] == [1, 1]
+    assert [e.weight for e in examples([training_group(scored, [*short, *long])], TrainerConfig())] == [1, 1]
 
 
 def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages_sequences() -> None:
     scored = group("g", [0.0, 1.0])
     one = build("g-0", [exchange("g-0", 0, [5], [7])])
     three = build("g-1", [exchange("g-1", i, [6 + i], [7]) for i in range(3)])
-    out = examples([prepare(scored, [*one, *three])], TrainerConfig(weighting="trajectory", loss_type="grpo"))
+    out = examples(
+        [training_group(scored, [*one, *three])], TrainerConfig(weighting="trajectory", loss_type="grpo")
+    )
     assert [e.weight for e in out] == pytest.approx([2, 2 / 3, 2 / 3, 2 / 3])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.events import Member
+from tests.trainer import kit
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, Manifest, batch_id, pack, unpack
 
 
 def manifest(step: int, files: dict[str, bytes]) -> Manifest:
     return Manifest(
-        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b", groups=("g",),
-        group_seqs=(1,), config_hash="c", config={}, base_model="base", adapter="a", adapter_sha256="s",
-        adapter_bytes=1, files={n: hashlib.sha256(c).hexdigest() for n, c in files.items()}, metrics={"loss": 0.5},
-        started_at=1, written_at=2,
-    )  # fmt: skip
+        event=kit.checkpoint_event(step, files), config={"lora_rank": 4}, trace={"traceparent": "00-1"}
+    )
 
 
 FILES = {"adapter_model.safetensors": b"weights", "state.pt": b"state"}
@@ -61,11 +58,11 @@ def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints) -> None:
     for step in (1, 2):
         checkpoints.write(manifest(step, FILES), FILES)
     (checkpoints.path(2) / "state.pt").write_bytes(b"bit rot")
-    with pytest.raises(CheckpointError, match="not what was written"):
+    with pytest.raises(CheckpointError, match="does not match its SHA-256"):
         checkpoints.read(2)
     newest = checkpoints.newest()
     assert newest is not None
-    assert newest[0].step == 1
+    assert newest[0].event.step == 1
 
 
 def test_a_checkpoint_without_its_manifest_is_incomplete(checkpoints: Checkpoints) -> None:
@@ -123,7 +120,6 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
 
 
 def test_one_lucky_trajectory_does_not_dethrone_a_mean_over_a_hundred(tiny_base: str, tmp_path: Path) -> None:
-    from tests.trainer import kit
     from trainer.engine.engine import Engine
     from trainer.learner import Learner
 
@@ -137,7 +133,7 @@ def test_one_lucky_trajectory_does_not_dethrone_a_mean_over_a_hundred(tiny_base:
             )
             for i, r in enumerate(rewards)
         )
-        learner.validate(kit.group(f"v{step}", [], members=members))
+        learner.record_validation(kit.group(f"v{step}", [], members=members))
         return learner.checkpoints.best()
 
     assert played(1, [1.0] * 7) is None  # fewer than best_min_trajectories

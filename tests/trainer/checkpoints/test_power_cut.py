@@ -179,6 +179,6 @@ async def test_checkpoints_from_before_stream_times_still_count(nats_config: Nat
         group_seqs=(7).to_bytes(8, "little"), config_hash="", adapter="a", adapter_sha256="", adapter_bytes=0,
     )  # fmt: skip
     consumed = service.Consumed()
-    consumed.checkpoint(old)
+    consumed.add_checkpoint(old)
     assert consumed.has(service.Place(7, 123), "g")
     assert not consumed.has(service.Place(7, 123), "another group under that number")

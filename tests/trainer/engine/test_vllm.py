@@ -13,12 +13,11 @@ from pipeline.config import Config, ModelConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded
 from tests.conftest import VllmServer
 from tests.trainer import kit
-from trainer.batches.groups import prepare
 from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
 from trainer.engine.engine import Engine
 from trainer.engine.state import SamplerMismatchError
-from trainer.learner import BatchGroup, Learner
+from trainer.learner import Learner
 
 pytestmark = pytest.mark.vllm
 
@@ -75,14 +74,14 @@ def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServe
                 for i, m in enumerate(group.members)
                 for s in build(m.trajectory, play(vllm_server, version, step, m.trajectory, **SAMPLING[i]))
             ]
-            taken = learner.take([BatchGroup(prepare(group, sequences), step + 1)])
-            learner.advance(taken)
-            metrics = taken.manifest.metrics
+            pending = learner.train_step([kit.training_group(group, sequences, step + 1)])
+            learner.commit(pending)
+            metrics = pending.manifest.event.metrics
             assert metrics["sampler_logprob_checked"] >= 8  # a token a call at the least
             assert metrics["sampler_logprob_diff"] < 1e-3
             folder = tmp_path / f"adapter-{step}"
             folder.mkdir()
-            for name, content in checkpoint.unpack(taken.adapter).items():
+            for name, content in checkpoint.unpack(pending.adapter).items():
                 (folder / name).write_bytes(content)
             version = f"trainer-test@{step + 1}"
             post(vllm_server, "/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
@@ -95,7 +94,7 @@ def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServe
             for s in build(m.trajectory, play(vllm_server, f"{vllm_server.model}@0", 3, m.trajectory))
         ]
         with pytest.raises(SamplerMismatchError, match="step 4 is not taken"):
-            learner.take([BatchGroup(prepare(group, sequences), 9)])
+            learner.train_step([kit.training_group(group, sequences, 9)])
     finally:
         for name in loaded:
             post(vllm_server, "/v1/unload_lora_adapter", {"lora_name": name})
