@@ -76,7 +76,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
     import httpx
     import msgspec
 
-    from pipeline.config import TrainerConfig
+    from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
     from tests.conftest import VllmServer
     from trainer.checkpoints import checkpoint
     from trainer.engine.engine import Engine
@@ -88,7 +88,9 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
     server.base = Path(base)
     server.start()
     try:
-        config = TrainerConfig(lora_rank=RANK, lora_alpha=2.0 * RANK, learning_rate=1e-3)
+        config = TrainerConfig(
+            lora=LoraConfig(rank=RANK, alpha=2.0 * RANK), optimizer=OptimizerConfig(learning_rate=1e-3)
+        )
         engine = Engine(base, config, scratch)
         # What is measured must not end the measurement: the bound is reported beside it.
         engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf, check_sequences=32))

@@ -179,7 +179,7 @@ def measure(
     import torch
 
     from benchmarks.trainer import make_batch
-    from pipeline.config import TrainerConfig
+    from pipeline.config import LoraConfig, TrainerConfig
     from trainer.engine.engine import Engine
 
     out = Partial(into)
@@ -187,7 +187,7 @@ def measure(
     base = gpu_models.make(size, models / f"qwen3-{size}", tiny=tiny, device=device)
     out.put("made_s", time.perf_counter() - began)
     threads = min(8, os.cpu_count() or 1) if device == "cuda" else 1
-    config = TrainerConfig(threads=threads, lora_rank=16, lora_alpha=32.0)
+    config = TrainerConfig(threads=threads, lora=LoraConfig(rank=16, alpha=32.0))
     began = time.perf_counter()
     engine = Engine(base, config, scratch)
     # The recorded logprobs are the model's own, in a layout that may differ from the one trained: the check runs and is
@@ -209,7 +209,7 @@ def measure(
         "model",
         {
             "parameters": sum(p.numel() for p in engine.model.get_base_model().parameters()),
-            "dtype": str(engine.dtype).removeprefix("torch."), "lora_rank": config.lora_rank,
+            "dtype": str(engine.dtype).removeprefix("torch."), "lora_rank": config.lora.rank,
             "weights_bytes": memory.weights, "bytes_per_token": memory.per_token, "logits_bytes": memory.logits,
             "tokens_that_fit": memory.tokens(), "gradient_checkpointing": engine.checkpointing,
         },

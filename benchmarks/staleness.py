@@ -28,14 +28,13 @@ from typing import Any
 # This file's folder would be searched first, and benchmarks/trainer.py found in place of the package `trainer`.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import msgspec
 import numpy as np
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
 from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
-from pipeline.config import TrainerConfig, load
+from pipeline.config import TrainerConfig, load, with_values
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
 from pipeline.log.place import Place
 from trainer.batches.groups import TrainingGroup, examples
@@ -259,7 +258,7 @@ class Worker:
     def one(self, key: str) -> dict[str, float]:
         correction, lag, seed = key.split("/")
         self.engine.load_adapter(self.fresh)
-        self.engine.configure(msgspec.structs.replace(self.config, sampler_correction=correction))
+        self.engine.configure(with_values(self.config, {"loss.importance_sampling": correction}))
         return one_run(self.engine, self.args.base, int(lag), int(seed), self.args)
 
     @classmethod
@@ -270,7 +269,7 @@ class Worker:
         out = {first: cls.here.one(first)}
         for key in twin:
             level = key.partition("_")[0]
-            same = out[first][f"{level}_ratio_max"] <= cls.here.config.correction_max
+            same = out[first][f"{level}_ratio_max"] <= cls.here.config.loss.importance_clip
             out[key] = out[first] if same else cls.here.one(key)
         return out
 
@@ -309,15 +308,17 @@ def main() -> None:
     args = parser.parse_args()
     out = Path(args.out)
     given = load(args.config).trainer
-    config = msgspec.structs.replace(
-        given, learning_rate=args.learning_rate or given.learning_rate, loss_type=args.loss_type or given.loss_type,
-        threads=args.threads, max_staleness=10_000, check_sequences=0,
-    )  # fmt: skip
+    asked = {"optimizer.learning_rate": args.learning_rate, "loss.type": args.loss_type}
+    config = with_values(
+        given,
+        {"threads": args.threads, "max_staleness": 10_000, "check_sequences": 0}
+        | {name: value for name, value in asked.items() if value},
+    )
     settings = {k: getattr(args, k) for k in ("steps", "groups", "group_size", "games")}
     settings |= {
-        k: getattr(config, k)
-        for k in ("learning_rate", "loss_type", "advantage_scaling", "correction_max", "epsilon")
-    }
+        "learning_rate": config.optimizer.learning_rate, "loss_type": config.loss.type, "epsilon": config.loss.epsilon,
+        "advantage_scaling": config.loss.advantage_scaling, "importance_clip": config.loss.importance_clip,
+    }  # fmt: skip
     report: dict[str, Any] = {"settings": settings, "runs": {}}
     if out.exists() and (before := json.loads(out.read_text()))["settings"] == settings:
         report["runs"] = before["runs"]

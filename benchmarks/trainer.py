@@ -98,16 +98,18 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     import msgspec
     import torch
 
-    from pipeline.config import TrainerConfig
+    from pipeline.config import OptimizerConfig, TrainerConfig, with_values
     from trainer.engine.engine import Engine
 
     examples, groups = make_batch(shape)
     # The recorded logprobs are made up: the checks run at their price, and what they find ends nothing.
-    config = TrainerConfig(threads=threads, logprob_bound=math.inf, learning_rate=1e-3)
+    config = TrainerConfig(
+        threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
+    )
     if implementation == "journeyman_unchecked":
         config = msgspec.structs.replace(config, check_sequences=0)
     if implementation == SMALL_PASSES:
-        config = msgspec.structs.replace(config, tokens_per_batch=896)
+        config = with_values(config, {"memory.tokens_per_batch": 896})
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config, Path(scratch))
         state = engine.initial_state()
@@ -178,7 +180,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             batch = self._batch
             mask = batch["completion_mask"] * batch["tool_mask"]
             batch["importance_sampling_ratio"] = grpo.importance_ratio(
-                chosen, batch["sampled"], mask, config.sampler_correction, config.correction_max
+                chosen, batch["sampled"], mask, config.loss.importance_sampling, config.loss.importance_clip
             )
             return chosen, entropies, None
 
@@ -218,14 +220,14 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
         return {name: tensor.to(engine.device) for name, tensor in out.items()}
 
     def step() -> float:
-        optimizer = torch.optim.AdamW(engine.parameters, lr=config.learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(engine.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0)
         optimizer.zero_grad()
         loss_sum = 0.0
         for first in range(0, len(examples), rows_a_pass):
             loss = trainer.compute_loss(engine.model, rows(examples[first : first + rows_a_pass]))
             loss.backward()
             loss_sum += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(engine.parameters, config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(engine.parameters, config.optimizer.max_grad_norm)
         optimizer.step()
         return loss_sum
 

@@ -35,7 +35,7 @@ class Installation:
             "models.0.base": str(ROOT / "examples" / "tictactoe" / "model"),
             "judge.group_size": GROUP,
             "trainer.groups_per_step": 2,
-            "trainer.learning_rate": 2e-3,  # the demo's model is small
+            "trainer.optimizer.learning_rate": 2e-3,  # the demo's model is small
             "trainer.start_timeout_s": 60,
             "vllm.max_model_len": 256,
             "judge.api_key_env": "OPENAI_API_KEY",

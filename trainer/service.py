@@ -84,7 +84,9 @@ class Trainer:
         self.queues = {
             name: ModelQueue(
                 learner,
-                Histories(broker, learner.sampling_defaults, mask_truncated=learner.settings.mask_truncated),
+                Histories(
+                    broker, learner.sampling_defaults, mask_truncated=learner.settings.loss.mask_truncated
+                ),
             )
             for name, learner in learners.items()
         }

@@ -1,6 +1,6 @@
 """Settings: one TOML file, dotted flags over it, one validated frozen tree, saved with every run.
 
-`load(path, ["trainer.learning_rate=1e-3"])` returns a `Config`. Unknown keys and wrong types raise `ConfigError`, which
+`load(path, ["trainer.optimizer.learning_rate=1e-3"])` returns a `Config`. Unknown keys and wrong types raise `ConfigError`, which
 names the key. docs/configuration.md is generated from the docstrings of the sections.
 
 | module | what it holds |
@@ -18,12 +18,20 @@ from pipeline.config.files import config_hash, load, nats_of_run, save
 from pipeline.config.gateway import GatewayConfig, KeyConfig
 from pipeline.config.judge import JudgeConfig, RewardConfig
 from pipeline.config.nats import NatsConfig
+from pipeline.config.overrides import with_values
 from pipeline.config.retention import RetentionConfig
 from pipeline.config.signing import SigningConfig
 from pipeline.config.store import StoreConfig
 from pipeline.config.supervisor import SupervisorConfig
 from pipeline.config.telemetry import TelemetryConfig
-from pipeline.config.trainer import TrainerConfig
+from pipeline.config.trainer import (
+    LoraConfig,
+    LossConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    UnslothConfig,
+)
 from pipeline.config.tree import PROCESSES, Config, ModelConfig
 from pipeline.config.types import Section
 from pipeline.config.vllm import VllmConfig
@@ -36,8 +44,12 @@ __all__ = [
     "GatewayConfig",
     "JudgeConfig",
     "KeyConfig",
+    "LoraConfig",
+    "LossConfig",
+    "MemoryConfig",
     "ModelConfig",
     "NatsConfig",
+    "OptimizerConfig",
     "RetentionConfig",
     "RewardConfig",
     "Section",
@@ -46,9 +58,11 @@ __all__ = [
     "SupervisorConfig",
     "TelemetryConfig",
     "TrainerConfig",
+    "UnslothConfig",
     "VllmConfig",
     "config_hash",
     "load",
     "nats_of_run",
     "save",
+    "with_values",
 ]

@@ -100,10 +100,10 @@ def check(config: Config) -> None:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")
-    rank = max((config.trainer_of(m).lora_rank for m in config.models), default=0)
+    rank = max((config.trainer_of(m).lora.rank for m in config.models), default=0)
     if rank > config.vllm.max_lora_rank and not config.vllm.urls:
         raise ConfigError(
-            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora_rank = {rank} would not load; set it to at "
+            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora.rank = {rank} would not load; set it to at "
             "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
         )
     staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)

@@ -7,14 +7,16 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.config.moved import MOVED
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 _AT = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -32,15 +34,41 @@ def set_override(tree: dict[str, Any], root: type, text: str) -> None:
         raise ConfigError(f"{dotted!r} names no setting") from error
 
 
-def convert(tree: dict[str, Any], root: type[T]) -> T:
-    """The raw settings as struct `root`. Raises `ConfigError` naming the setting by its dotted key, and what it takes."""
-    for dotted, value in _leaves(tree, ""):
+def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
+    """Convert raw settings to struct `root`, which is the section named `where` (empty: the whole tree).
+
+    Raises `ConfigError`, which names the setting by its dotted key and says what the setting takes."""
+    for dotted, value in _leaves(tree, where):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{dotted}: expected a finite number, got {value}")
     try:
         return msgspec.convert(tree, root)
     except msgspec.ValidationError as error:
-        raise ConfigError(_named(str(error), tree, root)) from error
+        raise ConfigError(_named(str(error), tree, root, where)) from error
+
+
+def with_values(section: S, values: Mapping[str, Any]) -> S:
+    """Return `section` with other values, given by dotted key: `{"optimizer.learning_rate": 1e-3}`. Limits are not checked."""
+    changes: dict[str, Any] = {}
+    for dotted, value in values.items():
+        name, _, rest = dotted.partition(".")
+        changes[name] = (
+            with_values(changes.get(name, getattr(section, name)), {rest: value}) if rest else value
+        )
+    return msgspec.structs.replace(section, **changes)
+
+
+def merged(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return raw settings `tree` with those of `over` in their place, table by table."""
+    both = {
+        key: merged(tree[key], value) if _is_table(value) and _is_table(tree.get(key)) else value
+        for key, value in over.items()
+    }
+    return tree | both
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -113,23 +141,26 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def _named(message: str, tree: Any, root: Any) -> str:
-    """A validation error with the dotted key of the setting in front."""
+def _named(message: str, tree: Any, root: Any, where: str) -> str:
+    """Return msgspec's error `message` with the dotted key of the setting in front."""
     keys: list[str] = []
     if found := _AT.fullmatch(message):
         message = found[1]
         keys = re.findall(r"\w+|\.\.\.", found[2])
     while "..." in keys:
         _name_value(keys, tree, root)
+    section = [where] if where else []
     if unknown := _UNKNOWN.fullmatch(message):
-        return f"settings: {'.'.join([*keys, unknown[1]])}: there is no such setting"
+        dotted = ".".join([*section, *keys, unknown[1]])
+        if dotted in MOVED:
+            return f"settings: {dotted} is now {MOVED[dotted]}"
+        return f"settings: {dotted}: there is no such setting"
     if message.startswith("Invalid enum value"):
         allowed = [a for kind in _choices(_type_at(root, keys)) for a in typing.get_args(kind)]
         allowed += [kind.__name__ for kind in _choices(_type_at(root, keys)) if isinstance(kind, type)]
         message = f"{message}, expected {' or '.join(map(str, allowed))}"
-    return (
-        f"settings: {'.'.join(keys)}: {message[:1].lower()}{message[1:]}" if keys else f"settings: {message}"
-    )
+    dotted = ".".join([*section, *keys])
+    return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 
 def _name_value(keys: list[str], tree: Any, root: Any) -> None:

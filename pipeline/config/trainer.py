@@ -7,111 +7,156 @@ from typing import Literal
 from pipeline.config.types import Count, Decay, Natural, NotNegative, Positive, Section, Share
 
 
-class TrainerConfig(Section, frozen=True, kw_only=True):
-    """Groups to checkpoints."""
+class LoraConfig(Section, frozen=True, kw_only=True):
+    """The LoRA adapter that is trained."""
 
-    engine: Literal["transformers", "unsloth"] = "transformers"
-    """`unsloth` needs a CUDA GPU. It is imported before the libraries that it patches."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Type of the base model's weights; `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing results."""
-    load_in_4bit: bool = False
-    """With engine `unsloth`: hold the base model in four bits."""
-    max_seq_length: Count = 8192
-    """With engine `unsloth`: the longest sequence it prepares for."""
-    groups_per_step: Count = 8
-    learning_rate: NotNegative = 1e-5
-    """Of AdamW on the adapter; for models of about 0.5 to 10 billion parameters. TRL's guide to LoRA has 1e-5 where full training
-    has 1e-6. Much smaller models want more (the demo's 0.8 million parameters: 2e-3)."""
-    max_steps: Natural = 0
-    """0: for as long as groups come."""
-    lora_rank: Count = 8
-    lora_alpha: Positive = 16.0
-    lora_targets: tuple[str, ...] = ()
-    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all but heads, routers and experts."""
-    loss_type: str = "dapo"
+    rank: Count = 8
+    """Rank of the adapter's matrices. `vllm.max_lora_rank` must be at least as large."""
+    alpha: Positive = 16.0
+    """Scale of the adapter; its output is multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads, routers and experts."""
+
+
+class LossConfig(Section, frozen=True, kw_only=True):
+    """The loss of a step. TRL computes it; docs/training.md explains the terms."""
+
+    type: str = "dapo"
+    """TRL's name of the loss: `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `sapo`, `luspo` or `vespo`."""
     beta: NotNegative = 0.0
-    """Weight of the KL to the base model."""
-    max_staleness: Natural = 2
-    """Tokens sampled more than this many steps ago are not trained; a group with none younger is discarded."""
-    sampler_correction: Literal[
+    """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
+    kl_unbiased: bool = True
+    """Multiply the KL term by the probability ratio, so that its gradient is the gradient of the reverse KL divergence."""
+    importance_sampling: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "token_truncate"
-    """What is done about replies sampled by an older version: importance ratios against the recorded logprobs, cut off
-    at `correction_max` or (mask) dropped beyond it; `none` clips against the recorded logprobs as PPO does."""
-    correction_max: Positive = 3.0
-    correction_min: NotNegative | None = None
-    """Smallest ratio: raised to it, or (mask) dropped below it."""
+    """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs with the
+    recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`; `..._mask` drops what
+    exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
+    importance_clip: Positive = 3.0
+    """Largest importance ratio."""
+    importance_clip_min: NotNegative | None = None
+    """Smallest importance ratio. `..._truncate` raises smaller ratios to it; `..._mask` drops them. Not set: no lower limit."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whether the ratio in the PPO clip is taken per token, or per sequence (GSPO)."""
     epsilon: NotNegative = 0.2
-    """Clip range of the probability ratio. It acts with `sampler_correction` = `none` only, as do `epsilon_high` and `delta`: under
-    the other corrections the ratio that is clipped is that of the trainer to itself, always 1, and `clip_ratio` is always 0."""
+    """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. It has an effect only with
+    `importance_sampling = "none"`, and so do `epsilon_high` and `delta`: with the other corrections that ratio compares the
+    trainer with itself and is always 1, and the metric `clip_ratio` is always 0."""
     epsilon_high: NotNegative | None = None
-    """Upper clip range where it differs from `epsilon`. With `loss_type` = `cispo` it is the bound of the ratio itself, 5 where it
-    is left out."""
+    """Upper range of the PPO clip, where it differs from `epsilon`. With type `cispo` it is the limit of the ratio itself; not
+    set, that limit is 5."""
     delta: Positive | None = None
-    """Two-sided clipping: bound of the ratio where the advantage is negative; above `1 + epsilon_high`."""
+    """Two-sided clipping: largest ratio where the advantage is negative. Must be above `1 + epsilon_high`."""
     off_policy_mask: NotNegative | None = None
-    """Sequences with a negative advantage whose mean log ratio of sampler to trainer exceeds this are left out."""
+    """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
-    kl_unbiased: bool = True
-    """Multiply the KL term by the probability ratio, which makes its gradient that of the reverse KL."""
-    loss_options: dict[str, float] = {}
-    """Constants of single loss types by TRL's names: `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`,
-    `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`."""
-    importance_level: Literal["token", "sequence"] = "token"
     advantage_scaling: Literal["group", "batch", "none"] = "group"
-    """By which standard deviation an advantage is divided."""
+    """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
     weighting: Literal["loss", "trajectory"] = "loss"
-    """`loss`: as the loss type says; `trajectory`: every trajectory counts the same however long it is."""
+    """`loss`: trajectories weigh as the loss type defines. `trajectory`: each trajectory has the same weight, however long it is."""
     mask_truncated: bool = False
-    """Do not train replies that hit the token limit."""
+    """Do not train on replies that hit the token limit."""
     max_completion_length: Count = 512
-    """The constant that loss type `dr_grpo` divides by."""
-    max_grad_norm: NotNegative = 1.0
-    weight_decay: NotNegative = 0.0
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
-    """`linear` and `cosine` fall to 0 at `max_steps`. `inverse_sqrt` needs no end: after `warmup_steps` (10,000 where that is 0) it
-    falls with the root of the steps taken. Changed settings of the optimizer hold from the next start on."""
+    """Constant that type `dr_grpo` divides by, in tokens."""
+    options: dict[str, float] = {}
+    """Constants of single types, by TRL's names: `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`,
+    `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`."""
+
+
+class OptimizerConfig(Section, frozen=True, kw_only=True):
+    """AdamW on the adapter. Changed values apply from the next start on."""
+
+    learning_rate: NotNegative = 1e-5
+    """The default suits models of 0.5 to 10 billion parameters. Much smaller models need more: 2e-3 for the demo's model of
+    0.8 million parameters."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
+    """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`. `inverse_sqrt`
+    falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls from step 10,000 on."""
     warmup_steps: Natural = 0
-    threads: Count = 1
-    """CPU threads of the trainer's computation; the rest is the inference server's."""
-    start_timeout_s: Positive = 600.0
-    """A trainer that has not loaded its models by then is killed and started again."""
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: NotNegative = 0.0
+    """Weight decay of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    max_grad_norm: NotNegative = 1.0
+    """The gradient is scaled down to this norm if it is larger."""
+
+
+class MemoryConfig(Section, frozen=True, kw_only=True):
+    """How a step is divided into passes, and what they keep in memory."""
+
     tokens_per_batch: Count = 16_384
-    """Token budget of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes fewer where
-    the memory formula says that so many do not fit (`journeyman check-model`)."""
+    """Tokens of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes fewer tokens if
+    so many do not fit by the memory formula (`journeyman check-model` shows it)."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again: about a third more computation, a small part of
-    the memory. `auto`: on with CUDA where the model can, off on CPU."""
-    gpu_memory_share: Share = 0.0
-    """Share of the GPU's memory that passes are planned for. 0: what is free; `journeyman up` sets 0.45 where its inference server is
-    on the same GPU."""
+    """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more computation
+    and saves most of the memory. `auto`: on with CUDA where the model supports it, off on CPU."""
+    gpu_share: Share = 0.0
+    """Share of the GPU's memory that passes may use. 0: what is free at the start. `journeyman up` sets 0.45 if its inference
+    server runs on the same GPU."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
-    """`prefix`: sequences of a group share the computation of what they have in common; `auto`: where it pays."""
+    """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`: `prefix` where it
+    takes less computation and the model supports it."""
     attention: Literal["sdpa", "flex"] = "sdpa"
-    """How shared prefixes are computed: `sdpa` with a dense mask, or PyTorch's FlexAttention, whose mask takes no memory that
-    grows with the square of a tree. FlexAttention has no gradients on CPU, so it needs CUDA."""
+    """Attention over shared prefixes. `sdpa` uses a dense mask, which grows with the square of the tree's tokens. `flex` uses
+    PyTorch's FlexAttention, whose mask does not; it needs CUDA."""
+
+
+class UnslothConfig(Section, frozen=True, kw_only=True):
+    """How engine `unsloth` loads the base model. The other engine does not use these settings."""
+
+    load_in_4bit: bool = False
+    """Hold the base model in four bits."""
+    max_seq_length: Count = 8192
+    """Longest sequence that Unsloth prepares for, in tokens."""
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """Scored groups to checkpoints."""
+
+    engine: Literal["transformers", "unsloth"] = "transformers"
+    """Library that loads and runs the model. `unsloth` needs a CUDA GPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the base model's weights. `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing results."""
+    groups_per_step: Count = 8
+    """Groups in one optimizer step."""
+    max_steps: Natural = 0
+    """The trainer stops after this step. 0: it never stops."""
+    max_staleness: Natural = 2
+    """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is discarded."""
     processes: Count = 1
-    """Processes (GPUs) that share the passes of a step; `journeyman up` starts them with `accelerate launch`."""
-    peak_tflops: NotNegative = 0.0
-    """The device's peak at the weights' type, to report model FLOPs utilisation; 0: unknown."""
+    """Processes, one per GPU, that share the passes of a step. `journeyman up` starts them with `accelerate launch`."""
+    threads: Count = 1
+    """CPU threads of the trainer's computation. The inference server uses the other cores."""
+    start_timeout_s: Positive = 600.0
+    """A trainer that has not loaded its models after this time is killed and started again."""
     logprob_bound: NotNegative | None = None
-    """Largest difference, in nats, that is put down to rounding when logprobs of the trainer are compared: at start, of a
-    training pass with the model's own forward pass (the largest of any token; in bfloat16 the mean, since rounding may send a
-    token to another expert), and in every step with those that the sampler recorded (the mean). Empty: 1e-3 where the model
-    is float32, 0.08 in bfloat16. Above it the model is refused at start, and a step is not taken."""
+    """Largest difference of logprobs, in nats, that counts as rounding. At the start, the logprobs of a training pass are compared
+    with those of the model's own forward pass: the largest difference of any token in float32, the mean in bfloat16, where
+    rounding may send a token to another expert. Above the bound the trainer refuses the model. In every step, recomputed
+    logprobs are compared with the recorded ones (the mean). Above the bound the step is not taken. Not set: 1e-3 for float32,
+    0.08 for bfloat16."""
     check_sequences: Natural = 8
-    """Sequences per step whose recorded logprobs are compared with recomputed ones at the version that sampled."""
-    keep_checkpoints: Count = 3
-    """Newest checkpoint folders that stay on disk (the log's object store keeps every adapter)."""
-    best_min_trajectories: Natural = 8
-    """Validation trajectories that a step needs to become the best one. It takes the place of another where the 95 % interval of
-    the difference of their mean rewards lies above 0."""
-    seed: Natural = 0
-    branch: str = "main"
-    """Line of history to train from; another one than `main` is made by `journeyman replay` or `rejudge`, begins at the
-    base model and has checkpoints of its own, which the gateway does not serve."""
+    """Sequences per step whose recorded logprobs are compared with logprobs recomputed at the version that sampled them."""
+    peak_tflops: NotNegative = 0.0
+    """The device's peak in TFLOP/s at `dtype`, from which the metric of model FLOPs utilisation is computed. 0: unknown, not
+    reported."""
     checkpoints: str = "checkpoints"
-    """Folder under the run directory."""
+    """Folder of checkpoints under the run directory."""
+    keep_checkpoints: Count = 3
+    """Newest checkpoint folders that stay on disk. The log's object store keeps adapters by `[retention]`."""
+    best_min_trajectories: Natural = 8
+    """Validation trajectories that a step needs before it can become the best one. It replaces the best one if the 95 % interval
+    of the difference of their mean rewards lies above 0."""
+    seed: Natural = 0
+    """Seed of the adapter's initial weights."""
+    branch: str = "main"
+    """Branch of the log to train from. `journeyman replay` and `rejudge` make branches. Training on another branch than `main`
+    begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
+    lora: LoraConfig = LoraConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
+    unsloth: UnslothConfig = UnslothConfig()

@@ -10,7 +10,7 @@ import msgspec
 from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import JudgeConfig
 from pipeline.config.nats import NatsConfig
-from pipeline.config.overrides import convert
+from pipeline.config.overrides import convert, merged
 from pipeline.config.retention import RetentionConfig
 from pipeline.config.signing import SigningConfig
 from pipeline.config.store import StoreConfig
@@ -64,7 +64,7 @@ class Config(Section, frozen=True, kw_only=True):
     def trainer_of(self, model: ModelConfig) -> TrainerConfig:
         """`[trainer]` with what the model's own table says otherwise."""
         try:
-            return convert(msgspec.to_builtins(self.trainer) | model.trainer, TrainerConfig)
+            return convert(merged(msgspec.to_builtins(self.trainer), model.trainer), TrainerConfig, "trainer")
         except ConfigError as error:
             raise ConfigError(f"models: trainer of {model.name}: {error}") from error
 

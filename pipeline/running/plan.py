@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config, ConfigError, with_values
 from pipeline.names import version_name
 from pipeline.running import families
 from pipeline.running.nats_binary import server_binary
@@ -119,18 +119,18 @@ def share_gpu(config: Config) -> Config:
         theirs = float(given) if given else _SHARED_GPU / 2
     except ValueError as error:
         raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is no number") from error
-    ours = config.trainer.gpu_memory_share or round(max(_SHARED_GPU - theirs, 0.05), 6)
+    ours = config.trainer.memory.gpu_share or round(max(_SHARED_GPU - theirs, 0.05), 6)
     if not given:
         theirs = round(_SHARED_GPU - ours, 6)
         if theirs <= 0:
             raise ConfigError(
-                f"trainer.gpu_memory_share: {ours} leaves the inference server nothing of the GPU"
+                f"trainer.memory.gpu_share: {ours} leaves the inference server nothing of the GPU"
             )
         args = (*args, _MEMORY_FLAG, f"{theirs:g}")
     return msgspec.structs.replace(
         config,
         vllm=msgspec.structs.replace(config.vllm, args=args),
-        trainer=msgspec.structs.replace(config.trainer, gpu_memory_share=ours),
+        trainer=with_values(config.trainer, {"memory.gpu_share": ours}),
     )
 
 

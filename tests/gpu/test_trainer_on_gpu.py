@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig
+from pipeline.config import TrainerConfig, with_values
 from tests.trainer import families
 from trainer.batches.groups import Example
 from trainer.batches.packing import micro_batches
@@ -35,7 +35,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
     def make(family: str = "qwen3", **settings: object) -> Engine:
         folder = tmp_path / family
         base = str(folder) if folder.exists() else families.make(family, folder)
-        config = TrainerConfig(**{"learning_rate": 1e-2, **settings})  # type: ignore[arg-type]
+        config = with_values(TrainerConfig(), {"optimizer.learning_rate": 1e-2, **settings})
         engine = Engine(base, config, tmp_path)
         engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
         return engine
@@ -78,17 +78,17 @@ def gradient(engine: Engine) -> tuple[float, torch.Tensor]:
 def test_loss_and_gradient_are_those_of_the_cpu(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
-    on_gpu = gradient(make_engine(dtype="float32", packing=packing))
+    on_gpu = gradient(make_engine(dtype="float32", **{"memory.packing": packing}))
     monkeypatch.setattr(engine_module, "device_for", lambda _: torch.device("cpu"))
-    on_cpu = gradient(make_engine(dtype="float32", packing=packing))
+    on_cpu = gradient(make_engine(dtype="float32", **{"memory.packing": packing}))
     # Float32 sums of the same terms in another order: relative to the gradient's own size.
     assert on_gpu[0] == pytest.approx(on_cpu[0], rel=1e-4, abs=1e-5)
     assert float((on_gpu[1] - on_cpu[1]).norm() / on_cpu[1].norm()) < 1e-3
 
 
 def test_shared_prefixes_give_what_padded_rows_give(make_engine: MakeEngine) -> None:
-    shared = gradient(make_engine(dtype="float32", packing="prefix"))
-    padded = gradient(make_engine(dtype="float32", packing="padded"))
+    shared = gradient(make_engine(dtype="float32", **{"memory.packing": "prefix"}))
+    padded = gradient(make_engine(dtype="float32", **{"memory.packing": "padded"}))
     assert shared[0] == pytest.approx(padded[0], rel=1e-4, abs=1e-5)
     assert float((shared[1] - padded[1]).norm() / padded[1].norm()) < 1e-3
 
@@ -96,8 +96,8 @@ def test_shared_prefixes_give_what_padded_rows_give(make_engine: MakeEngine) -> 
 def test_flex_attention_gives_what_a_dense_mask_gives(make_engine: MakeEngine) -> None:
     if not torch.cuda.is_available():
         pytest.skip("FlexAttention has no gradients on CPU")
-    flex = gradient(make_engine(dtype="float32", packing="prefix", attention="flex"))
-    dense = gradient(make_engine(dtype="float32", packing="prefix", attention="sdpa"))
+    flex = gradient(make_engine(dtype="float32", **{"memory.packing": "prefix", "memory.attention": "flex"}))
+    dense = gradient(make_engine(dtype="float32", **{"memory.packing": "prefix", "memory.attention": "sdpa"}))
     # FlexAttention may multiply in TensorFloat-32, with 10 bits of mantissa.
     assert flex[0] == pytest.approx(dense[0], rel=1e-2, abs=1e-3)
     assert float((flex[1] - dense[1]).norm() / dense[1].norm()) < 2e-2
@@ -126,7 +126,7 @@ def test_a_gpu_trains_in_bfloat16_by_default(make_engine: MakeEngine) -> None:
 
 
 def test_steps_lower_the_loss(make_engine: MakeEngine) -> None:
-    engine = make_engine(sampler_correction="none", epsilon=10.0)
+    engine = make_engine(**{"loss.importance_sampling": "none", "loss.epsilon": 10.0})
     examples, groups = batch()
     state, losses = engine.initial_state(), []
     for _ in range(8):
@@ -152,7 +152,7 @@ def test_a_line_goes_on_from_its_state_as_if_it_had_never_stopped(make_engine: M
 def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(packing="padded", tokens_per_batch=512)
+    engine = make_engine(**{"memory.packing": "padded", "memory.tokens_per_batch": 512})
     forward, refused = engine.logprobs, []
 
     def small(layout, shape, **options):  # type: ignore[no-untyped-def]
@@ -173,7 +173,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
 def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch counts no peak on CPU")
-    engine = make_engine(dtype="bfloat16", packing="padded", tokens_per_batch=8192)
+    engine = make_engine(dtype="bfloat16", **{"memory.packing": "padded", "memory.tokens_per_batch": 8192})
     memory = measure(engine)
     examples, groups = batch(groups=8, members=16, shared=64, own=64)
     state = engine.initial_state()
@@ -193,10 +193,14 @@ def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
 
 
 def test_gradient_checkpointing_is_on_by_default_and_changes_no_gradient(make_engine: MakeEngine) -> None:
-    engine = make_engine(dtype="float32", packing="padded")
+    engine = make_engine(dtype="float32", **{"memory.packing": "padded"})
     assert engine.checkpointing == torch.cuda.is_available()
-    on = gradient(make_engine(dtype="float32", packing="padded", gradient_checkpointing="on"))
-    off = gradient(make_engine(dtype="float32", packing="padded", gradient_checkpointing="off"))
+    on = gradient(
+        make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "on"})
+    )
+    off = gradient(
+        make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "off"})
+    )
     assert on[0] == pytest.approx(off[0], rel=1e-4, abs=1e-5)
     assert float((on[1] - off[1]).norm() / off[1].norm()) < 1e-3
 
@@ -204,7 +208,7 @@ def test_gradient_checkpointing_is_on_by_default_and_changes_no_gradient(make_en
 def test_passes_are_planned_by_the_free_memory(make_engine: MakeEngine) -> None:
     if not torch.cuda.is_available():
         pytest.skip("on CPU no budget is bounded by the free memory")
-    engine = make_engine(gpu_memory_share=1e-4, tokens_per_batch=1 << 20)
+    engine = make_engine(**{"memory.gpu_share": 1e-4, "memory.tokens_per_batch": 1 << 20})
     fits = engine.plan_passes().tokens()
     assert fits is not None
     assert engine.budget.tokens == max(1, fits)
@@ -219,7 +223,7 @@ def test_free_memory_is_told() -> None:
 
 def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine) -> None:
     """What the trainer computes twice, with gradients and in the check, is the same."""
-    engine = make_engine(dtype="bfloat16", packing="padded")
+    engine = make_engine(dtype="bfloat16", **{"memory.packing": "padded"})
     examples, groups = batch()
     from benchmarks.gpu_trainer import own_logprobs
 

@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
+from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig, with_values
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -78,8 +78,8 @@ def stir(engine: Engine, seed: int = 1) -> None:
 def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:
     defaults: dict[str, object] = {
         "groups_per_step": 2,
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
+        "lora.rank": 4,
+        "optimizer.learning_rate": 1e-2,
         "logprob_bound": 1e9,
     }
     # The logprobs that `exchange` makes up are no model's.
@@ -88,7 +88,7 @@ def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer
         run_dir=str(run_dir),
         nats=nats or NatsConfig(),
         models=(ModelConfig(name=MODEL, base=base),),
-        trainer=TrainerConfig(**(defaults | trainer)),  # type: ignore[arg-type]
+        trainer=with_values(TrainerConfig(), defaults | trainer),
     )
 
 

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
+from pipeline.config import with_values
 from tests.trainer.kit import exactly, settings, tree_of_conversations
 from trainer import learner
 from trainer.batches.groups import Example
@@ -20,10 +20,15 @@ from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup, worker_loop
 
 SETTINGS: list[dict[str, Any]] = [
-    {"loss_type": "dapo", "packing": "prefix", "tokens_per_batch": 150},
-    {"loss_type": "grpo", "packing": "padded", "tokens_per_batch": 40, "entropy_coef": 0.05},
-    {"loss_type": "bnpo", "packing": "padded", "beta": 0.1},
-    {"loss_type": "dr_grpo", "packing": "padded", "tokens_per_batch": 1},
+    {"loss.type": "dapo", "memory.packing": "prefix", "memory.tokens_per_batch": 150},
+    {
+        "loss.type": "grpo",
+        "memory.packing": "padded",
+        "memory.tokens_per_batch": 40,
+        "loss.entropy_coef": 0.05,
+    },
+    {"loss.type": "bnpo", "memory.packing": "padded", "loss.beta": 0.1},
+    {"loss.type": "dr_grpo", "memory.packing": "padded", "memory.tokens_per_batch": 1},
 ]
 
 
@@ -35,7 +40,7 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
     examples = [Example(s, a) for s, a in zip(sequences, advantages, strict=True)]
     config, state = engine.config, engine.initial_state()
     for changed in SETTINGS:
-        engine.configure(msgspec.structs.replace(config, **changed))
+        engine.configure(with_values(config, changed))
         first = engine.step(state, examples, groups)
         engine.load_adapter(first.state.weights)
         engine.model.zero_grad(set_to_none=True)
@@ -74,7 +79,9 @@ def _take_steps(process_group: ProcessGroup, base: str, out: Path, how: list[str
         return {shape: exactly(engine) for shape, engine in original(*given).items()}
 
     learner.make_engines = make_engines
-    config = settings(base, out.parent / f"run{process_group.rank}", learning_rate=1e-4, dtype="float64")
+    config = settings(
+        base, out.parent / f"run{process_group.rank}", dtype="float64", **{"optimizer.learning_rate": 1e-4}
+    )
     assert threads_of_gloo()
     if process_group.rank == 0:
         (engine,) = make_engines(config, out.parent, process_group).values()

@@ -87,7 +87,7 @@ async def test_a_trajectory_that_memory_does_not_hold_is_told_of_and_its_group_t
             raise torch.OutOfMemoryError("too much")
         return original(self, layout, *args, **kwargs)
 
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, packing="padded")
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, **{"memory.packing": "padded"})
     async with Broker.connect(nats_config) as broker:
         async with running(config):
             monkeypatch.setattr(Engine, "logprobs", limited)
@@ -290,7 +290,9 @@ async def test_a_log_that_goes_away_and_comes_back_costs_nothing(
 async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, advantage_scaling="none")
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, **{"loss.advantage_scaling": "none"}
+    )
     async with Broker.connect(nats_config) as broker, running(config):
         await kit.publish_group(broker, "poison", [0.0, 1e100], seed=1)
         await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
@@ -345,7 +347,7 @@ async def test_a_model_may_have_settings_of_its_own(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
-    own = {"groups_per_step": 1, "loss_type": "grpo", "max_steps": 1}
+    own = {"groups_per_step": 1, "loss": {"type": "grpo"}, "max_steps": 1}
     config = msgspec.structs.replace(config, models=(ModelConfig(name="tiny", base=tiny_base, trainer=own),))
     async with Broker.connect(nats_config) as broker, running(config):
         for i in range(2):
@@ -353,7 +355,7 @@ async def test_a_model_may_have_settings_of_its_own(
         await steps_reach(broker, 1)
         manifest, _ = checkpoint.Checkpoints.of(config, "tiny").read(1)
         assert manifest.event.groups == ("g0",)
-        assert manifest.config["loss_type"] == "grpo"
+        assert manifest.config["loss"]["type"] == "grpo"
 
 
 async def test_a_models_settings_are_checked(tmp_path: Path) -> None:

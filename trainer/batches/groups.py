@@ -42,7 +42,7 @@ class Example:
     sequence: TokenSequence
     advantage: float
     weight: float = 1.0
-    """Factor on the advantage that evens out long and short trajectories (`trainer.weighting`)."""
+    """Factor on the advantage that evens out long and short trajectories (`trainer.loss.weighting`)."""
 
 
 @dataclass(eq=False)
@@ -125,14 +125,14 @@ def trainable_members(event: GroupScored) -> list[Member]:
 def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Example]:
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
-    The advantage is the reward minus the mean reward of the group, divided as `trainer.advantage_scaling` says."""
+    The advantage is the reward minus the mean reward of the group, divided as `trainer.loss.advantage_scaling` says."""
     everything = [m.reward for g in groups for m in g.members]
-    batch_std = float(np.std(everything, ddof=1)) if config.advantage_scaling == "batch" else 0.0
+    batch_std = float(np.std(everything, ddof=1)) if config.loss.advantage_scaling == "batch" else 0.0
     weights = _weights(groups, config)
     out = []
     for group in groups:
         rewards = np.array([m.reward for m in group.members], np.float64)
-        match config.advantage_scaling:
+        match config.loss.advantage_scaling:
             case "group":
                 divisor = float(rewards.std(ddof=1)) + _STD_FLOOR
             case "batch":
@@ -148,11 +148,11 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
 def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str, float]:
     """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss averages
     is 1."""
-    if config.weighting == "loss":
+    if config.loss.weighting == "loss":
         return {}
     shares: dict[str, int] = {}
     # Losses that average over sequences count a trajectory once per sequence, the others once per token.
-    per_sequence = config.loss_type in ("grpo", "sapo")
+    per_sequence = config.loss.type in ("grpo", "sapo")
     for group in groups:
         for s in group.sequences or ():
             shares[s.trajectory] = shares.get(s.trajectory, 0) + (1 if per_sequence else s.trained_tokens)

@@ -1,7 +1,7 @@
 """`journeyman check-model MODEL`: does a base model train right on this machine, how, and what memory does a step take?
 
     journeyman check-model Qwen/Qwen3-8B
-    journeyman check-model /models/gemma-3-4b --json --set trainer.lora_rank=16
+    journeyman check-model /models/gemma-3-4b --json --set trainer.lora.rank=16
 
 The model is loaded as the trainer would load it, and what a training pass computes is compared with the model's own forward
 pass (see `trainer.engine.verify`). Exits 0 where it trains right, 1 where it is refused, 2 on bad usage or settings.
@@ -47,10 +47,10 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
         else:
             verified = engine.verified
             memory = measure(engine)
-            out["memory"] = memory.step(config.tokens_per_batch)
+            out["memory"] = memory.step(config.memory.tokens_per_batch)
             out["memory_parts"] = {
                 "weights": memory.weights, "optimizer": memory.optimizer, "per_token": memory.per_token,
-                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing, "tokens_per_batch": config.tokens_per_batch, "free": memory.free,
+                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing, "tokens_per_batch": config.memory.tokens_per_batch, "free": memory.free,
                 "tokens_that_fit": memory.tokens(),
             }  # fmt: skip
             out["device"], out["dtype"] = str(engine.device), str(engine.dtype).removeprefix("torch.")

@@ -61,12 +61,12 @@ AttentionMaskInterface.register(FLEX, sdpa_mask)
 
 def implementation(config: TrainerConfig, device: torch.device) -> str | None:
     """What to load the model with; none: its own choice. Raises `ConfigError` where the device can't train so."""
-    if config.attention == "sdpa":
+    if config.memory.attention == "sdpa":
         return None
     if config.engine != "transformers":
-        raise ConfigError("trainer.attention: flex works with engine `transformers` only")
+        raise ConfigError("trainer.memory.attention: flex works with engine `transformers` only")
     if device.type == "cpu":
-        raise ConfigError("trainer.attention: FlexAttention has no gradients on CPU; use `sdpa`")
+        raise ConfigError("trainer.memory.attention: FlexAttention has no gradients on CPU; use `sdpa`")
     return FLEX
 
 

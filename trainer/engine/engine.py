@@ -6,6 +6,7 @@ is copied in before a step and out after it. Everything here computes and blocks
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,10 +55,10 @@ _LEAST_BUDGET = 64
 def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
-        "engine", "dtype", "load_in_4bit", "max_seq_length", "attention", "lora_rank", "lora_alpha", "lora_targets", "seed",
-        "threads", "gradient_checkpointing",
+        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank", "lora.alpha",
+        "lora.targets", "seed", "threads", "memory.gradient_checkpointing",
     )  # fmt: skip
-    return {name: getattr(config, name) for name in names}
+    return {name: operator.attrgetter(name)(config) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +76,9 @@ class Engine:
     """See the module; `base` is a folder or hub name."""
 
     def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
-        if config.loss_type not in grpo.LOSS_TYPES:
+        if config.loss.type not in grpo.LOSS_TYPES:
             raise ConfigError(
-                f"trainer.loss_type: {config.loss_type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
+                f"trainer.loss.type: {config.loss.type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
             )
         self.base, self.config = base, config
         self.device = device_for(config)
@@ -90,7 +91,7 @@ class Engine:
         """Its place among the engines of the trainer, the same in each of its processes."""
         self.process_group: ProcessGroup | None = None
         """The other processes that share this engine's passes."""
-        self.budget = Budget(config.tokens_per_batch)
+        self.budget = Budget(config.memory.tokens_per_batch)
         self.configure(config)
         inner = self.model.get_base_model()
         self.forward = Forward(inner)
@@ -114,23 +115,23 @@ class Engine:
         if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
             names = ", ".join(name for name in now if changed[name] != now[name])
             raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
-        if config.loss_type not in grpo.LOSS_TYPES:
+        if config.loss.type not in grpo.LOSS_TYPES:
             raise ConfigError(
-                f"trainer.loss_type: {config.loss_type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
+                f"trainer.loss.type: {config.loss.type!r} is none of {', '.join(grpo.LOSS_TYPES)}"
             )
         verified = getattr(self, "verified", None)
-        if config.packing == "prefix" and verified is not None and verified.layout != "prefix":
+        if config.memory.packing == "prefix" and verified is not None and verified.layout != "prefix":
             raise ConfigError(
-                f"trainer.packing: prefixes can't be shared with {self.base}: {verified.why_padded}"
+                f"trainer.memory.packing: prefixes can't be shared with {self.base}: {verified.why_padded}"
             )
         self.config = config
-        self.budget.allow(config.tokens_per_batch)
+        self.budget.allow(config.memory.tokens_per_batch)
         key = config_hash(config)
         if key not in self._trainers:
             self._trainers[key] = grpo.CapturedGRPOTrainer(
                 self.model,
                 grpo.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"),
-                config.beta,
+                config.loss.beta,
             )
         self.trainer = self._trainers[key]
         self.model.train()
@@ -179,7 +180,7 @@ class Engine:
         """Make `weights` the live adapter; raises `ValueError` where they are not of its shape."""
         live = self._live
         if live.keys() != weights.keys() or any(live[k].shape != weights[k].shape for k in live):
-            raise ValueError("the adapter does not fit: was trainer.lora_rank or the base model changed?")
+            raise ValueError("the adapter does not fit: was trainer.lora.rank or the base model changed?")
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(weights[name])
@@ -202,7 +203,7 @@ class Engine:
         """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
         temperature."""
         layout = layout.to(self.device)
-        hidden_RLD = self.forward.hidden(layout, flex=self.config.attention == "flex")
+        hidden_RLD = self.forward.hidden(layout, flex=self.config.memory.attention == "flex")
         logprobs_N, entropies_N = self.forward.scores(
             hidden_RLD[layout.rows_N, layout.cols_N],
             layout.targets_N,
@@ -210,7 +211,7 @@ class Engine:
             layout.cuts_N3,
             self.logits_at_once,
             # Where the entropy is only measured no gradient is kept for it.
-            "trained" if entropy and self.config.entropy_coef else "measured" if entropy else "none",
+            "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
         )
         place = (layout.sequence_N, layout.slot_N)
         zeros = torch.zeros(shape, dtype=logprobs_N.dtype, device=self.device)
@@ -241,12 +242,12 @@ class Engine:
         metrics |= fitting.check(
             self, lambda: checks.sampler_difference(self, state, examples, groups, packing)
         )
-        if self.config.beta == 0.0:
+        if self.config.loss.beta == 0.0:
             metrics |= fitting.check(self, lambda: checks.kl_to_base(self, examples, groups, packing))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient  # a check that ran out of memory cleared it
         self._hold_to_the_sampler(metrics, state.step)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
             raise UntrainableError(f"gradient norm {norm} at step {state.step}: the step is not taken")
         optimizer.step()
@@ -313,7 +314,7 @@ class Engine:
 
     def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Literal["prefix", "padded"]:
         """The layout in which a batch is trained."""
-        packing = self.config.packing if self.verified.layout == "prefix" else "padded"
+        packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
         if packing != "auto":
             return packing
         return "prefix" if sharing_pays([e.sequence for e in examples], groups, self._cost) else "padded"
@@ -350,7 +351,7 @@ class Engine:
         shape = (len(inside), max(counts))
         logprobs_SK, entropies_SK = self.logprobs(batch.layout, shape)
         reference = None
-        if self.config.beta != 0.0:
+        if self.config.loss.beta != 0.0:
             with torch.no_grad(), self.model.disable_adapter():
                 reference, _ = self.logprobs(batch.layout, shape, entropy=False)
         inputs = grpo.inputs_of(
@@ -361,9 +362,9 @@ class Engine:
             items_in_batch=total,
             reference_SK=reference,
         )
-        share = grpo.micro_batch_share(self.config.loss_type, len(inside), len(examples), sum(counts), total)
+        share = grpo.micro_batch_share(self.config.loss.type, len(inside), len(examples), sum(counts), total)
         # The bonus is the mean over the batch's tokens, whatever the loss type averages over.
         bonus = sum(counts) / total / share
         loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, bonus) * share
         loss.backward()
-        measured.add(loss, logprobs_SK, inside, self.config.correction_max)
+        measured.add(loss, logprobs_SK, inside, self.config.loss.importance_clip)

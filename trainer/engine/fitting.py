@@ -45,7 +45,7 @@ def backward_what_fits(
             continue
         log.error(
             "a sequence is not trained: memory does not hold a pass of it alone; use a shorter limit of tokens for trajectories, "
-            "a smaller trainer.lora_rank, trainer.processes on more GPUs or a GPU with more memory",
+            "a smaller trainer.lora.rank, trainer.processes on more GPUs or a GPU with more memory",
             trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step + 1,
         )  # fmt: skip
         dropped.append(sequence)

@@ -42,8 +42,8 @@ def device_for(config: TrainerConfig) -> torch.device:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.engine == "unsloth" and device.type != "cuda":
         raise ConfigError("trainer.engine: unsloth needs a CUDA GPU; `transformers` runs everywhere")
-    if config.load_in_4bit and config.engine != "unsloth":
-        raise ConfigError("trainer.load_in_4bit: only engine `unsloth` loads in four bits")
+    if config.unsloth.load_in_4bit and config.engine != "unsloth":
+        raise ConfigError("trainer.unsloth.load_in_4bit: only engine `unsloth` loads in four bits")
     return device
 
 
@@ -57,16 +57,16 @@ def dtype_for(config: TrainerConfig, device: torch.device) -> torch.dtype:
 def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
     """`base` (a folder or hub name) with an adapter whose first weights depend on `config.seed` alone."""
     if config.engine == "unsloth":
-        if config.packing == "prefix":
+        if config.memory.packing == "prefix":
             raise ConfigError(
-                "trainer.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or `auto`"
+                "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or `auto`"
             )
         return _load_unsloth(base, config, device)
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype_for(config, device), attn_implementation=implementation(config, device)
     )
     lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, bias="none",
+        r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
         target_modules=targets_of(model, config), task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(config.seed)
@@ -77,9 +77,9 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
 
 def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
     """Whether activations are to be computed again for the backward pass, by the setting and the device."""
-    if config.gradient_checkpointing == "auto":
+    if config.memory.gradient_checkpointing == "auto":
         return bool(device.type == "cuda")
-    return bool(config.gradient_checkpointing == "on")
+    return bool(config.memory.gradient_checkpointing == "on")
 
 
 def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
@@ -91,15 +91,17 @@ def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool
         # Nothing in the model is random (see `without_noise`), so no random state has to be kept.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     except (ValueError, NotImplementedError) as error:
-        if config.gradient_checkpointing == "on":
-            raise ConfigError(f"trainer.gradient_checkpointing: {type(model).__name__}: {error}") from error
+        if config.memory.gradient_checkpointing == "on":
+            raise ConfigError(
+                f"trainer.memory.gradient_checkpointing: {type(model).__name__}: {error}"
+            ) from error
         log.warning("this model has no gradient checkpointing: passes take more memory", error=str(error))
         return False
     return True
 
 
 def targets_of(model: Any, config: TrainerConfig) -> list[str]:
-    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora_targets`, or all that can.
+    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora.targets`, or all that can.
 
     Raises `ConfigError` where a name of the setting is none of them. Routers and experts get none: PEFT would put adapters on
     the experts' fused weights and on the router, which vLLM does not serve."""
@@ -127,11 +129,11 @@ def targets_of(model: Any, config: TrainerConfig) -> list[str]:
             "w3",
         }
     possible = {_leaf(name) for name in linear} - left_out
-    if unknown := set(config.lora_targets) - possible:
+    if unknown := set(config.lora.targets) - possible:
         raise ConfigError(
-            f"trainer.lora_targets: {', '.join(sorted(unknown))} can't have an adapter; there are: {', '.join(sorted(possible))}"
+            f"trainer.lora.targets: {', '.join(sorted(unknown))} can't have an adapter; there are: {', '.join(sorted(possible))}"
         )
-    return sorted(config.lora_targets or possible)
+    return sorted(config.lora.targets or possible)
 
 
 def _leaf(name: str) -> str:
@@ -144,17 +146,17 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
 
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,
-        max_seq_length=config.max_seq_length,
-        load_in_4bit=config.load_in_4bit,
+        max_seq_length=config.unsloth.max_seq_length,
+        load_in_4bit=config.unsloth.load_in_4bit,
         dtype=dtype_for(config, device),
     )
     model = FastLanguageModel.get_peft_model(
         model,
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
         lora_dropout=0,
         bias="none",
-        target_modules=list(config.lora_targets or TARGETS),
+        target_modules=list(config.lora.targets or TARGETS),
         use_gradient_checkpointing="unsloth" if checkpointing_wanted(config, device) else False,
         random_state=config.seed,
     )

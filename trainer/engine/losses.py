@@ -97,11 +97,11 @@ LOSS_OPTIONS = (
 
 
 def _loss_options(config: TrainerConfig) -> dict[str, float]:
-    if unknown := config.loss_options.keys() - set(LOSS_OPTIONS):
+    if unknown := config.loss.options.keys() - set(LOSS_OPTIONS):
         raise ConfigError(
-            f"trainer.loss_options: {', '.join(sorted(unknown))} is none of {', '.join(LOSS_OPTIONS)}"
+            f"trainer.loss.options: {', '.join(sorted(unknown))} is none of {', '.join(LOSS_OPTIONS)}"
         )
-    return dict(config.loss_options)
+    return dict(config.loss.options)
 
 
 CISPO_EPSILON_HIGH = 5.0
@@ -110,35 +110,35 @@ CISPO_EPSILON_HIGH = 5.0
 
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
     """Our settings in TRL's words. Raises `ConfigError` where they contradict each other."""
-    if config.loss_type == "vespo" and config.sampler_correction.startswith("sequence"):
+    if config.loss.type == "vespo" and config.loss.importance_sampling.startswith("sequence"):
         # TRL says so where it samples itself, which it does not here.
         raise ConfigError(
-            f"trainer.sampler_correction: loss_type vespo takes `none`, `token_truncate` or `token_mask`, not {config.sampler_correction!r}"
+            f"trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, not {config.loss.importance_sampling!r}"
         )
-    high = config.epsilon_high
+    high = config.loss.epsilon_high
     return GRPOConfig(
         output_dir=str(output),
         use_cpu=cpu,
         seed=config.seed,
-        learning_rate=config.learning_rate,
-        loss_type=config.loss_type,
+        learning_rate=config.optimizer.learning_rate,
+        loss_type=config.loss.type,
         beta=0.0,  # set after construction, see `CapturedGRPOTrainer`
-        epsilon=config.epsilon,
-        epsilon_high=CISPO_EPSILON_HIGH if high is None and config.loss_type == "cispo" else high,
-        importance_sampling_level=config.importance_level,
-        max_completion_length=config.max_completion_length,
-        vllm_importance_sampling_correction=config.sampler_correction != "none",
+        epsilon=config.loss.epsilon,
+        epsilon_high=CISPO_EPSILON_HIGH if high is None and config.loss.type == "cispo" else high,
+        importance_sampling_level=config.loss.importance_level,
+        max_completion_length=config.loss.max_completion_length,
+        vllm_importance_sampling_correction=config.loss.importance_sampling != "none",
         vllm_importance_sampling_mode=(
-            "token_truncate" if config.sampler_correction == "none" else config.sampler_correction
+            "token_truncate" if config.loss.importance_sampling == "none" else config.loss.importance_sampling
         ),
-        vllm_importance_sampling_clip_max=config.correction_max,
-        vllm_importance_sampling_clip_min=config.correction_min,
-        delta=config.delta,
-        off_policy_mask_threshold=config.off_policy_mask,
-        entropy_coef=config.entropy_coef,
-        use_bias_correction_kl=config.kl_unbiased,
+        vllm_importance_sampling_clip_max=config.loss.importance_clip,
+        vllm_importance_sampling_clip_min=config.loss.importance_clip_min,
+        delta=config.loss.delta,
+        off_policy_mask_threshold=config.loss.off_policy_mask,
+        entropy_coef=config.loss.entropy_coef,
+        use_bias_correction_kl=config.loss.kl_unbiased,
         **_loss_options(config),
-        scale_rewards=config.advantage_scaling,
+        scale_rewards=config.loss.advantage_scaling,
         bf16=False,
         fp16=False,
         gradient_checkpointing=False,
@@ -284,7 +284,7 @@ def inputs_of(
         "advantages": advantages,
         "num_items_in_batch": torch.tensor(float(items_in_batch), device=device),
     }
-    if config.sampler_correction == "none":
+    if config.loss.importance_sampling == "none":
         # Where the sampler's logprob is unknown the ratio is 1.
         inputs["old_per_token_logps"] = torch.where(sampled.isnan(), logprobs_SK.detach(), sampled)
     else:
@@ -292,11 +292,11 @@ def inputs_of(
             logprobs_SK,
             sampled,
             mask,
-            config.sampler_correction,
-            config.correction_max,
-            config.correction_min,
+            config.loss.importance_sampling,
+            config.loss.importance_clip,
+            config.loss.importance_clip_min,
         )
-    if config.off_policy_mask is not None:
+    if config.loss.off_policy_mask is not None:
         inputs["sampling_per_token_logps"] = sampled
     if reference_SK is not None:
         inputs["ref_per_token_logps"] = reference_SK

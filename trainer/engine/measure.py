@@ -7,7 +7,7 @@
 | `ratio_sequence_max` | the largest ratio of a whole sequence, the product of its tokens' |
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
 | `on_policy_logprob_diff`, `_max` | absolute difference of recorded and computed logprobs of the tokens that the present version sampled: mean, largest |
-| `clip_share` | share of tokens whose ratio exceeds `trainer.correction_max` |
+| `clip_share` | share of tokens whose ratio exceeds `trainer.loss.importance_clip` |
 | `staleness_mean`, `staleness_max` | steps between a token's sampling and its training |
 """
 

@@ -140,7 +140,7 @@ def measure(engine: Engine) -> Memory:
     """What a step of `engine` takes."""
     weights = sum(t.untyped_storage().nbytes() for t in _distinct(engine.model))
     adapter = sum(p.numel() * p.element_size() for p in engine.parameters)
-    tokens = engine.config.tokens_per_batch
+    tokens = engine.config.memory.tokens_per_batch
     pieces = min(tokens, engine.logits_at_once)
     itemsize = torch.promote_types(engine.dtype, torch.float32).itemsize
     return Memory(
@@ -149,7 +149,7 @@ def measure(engine: Engine) -> Memory:
         per_token=_peak_per_token(engine),
         logits=_COPIES_OF_LOGITS * itemsize * pieces * engine.vocabulary,
         per_pair=_per_pair(engine),
-        free=free_bytes(engine.device, engine.config.gpu_memory_share),
+        free=free_bytes(engine.device, engine.config.memory.gpu_share),
     )
 
 
@@ -157,8 +157,8 @@ def _per_pair(engine: Engine) -> int:
     """Bytes of the dense masks: a bool, and the kernel's copy in the model's type, for each kind of layer."""
     if (
         engine.verified.layout != "prefix"
-        or engine.config.packing == "padded"
-        or engine.config.attention == "flex"
+        or engine.config.memory.packing == "padded"
+        or engine.config.memory.attention == "flex"
     ):
         return 0
     kinds = len(set((reaches_of(engine.forward.text) or {}).values()))

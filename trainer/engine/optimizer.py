@@ -21,15 +21,15 @@ def optimizer_of(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer and its learning rate scheduler, as `state` left them, under the settings of `config`. `state` is not changed."""
     optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay, foreach=True,
+        parameters, lr=config.optimizer.learning_rate, betas=config.optimizer.betas, weight_decay=config.optimizer.weight_decay, foreach=True,
     )  # fmt: skip
-    name: str = config.lr_schedule
-    if name == "constant" and config.warmup_steps:
+    name: str = config.optimizer.schedule
+    if name == "constant" and config.optimizer.warmup_steps:
         name = "constant_with_warmup"
     scheduler = get_scheduler(
         name,
         optimizer,
-        num_warmup_steps=config.warmup_steps,
+        num_warmup_steps=config.optimizer.warmup_steps,
         num_training_steps=max(config.max_steps, 1),
     )
     if state.optimizer is not None and state.scheduler is not None:
@@ -43,6 +43,6 @@ def optimizer_of(
         ):
             group["initial_lr"] = base
             group["lr"] = base * schedule(scheduler.last_epoch)
-            group["weight_decay"], group["betas"] = config.weight_decay, config.adam_betas
+            group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
     return optimizer, scheduler

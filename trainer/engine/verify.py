@@ -60,7 +60,7 @@ class Verified:
     packed: Difference | None
     """`None` where prefixes can't be shared, or are not to be."""
     layout: Literal["prefix", "padded"]
-    """What `trainer.packing` = `auto` may use; `prefix` allows both."""
+    """What `trainer.memory.packing` = `auto` may use; `prefix` allows both."""
     attention: str
     """The attention implementation that was found right."""
     why_padded: str = ""
@@ -163,13 +163,13 @@ def verify(engine: Engine, *, shares_prefixes: bool) -> Verified:
     reach = max((r.window or r.chunk for r in reaches.values()), default=0)
     positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
     # Not beyond what one pass is to hold: the check must fit wherever training does.
-    longest = max(32, min(_LONGEST.get(engine.device.type, 1024), config.tokens_per_batch, positions))
+    longest = max(32, min(_LONGEST.get(engine.device.type, 1024), config.memory.tokens_per_batch, positions))
     chosen = sequences(engine.vocabulary, longest, reach)
     name = type(forward.model).__name__
     patched = config.engine == "unsloth"
     own = _own(engine, chosen, eager=not patched)
     rows = _difference(engine, padded(chosen), chosen, own)
-    if not rows.explained(config, engine.dtype) and not patched and config.attention == "sdpa":
+    if not rows.explained(config, engine.dtype) and not patched and config.memory.attention == "sdpa":
         log.warning(
             "SDPA does not compute this model's attention: going on with eager attention",
             model=engine.base, difference=str(rows),
@@ -184,9 +184,9 @@ def verify(engine: Engine, *, shares_prefixes: bool) -> Verified:
     packed, why = None, "the engine replaces the attention mask"
     if shares_prefixes:
         packed, why = _try_ways(engine, chosen, own)
-    if why and config.packing == "prefix":
+    if why and config.memory.packing == "prefix":
         raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
-            f"trainer.packing: prefixes can't be shared with {engine.base} ({name}): {why}; use `padded` or `auto`"
+            f"trainer.memory.packing: prefixes can't be shared with {engine.base} ({name}): {why}; use `padded` or `auto`"
         )))  # fmt: skip
     if why:
         log.info("prefixes are not shared: every sequence gets its own row", model=engine.base, why=why)

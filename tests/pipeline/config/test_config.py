@@ -16,11 +16,11 @@ from pipeline.config import Config, ConfigError, ModelConfig, load, save
     ("override", "named"),
     [
         ("trainer.learning_rat=1", "learning_rat"),
-        ("trainer.learning_rate=fast", "learning_rate"),
+        ("trainer.optimizer.learning_rate=fast", "learning_rate"),
         ("nonsense", "section.key=value"),
         ("judge.min_size=1", "min_size"),
         ("vllm.max_loras=1", "max_loras"),
-        ("trainer.lora_rank=64", "max_lora_rank"),
+        ("trainer.lora.rank=64", "max_lora_rank"),
         ("models.0.name=a@b", "@"),
     ],
 )
@@ -44,15 +44,29 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
         ("gateway.capture=on", "expected acked or async or off"),
-        ("trainer.learning_rate=nan", "trainer.learning_rate: expected a finite number, got nan"),
-        ("trainer.learning_rate=-1e-3", "settings: trainer.learning_rate: expected `float` >= 0.0"),
-        ("models.0.trainer.learning_rate=-1", "models: trainer of policy: settings: learning_rate: expected"),
         (
-            "trainer.loss_options.vespo_k_pos=inf",
-            "trainer.loss_options.vespo_k_pos: expected a finite number",
+            "trainer.optimizer.learning_rate=nan",
+            "trainer.optimizer.learning_rate: expected a finite number, got nan",
+        ),
+        (
+            "trainer.optimizer.learning_rate=-1e-3",
+            "settings: trainer.optimizer.learning_rate: expected `float` >= 0.0",
+        ),
+        ("trainer.learning_rate=1", "settings: trainer.learning_rate is now trainer.optimizer.learning_rate"),
+        (
+            "models.0.trainer.lora_rank=4",
+            "trainer of policy: settings: trainer.lora_rank is now trainer.lora.rank",
+        ),
+        (
+            "models.0.trainer.optimizer.learning_rate=-1",
+            "models: trainer of policy: settings: trainer.optimizer.learning_rate: expected",
+        ),
+        (
+            "trainer.loss.options.vespo_k_pos=inf",
+            "trainer.loss.options.vespo_k_pos: expected a finite number",
         ),
         ("trainer.groups_per_step=0", "settings: trainer.groups_per_step: expected `int` >= 1"),
-        ("trainer.adam_betas=[0.9, 1.0]", "settings: trainer.adam_betas.1: expected `float` < 1.0"),
+        ("trainer.optimizer.betas=[0.9, 1.0]", "settings: trainer.optimizer.betas.1: expected `float` < 1.0"),
         ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),
         ("project=", "project: '' can't be a name"),
         ("project=a*", "project: 'a*' can't be a name"),
@@ -76,7 +90,7 @@ def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_al
 
 def test_every_number_of_the_settings_is_bounded() -> None:
     """A size, time or count that may be anything is a check that was forgotten."""
-    anything = {"RewardConfig.weight", "TrainerConfig.entropy_coef", "TrainerConfig.loss_options"}
+    anything = {"RewardConfig.weight", "LossConfig.entropy_coef", "LossConfig.options"}
     for _, cls in docs._sections(Config):
         for name, hint in typing.get_type_hints(cls, include_extras=True).items():
             if re.search(r"\b(int|float)\b", str(hint)):

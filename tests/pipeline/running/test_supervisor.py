@@ -163,7 +163,7 @@ def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> No
     [
         ("", [], "0.45", 0.45),
         ("2,3", [], "0.45", 0.45),
-        ("", ["trainer.gpu_memory_share=0.6"], "0.3", 0.6),
+        ("", ["trainer.memory.gpu_share=0.6"], "0.3", 0.6),
         ("", ['vllm.args=["--gpu-memory-utilization", "0.5"]'], "0.5", 0.4),
         ("", ['vllm.args=["--gpu-memory-utilization=0.7"]'], "", 0.2),
         ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"'], "", 0.0),
@@ -184,7 +184,7 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
     flag = "--gpu-memory-utilization"
     assert argv.count(flag) == bool(vllm)
     assert (argv[argv.index(flag) + 1] if vllm else "") == vllm
-    assert resolved.trainer.gpu_memory_share == trainer
+    assert resolved.trainer.memory.gpu_share == trainer
     # Without a trainer vLLM has the GPU to itself.
     _, alone = make_plan(load(None, base), ("gateway",))
     assert not [s for s in alone if flag in s.argv]
@@ -193,7 +193,7 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
 def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
     with pytest.raises(ConfigError, match="leaves the inference server nothing"):
-        make_plan(load(None, [*base, "trainer.gpu_memory_share=0.95"]), ("gateway", "trainer"))
+        make_plan(load(None, [*base, "trainer.memory.gpu_share=0.95"]), ("gateway", "trainer"))
     with pytest.raises(ConfigError, match="--gpu-memory-utilization half is no number"):
         make_plan(
             load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("gateway", "trainer")

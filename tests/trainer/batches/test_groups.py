@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config import TrainerConfig
+from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
 from trainer.batches.groups import Refusal, TrainingGroup, examples, trainable_members
@@ -27,8 +27,9 @@ def refusal(scored: GroupScored, step: int = 0, **settings: object) -> Refusal |
     return training_group(scored, []).refuse(step, TrainerConfig(**settings))  # type: ignore[arg-type]
 
 
-def advantages(rewards: list[float], **settings: object) -> list[float]:
-    return [e.advantage for e in examples([prepared(rewards)], TrainerConfig(**settings))]  # type: ignore[arg-type]
+def advantages(rewards: list[float], **loss: object) -> list[float]:
+    config = TrainerConfig(loss=LossConfig(**loss))  # type: ignore[arg-type]
+    return [e.advantage for e in examples([prepared(rewards)], config)]
 
 
 def test_better_than_the_group_is_positive() -> None:
@@ -48,7 +49,7 @@ def test_advantages_without_scaling_are_differences() -> None:
 
 
 def test_batch_scaling_divides_every_group_by_the_same() -> None:
-    config = TrainerConfig(advantage_scaling="batch")
+    config = TrainerConfig(loss=LossConfig(advantage_scaling="batch"))
     out = examples([prepared([0.0, 1.0]), prepared([0.4, 0.6])], config)
     std = np.std([0.0, 1.0, 0.4, 0.6], ddof=1) + 1e-4
     np.testing.assert_allclose([e.advantage for e in out], np.array([-0.5, 0.5, -0.1, 0.1]) / std)
@@ -83,7 +84,7 @@ def test_only_scored_members_of_the_training_split_count() -> None:
         outcome={2: "no_result", 3: "masked"},
         split={4: "val"},
     )
-    out = examples([made(scored)], TrainerConfig(advantage_scaling="none"))
+    out = examples([made(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
     assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
 
 
@@ -137,7 +138,9 @@ def test_trajectory_weighting_evens_out_length() -> None:
     scored = group("g", [0.0, 1.0])
     short = build("g-0", [exchange("g-0", 0, [5], [7] * 2)])
     long = build("g-1", [exchange("g-1", 0, [5], [7] * 6)])
-    out = examples([training_group(scored, [*short, *long])], TrainerConfig(weighting="trajectory"))
+    out = examples(
+        [training_group(scored, [*short, *long])], TrainerConfig(loss=LossConfig(weighting="trajectory"))
+    )
     assert [e.weight * e.sequence.trained_tokens for e in out] == pytest.approx([4, 4])
     assert [e.weight for e in examples([training_group(scored, [*short, *long])], TrainerConfig())] == [1, 1]
 
@@ -147,6 +150,7 @@ def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages
     one = build("g-0", [exchange("g-0", 0, [5], [7])])
     three = build("g-1", [exchange("g-1", i, [6 + i], [7]) for i in range(3)])
     out = examples(
-        [training_group(scored, [*one, *three])], TrainerConfig(weighting="trajectory", loss_type="grpo")
+        [training_group(scored, [*one, *three])],
+        TrainerConfig(loss=LossConfig(weighting="trajectory", type="grpo")),
     )
     assert [e.weight for e in out] == pytest.approx([2, 2 / 3, 2 / 3, 2 / 3])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
 from tests.trainer.kit import exactly, sequence, stir, tree_of_conversations
 from trainer.batches.packing import (
     Cost,
@@ -29,7 +28,7 @@ from trainer.engine.engine import Engine
 
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(lora_rank=4, dtype="float64")
+    config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))
     made = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
     stir(made)
     return made
@@ -62,17 +61,19 @@ def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, l
 def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str, tmp_path: Path) -> None:
     """Forward only: FlexAttention has no gradients on CPU, so there the trainer refuses it and the test gives it in its place."""
     with pytest.raises(ConfigError, match="no gradients on CPU"):
-        Engine(tiny_base, TrainerConfig(lora_rank=4, attention="flex"), tmp_path)
-    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
+        Engine(
+            tiny_base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(attention="flex")), tmp_path
+        )
+    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
     engine.model.get_base_model().set_attn_implementation(FLEX)
     for seed in range(3):
         sequences, groups = tree_of_conversations(seed)
         dense = through(engine, prefix_shared(sequences, groups), sequences)
-        engine.config = msgspec.structs.replace(engine.config, attention="flex")
+        engine.config = with_values(engine.config, {"memory.attention": "flex"})
         assert isinstance(mask_of(prefix_shared(sequences, groups), flex=True), BlockMask)
         out = through(engine, prefix_shared(sequences, groups), sequences)
         rows = through(engine, padded(sequences), sequences)
-        engine.config = msgspec.structs.replace(engine.config, attention="sdpa")
+        engine.config = with_values(engine.config, {"memory.attention": "sdpa"})
         # FlexAttention on CPU computes in float32 at most: a logprob is as exact as the largest of the terms it is made of.
         near = 100 * float(np.finfo(np.float32).eps) * float(np.abs(dense).max())
         np.testing.assert_allclose(out, dense, rtol=0, atol=near)
@@ -154,7 +155,11 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
     batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
     gradients = []
     for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
-        config = TrainerConfig(lora_rank=4, packing=packing, tokens_per_batch=budget, dtype="float64")  # type: ignore[arg-type]
+        config = TrainerConfig(
+            dtype="float64",
+            lora=LoraConfig(rank=4),
+            memory=MemoryConfig(packing=packing, tokens_per_batch=budget),
+        )  # type: ignore[arg-type]
         engine = exactly(Engine(tiny_base, config, tmp_path))
         stir(engine)
         metrics = engine.backward(batch, groups, 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import TrainerConfig
+from pipeline.config import LoraConfig, LossConfig, TrainerConfig
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import padded, prefix_shared
@@ -105,7 +105,7 @@ def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:
 
 @pytest.mark.parametrize("packing", ["padded", "prefix"])
 def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Path, packing: str) -> None:
-    config = TrainerConfig(lora_rank=4, dtype="float64", entropy_coef=0.1)
+    config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(entropy_coef=0.1))
     engine = exactly(Engine(tiny_base, config, tmp_path))
     stir(engine)
     request = asked(temperature=0.8, top_k=6, top_p=0.9)

@@ -102,10 +102,10 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from pipeline.config import TrainerConfig
+    from pipeline.config import LoraConfig, TrainerConfig
     from trainer.engine.engine import Engine
 
-    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path / "scratch")
+    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path / "scratch")
     with torch.no_grad():
         for parameter in engine.parameters:
             parameter.normal_()

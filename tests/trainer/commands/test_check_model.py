@@ -43,7 +43,7 @@ def test_a_model_with_a_state_is_trained_in_rows(tmp_path: Path, capsys: pytest.
     code, out = asked(capsys, make("qwen3_5_text", tmp_path), "--json")
     found = json.loads(out)
     assert (code, found["refused"], found["layout"], found["packed_difference"]) == (0, None, "padded", None)
-    code, out = asked(capsys, str(tmp_path), "--json", "--set", "trainer.packing=prefix")
+    code, out = asked(capsys, str(tmp_path), "--json", "--set", "trainer.memory.packing=prefix")
     found = json.loads(out)
     assert code == 1
     assert "carry a state" in found["refused"]

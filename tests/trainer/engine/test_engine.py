@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import ConfigError, ModelConfig, TrainerConfig
+from pipeline.config import (
+    ConfigError,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    with_values,
+)
 from tests.trainer.kit import VOCAB, exactly, exchange, settings
 from trainer.batches.groups import Example
 from trainer.batches.packing import Layout, padded
@@ -24,7 +32,9 @@ from trainer.learner import _shape
 
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(lora_rank=4, learning_rate=1e-2, dtype="float64")
+    config = TrainerConfig(
+        dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
     return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
 
 
@@ -67,7 +77,7 @@ def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engi
     examples = batch(engine, state, seed=40)
     measured = engine.step(state, examples, [0] * 6).metrics["kl"]
     config = engine.config
-    engine.configure(msgspec.structs.replace(config, beta=1e-9))
+    engine.configure(with_values(config, {"loss.beta": 1e-9}))
     in_the_loss = engine.step(state, examples, [0] * 6).metrics["kl"]
     engine.configure(config)
     assert measured == pytest.approx(in_the_loss, rel=1e-4)
@@ -120,12 +130,12 @@ def test_what_is_checked_is_laid_out_as_what_is_trained(
         return None if mask is None else mask & (torch.arange(mask.shape[-1]) != 3)
 
     config = engine.config
-    engine.configure(msgspec.structs.replace(config, packing="prefix"))
+    engine.configure(with_values(config, {"memory.packing": "prefix"}))
     monkeypatch.setattr(Layout, "dense_mask", shifted)
     monkeypatch.setattr("trainer.engine.engine.SamplerMismatchError", RuntimeError)
     with pytest.raises(RuntimeError, match="at the versions that sampled"):
         engine.step(state, examples, [0] * 6)
-    engine.configure(msgspec.structs.replace(config, packing="padded"))
+    engine.configure(with_values(config, {"memory.packing": "padded"}))
     engine.step(state, examples, [0] * 6)
     engine.configure(config)
 
@@ -185,20 +195,20 @@ def test_large_vocabularies_are_scored_in_pieces(engine: Engine, monkeypatch: py
 
 def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: Path) -> None:
     torch.manual_seed(123)
-    one = Engine(tiny_base, TrainerConfig(lora_rank=4, seed=5), tmp_path).weights()
+    one = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).weights()
     torch.manual_seed(321)
-    two = Engine(tiny_base, TrainerConfig(lora_rank=4, seed=5), tmp_path).weights()
+    two = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).weights()
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
 def test_settings_that_can_not_be_used_say_so(tiny_base: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="loss_type"):
-        Engine(tiny_base, TrainerConfig(loss_type="ppo"), tmp_path)
+    with pytest.raises(ConfigError, match=r"loss\.type"):
+        Engine(tiny_base, TrainerConfig(loss=LossConfig(type="ppo")), tmp_path)
 
 
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
-    other = Engine(tiny_base, TrainerConfig(lora_rank=2), tmp_path)
-    with pytest.raises(ValueError, match="lora_rank"):
+    other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)), tmp_path)
+    with pytest.raises(ValueError, match=r"lora\.rank"):
         engine.load_adapter(other.weights())
 
 
@@ -213,26 +223,26 @@ def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(
         )
         return len({_shape(base, one), _shape(base, other)})
 
-    assert engines(learning_rate=1.0, groups_per_step=7) == 1
+    assert engines(groups_per_step=7, optimizer={"learning_rate": 1.0}) == 1
     for name, value in (
         ("dtype", "bfloat16"),
-        ("load_in_4bit", True),
-        ("max_seq_length", 9),
-        ("lora_targets", ["q_proj"]),
+        ("unsloth", {"load_in_4bit": True}),
+        ("unsloth", {"max_seq_length": 9}),
+        ("lora", {"targets": ["q_proj"]}),
     ):
-        assert engines(**{name: value}) == 2, name
-    engine = Engine(tiny_base, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "v_proj")), tmp_path)
+        assert engines(**{name: value}) == 2, value
+    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4, targets=("q_proj", "v_proj"))), tmp_path)
     assert {n.split(".")[-3] for n in engine.weights()} == {"q_proj", "v_proj"}
-    with pytest.raises(ConfigError, match="dtype, lora_targets can't be changed once the model is loaded"):
-        engine.configure(TrainerConfig(lora_rank=4, dtype="bfloat16"))
+    with pytest.raises(ConfigError, match=r"dtype, lora\.targets can't be changed once the model is loaded"):
+        engine.configure(TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=4)))
     with pytest.raises(
-        ConfigError, match="lora_targets: q_prj can't have an adapter; there are: down_proj, gate_proj"
+        ConfigError, match=r"lora\.targets: q_prj can't have an adapter; there are: down_proj, gate_proj"
     ):
-        Engine(tiny_base, TrainerConfig(lora_targets=("q_prj",)), tmp_path)
+        Engine(tiny_base, TrainerConfig(lora=LoraConfig(targets=("q_prj",))), tmp_path)
 
 
 def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
-    config = TrainerConfig(lora_rank=4)
+    config = TrainerConfig(lora=LoraConfig(rank=4))
     warm, cold = Engine(tiny_base, config, tmp_path), Engine(tiny_base, config, tmp_path)
     warm.warm_up()
     examples = batch(cold, cold.initial_state())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
 from tests.trainer.kit import sequence, stir
 from trainer.batches.groups import Example
@@ -29,7 +29,11 @@ FLOAT32 = 1e-4
 
 
 def engine_of(family: str, folder: Path, changed: dict[str, Any] | None = None, **settings: Any) -> Engine:
-    return Engine(make(family, folder, **changed or {}), TrainerConfig(lora_rank=4, **settings), folder)
+    return Engine(
+        make(family, folder, **changed or {}),
+        with_values(TrainerConfig(), {"lora.rank": 4, **settings}),
+        folder,
+    )
 
 
 def conversations() -> tuple[list[TokenSequence], list[int]]:
@@ -119,23 +123,23 @@ def test_a_mask_without_the_models_window_is_not_used(
 
     monkeypatch.setattr(forward, "reaches_of", blind)
     base = make(family, tmp_path)
-    verified = Engine(base, TrainerConfig(lora_rank=4), tmp_path).verified
+    verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).verified
     assert verified.packed is not None
     assert verified.packed.largest > 0.1
     assert verified.layout == "padded"
     assert "differ from its own" in verified.why_padded
-    with pytest.raises(ConfigError, match=r"trainer\.packing: prefixes can't be shared"):
-        Engine(base, TrainerConfig(lora_rank=4, packing="prefix"), tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.memory\.packing: prefixes can't be shared"):
+        Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")), tmp_path)
 
 
 def test_prefixes_of_a_model_with_a_state_are_not_shared_on_demand_either(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="carry a state from token to token; use `padded` or `auto`"):
-        engine_of("qwen3_next", tmp_path, packing="prefix")
+        engine_of("qwen3_next", tmp_path, **{"memory.packing": "prefix"})
 
 
 def test_a_model_with_a_state_trains_in_rows(tmp_path: Path) -> None:
     engine = engine_of(
-        "qwen3_next", tmp_path, learning_rate=1e-2, logprob_bound=1e9
+        "qwen3_next", tmp_path, logprob_bound=1e9, **{"optimizer.learning_rate": 1e-2}
     )  # the logprobs are made up
     sequences, groups = conversations()
     examples = [Example(s, 1.0 if i % 2 else -1.0) for i, s in enumerate(sequences)]

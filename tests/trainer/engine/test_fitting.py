@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig
+from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig, with_values
 from tests.trainer.engine.test_engine import batch
 from tests.trainer.kit import VOCAB, exactly, exchange
 from trainer.batches.groups import Example
@@ -23,7 +23,10 @@ from trainer.engine.state import UntrainableError
 @pytest.fixture
 def engine(tiny_base: str, tmp_path: Path) -> Engine:
     config = TrainerConfig(
-        lora_rank=4, tokens_per_batch=1024, packing="padded", dtype="float64", logprob_bound=1e9
+        dtype="float64",
+        logprob_bound=1e9,
+        lora=LoraConfig(rank=4),
+        memory=MemoryConfig(tokens_per_batch=1024, packing="padded"),
     )
     return exactly(Engine(tiny_base, config, tmp_path))
 
@@ -70,7 +73,7 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     engine: Engine, packing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The fault that was: the budget fell to 64 for good, the trainer restarted ten times and the batch was buried."""
-    engine.configure(msgspec.structs.replace(engine.config, packing=packing))
+    engine.configure(with_values(engine.config, {"memory.packing": packing}))
     state = engine.initial_state()
     examples = batch(engine, state)
     without = engine.step(state, examples, [0] * 6)

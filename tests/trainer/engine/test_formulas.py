@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig
+from pipeline.config import LoraConfig, TrainerConfig, with_values
 from tests.trainer import formulas
 from tests.trainer.kit import exchange
 from trainer.batches.groups import Example
@@ -24,12 +24,12 @@ LENGTHS = (3, 5, 2, 4, 6, 1)
 
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path_factory.mktemp("scratch"))
+    return Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path_factory.mktemp("scratch"))
 
 
 def cases() -> list[dict[str, Any]]:
     plain = [
-        {"loss_type": loss_type, "sampler_correction": correction, "beta": beta}
+        {"loss.type": loss_type, "loss.importance_sampling": correction, "loss.beta": beta}
         for loss_type in grpo.LOSS_TYPES
         for correction in CORRECTIONS
         for beta in (0.0, 0.1)
@@ -37,32 +37,32 @@ def cases() -> list[dict[str, Any]]:
     ]
     return [
         *plain,
-        {"importance_level": "sequence", "sampler_correction": "none"},
-        {"loss_type": "luspo", "importance_level": "sequence", "sampler_correction": "none"},
-        {"delta": 1.3, "sampler_correction": "none"},
-        {"epsilon": 0.1, "epsilon_high": 0.6, "sampler_correction": "none"},
-        {"loss_type": "cispo", "epsilon_high": 1.1, "sampler_correction": "none"},
-        {"off_policy_mask": 0.01, "sampler_correction": "none"},
-        {"off_policy_mask": 0.01},
-        {"correction_min": 0.7, "sampler_correction": "token_truncate"},
-        {"correction_min": 0.7, "sampler_correction": "token_mask"},
-        {"correction_min": 0.7, "sampler_correction": "sequence_mask"},
-        {"beta": 0.1, "kl_unbiased": False, "sampler_correction": "none"},
-        {"entropy_coef": 0.05},
-        {"loss_type": "grpo", "entropy_coef": 0.05},
-        {"loss_type": "dr_grpo", "max_completion_length": 77},
+        {"loss.importance_level": "sequence", "loss.importance_sampling": "none"},
+        {"loss.type": "luspo", "loss.importance_level": "sequence", "loss.importance_sampling": "none"},
+        {"loss.delta": 1.3, "loss.importance_sampling": "none"},
+        {"loss.epsilon": 0.1, "loss.epsilon_high": 0.6, "loss.importance_sampling": "none"},
+        {"loss.type": "cispo", "loss.epsilon_high": 1.1, "loss.importance_sampling": "none"},
+        {"loss.off_policy_mask": 0.01, "loss.importance_sampling": "none"},
+        {"loss.off_policy_mask": 0.01},
+        {"loss.importance_clip_min": 0.7, "loss.importance_sampling": "token_truncate"},
+        {"loss.importance_clip_min": 0.7, "loss.importance_sampling": "token_mask"},
+        {"loss.importance_clip_min": 0.7, "loss.importance_sampling": "sequence_mask"},
+        {"loss.beta": 0.1, "loss.kl_unbiased": False, "loss.importance_sampling": "none"},
+        {"loss.entropy_coef": 0.05},
+        {"loss.type": "grpo", "loss.entropy_coef": 0.05},
+        {"loss.type": "dr_grpo", "loss.max_completion_length": 77},
         {
-            "loss_type": "sapo",
-            "sampler_correction": "none",
-            "loss_options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+            "loss.type": "sapo",
+            "loss.importance_sampling": "none",
+            "loss.options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
         },
-        {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}},
+        {"loss.type": "vespo", "loss.options": {"vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}},
     ]
 
 
 @pytest.mark.parametrize("settings", cases(), ids=lambda s: " ".join(f"{v}" for v in s.values()))
 def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, Any]) -> None:
-    config = TrainerConfig(**{"lora_rank": 4, "correction_max": 1.4, "seed": 0} | settings)
+    config = with_values(TrainerConfig(), {"lora.rank": 4, "loss.importance_clip": 1.4} | settings)
     engine.configure(config)
     rng = np.random.default_rng(3)
     examples, current, base, entropies = [], [], [], []
@@ -86,7 +86,7 @@ def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, 
     mine = padded(current).requires_grad_()
     inputs = grpo.inputs_of(
         examples, range(len(examples)), mine, config=config, items_in_batch=sum(LENGTHS),
-        reference_SK=padded(base) if config.beta else None,
+        reference_SK=padded(base) if config.loss.beta else None,
     )  # fmt: skip
     found = engine.trainer.loss(inputs, mine, padded(entropies))
     found.backward()
@@ -105,7 +105,7 @@ def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, 
     want = formulas.loss(replies, config)
     want.backward()
     # The terms are of size 1, and both sides compute in float64; only SAPO's temperatures are float32 in TRL.
-    near = 1e-6 if config.loss_type == "sapo" else 1e-10
+    near = 1e-6 if config.loss.type == "sapo" else 1e-10
     assert found.item() == pytest.approx(want.item(), rel=0, abs=near)
     assert mine.grad is not None
     assert theirs.grad is not None

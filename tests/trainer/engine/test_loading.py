@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, UnslothConfig
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine import engine as engines
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "settings", [{"engine": "unsloth"}, {"load_in_4bit": True}]
+    "settings", [{"engine": "unsloth"}, {"unsloth": UnslothConfig(load_in_4bit=True)}]
 )  # fmt: skip
 def test_what_this_machine_can_not_run_says_so(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -41,7 +41,7 @@ def test_dtype_follows_the_device_unless_told() -> None:
 
 def test_unsloth_never_shares_prefixes() -> None:
     with pytest.raises(ConfigError, match="attention mask"):
-        loading.load("base", TrainerConfig(engine="unsloth", packing="prefix"), CPU)
+        loading.load("base", TrainerConfig(engine="unsloth", memory=MemoryConfig(packing="prefix")), CPU)
 
 
 class FastLanguageModel:
@@ -58,7 +58,7 @@ class FastLanguageModel:
     def get_peft_model(cls, model: Any, **asked: Any) -> Any:
         cls.asked |= asked
         wanted = {k: asked[k] for k in ("r", "lora_alpha", "lora_dropout", "bias", "target_modules")}
-        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **wanted))
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **wanted))
 
 
 def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
@@ -69,7 +69,12 @@ def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)
     config = TrainerConfig(
-        engine="unsloth", load_in_4bit=True, lora_rank=4, seed=9, dtype="float32", logprob_bound=1e9
+        engine="unsloth",
+        seed=9,
+        dtype="float32",
+        logprob_bound=1e9,
+        unsloth=UnslothConfig(load_in_4bit=True),
+        lora=LoraConfig(rank=4),
     )
     engine = Engine(tiny_base, config, tmp_path)
     asked = FastLanguageModel.asked

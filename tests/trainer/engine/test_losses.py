@@ -19,7 +19,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import ConfigError, LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, with_values
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
@@ -156,7 +156,7 @@ ON: dict[str, Any] = {
     "loss_type": "dapo", "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
 }  # fmt: skip
-"""TRL's arguments for our defaults with `correction_max` 2."""
+"""TRL's arguments for our defaults with `loss.importance_clip` 2."""
 OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction": False}
 
 
@@ -174,10 +174,10 @@ def test_parity_with_trl(
         "epsilon_high": 5.0 if loss_type == "cispo" else None,
     }  # fmt: skip
     settings = {
-        "loss_type": loss_type,
-        "sampler_correction": correction,
-        "beta": beta,
-        "importance_level": level,
+        "loss.type": loss_type,
+        "loss.importance_sampling": correction,
+        "loss.beta": beta,
+        "loss.importance_level": level,
     }
     assert_parity(engines["tiny"], settings, theirs, tmp_path)
 
@@ -185,49 +185,49 @@ def test_parity_with_trl(
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(
         (
-            {"entropy_coef": 0.05, "loss_type": loss_type},
+            {"loss.entropy_coef": 0.05, "loss.type": loss_type},
             ON | {"entropy_coef": 0.05, "loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else None},
         )
         for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
     ),
-    ({"delta": 1.3, "sampler_correction": "none"}, OFF | {"delta": 1.3}),
-    ({"off_policy_mask": 0.01, "sampler_correction": "none"}, OFF | {"off_policy_mask_threshold": 0.01}),
-    ({"off_policy_mask": 0.01}, ON | {"off_policy_mask_threshold": 0.01}),
-    ({"correction_max": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
-    ({"correction_min": 0.5}, ON | {"vllm_importance_sampling_clip_min": 0.5}),
+    ({"loss.delta": 1.3, "loss.importance_sampling": "none"}, OFF | {"delta": 1.3}),
+    ({"loss.off_policy_mask": 0.01, "loss.importance_sampling": "none"}, OFF | {"off_policy_mask_threshold": 0.01}),
+    ({"loss.off_policy_mask": 0.01}, ON | {"off_policy_mask_threshold": 0.01}),
+    ({"loss.importance_clip": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
+    ({"loss.importance_clip_min": 0.5}, ON | {"vllm_importance_sampling_clip_min": 0.5}),
     (
-        {"correction_min": 0.5, "sampler_correction": "token_mask"},
+        {"loss.importance_clip_min": 0.5, "loss.importance_sampling": "token_mask"},
         ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_mask"},
     ),
     (
-        {"correction_min": 0.5, "sampler_correction": "sequence_mask"},
+        {"loss.importance_clip_min": 0.5, "loss.importance_sampling": "sequence_mask"},
         ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "sequence_mask"},
     ),
-    ({"epsilon": 0.9, "sampler_correction": "none"}, OFF | {"epsilon": 0.9}),
-    ({"epsilon_high": 5.0, "sampler_correction": "none"}, OFF | {"epsilon_high": 5.0}),
+    ({"loss.epsilon": 0.9, "loss.importance_sampling": "none"}, OFF | {"epsilon": 0.9}),
+    ({"loss.epsilon_high": 5.0, "loss.importance_sampling": "none"}, OFF | {"epsilon_high": 5.0}),
     (
-        {"importance_level": "sequence", "sampler_correction": "none"},
+        {"loss.importance_level": "sequence", "loss.importance_sampling": "none"},
         OFF | {"importance_sampling_level": "sequence"},
     ),
     (
-        {"max_completion_length": 100, "loss_type": "dr_grpo"},
+        {"loss.max_completion_length": 100, "loss.type": "dr_grpo"},
         ON | {"max_completion_length": 100, "loss_type": "dr_grpo"},
     ),
     (
-        {"beta": 0.1, "kl_unbiased": False, "sampler_correction": "none"},
+        {"loss.beta": 0.1, "loss.kl_unbiased": False, "loss.importance_sampling": "none"},
         OFF | {"use_bias_correction_kl": False},
     ),
     (
         {
-            "loss_type": "sapo", "sampler_correction": "none",
-            "loss_options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+            "loss.type": "sapo", "loss.importance_sampling": "none",
+            "loss.options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
         },
         OFF | {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     ),
     (
         {
-            "loss_type": "vespo",
-            "loss_options": {
+            "loss.type": "vespo",
+            "loss.options": {
                 "vespo_k_pos": 1.5,
                 "vespo_lambda_pos": 2.0,
                 "vespo_k_neg": 2.0,
@@ -248,30 +248,32 @@ def test_parity_with_trl_s_options(
     """Each option, mapped as spelled out, and each makes a difference."""
     engine = engines["tiny"]
     gradients = assert_parity(engine, options, theirs, tmp_path)
-    kept = ("loss_type", "beta", "sampler_correction")
-    engine.configure(TrainerConfig(**BATCH | {k: v for k, v in options.items() if k in kept}))
+    kept = ("loss.type", "loss.beta", "loss.importance_sampling")
+    engine.configure(with_values(TrainerConfig(), BATCH | {k: v for k, v in options.items() if k in kept}))
     engine.model.zero_grad()
     engine.backward(batch(), [0] * 6, 0)
     assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.parameters], rel=1e-3)
 
 
 BATCH: dict[str, Any] = {
-    "lora_rank": 4,
+    "lora.rank": 4,
     "dtype": "float64",
-    "tokens_per_batch": 40,
-    "correction_max": 2.0,
-    "packing": "padded",
+    "memory.tokens_per_batch": 40,
+    "loss.importance_clip": 2.0,
+    "memory.packing": "padded",
 }
 
 
 def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -> None:
     """TRL checks it in its constructor, where it would sample itself; here it does not."""
     with pytest.raises(
-        ConfigError, match=r"sampler_correction: loss_type vespo takes .* not 'sequence_truncate'"
+        ConfigError, match=r"importance_sampling: loss type `vespo` takes .* not 'sequence_truncate'"
     ):
         engines["tiny"].configure(
             TrainerConfig(
-                lora_rank=4, dtype="float64", loss_type="vespo", sampler_correction="sequence_truncate"
+                dtype="float64",
+                lora=LoraConfig(rank=4),
+                loss=LossConfig(type="vespo", importance_sampling="sequence_truncate"),
             )
         )
 
@@ -282,9 +284,11 @@ def test_what_is_relied_on_of_trls_inside_is_there(inside: str) -> None:
 
 
 def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
-    with pytest.raises(ConfigError, match="loss_options: sapo_temprature is none of"):
+    with pytest.raises(ConfigError, match=r"loss\.options: sapo_temprature is none of"):
         engines["tiny"].configure(
-            TrainerConfig(lora_rank=4, dtype="float64", loss_options={"sapo_temprature": 1.0})
+            TrainerConfig(
+                dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(options={"sapo_temprature": 1.0})
+            )
         )
 
 
@@ -292,13 +296,13 @@ def assert_parity(
     engine: Engine, settings: dict[str, Any], theirs: dict[str, Any], tmp_path: Path
 ) -> list[float]:
     """Compare loss and gradients under our `settings` with TRL's under `theirs`; returns the gradients' norms."""
-    config = TrainerConfig(**BATCH | settings)
+    config = with_values(TrainerConfig(), BATCH | settings)
     engine.configure(config)
     examples = batch()
     engine.model.zero_grad()
     # The KL of TRL is set by hand on its trainer: see `reference`.
     args = trl_arguments(tmp_path, **{"use_bias_correction_kl": True} | theirs)
-    their_loss = reference(engine, args, config.beta, examples)
+    their_loss = reference(engine, args, config.loss.beta, examples)
     their_gradients = [p.grad.clone() for p in engine.parameters]
     engine.model.zero_grad()
     metrics = engine.backward(examples, [0] * len(examples), 0)
@@ -313,7 +317,7 @@ def assert_parity(
 
 @pytest.fixture(scope="module")
 def engines(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    config = TrainerConfig(lora_rank=4, dtype="float64")
+    config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))
     engine = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
     stir(engine)
     return {"tiny": engine}
@@ -329,7 +333,11 @@ def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
     engine = engines["tiny"]
-    engine.configure(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction=correction))  # type: ignore[arg-type]
+    engine.configure(
+        TrainerConfig(
+            dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(importance_sampling=correction)
+        )
+    )  # type: ignore[arg-type]
     engine.model.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
@@ -358,7 +366,14 @@ def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
 
 def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
     engine = engines["tiny"]
-    engine.configure(TrainerConfig(lora_rank=4, dtype="float64", learning_rate=1e-4, logprob_bound=1e9))
+    engine.configure(
+        TrainerConfig(
+            dtype="float64",
+            logprob_bound=1e9,
+            lora=LoraConfig(rank=4),
+            optimizer=OptimizerConfig(learning_rate=1e-4),
+        )
+    )
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
     assert _direction(engine, sequence, 1.0).sum() > 0
     assert _direction(engine, sequence, -1.0).sum() < 0
@@ -367,7 +382,11 @@ def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engin
 def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
     """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
     engine = engines["tiny"]
-    engine.configure(TrainerConfig(lora_rank=4, dtype="float64", sampler_correction="sequence_truncate"))
+    engine.configure(
+        TrainerConfig(
+            dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(importance_sampling="sequence_truncate")
+        )
+    )
 
     def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
         (sequence,) = build(
@@ -389,10 +408,10 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
 def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp_path: Path) -> None:
     """The fault that was: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that it is in four
     bits."""
-    engine = Engine(tiny_base, TrainerConfig(lora_rank=4), tmp_path)
+    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
     before = engine.weights()
     engine.model.is_loaded_in_4bit = True
-    engine.configure(TrainerConfig(lora_rank=4, learning_rate=1e-3))
+    engine.configure(TrainerConfig(lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-3)))
     assert {p.dtype for p in engine.parameters} == {torch.float32}
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
     with torch.no_grad():  # what is read and written as the adapter is still what is trained

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.families import make
 from tests.trainer.kit import exactly, make_model, stir, tree_of_conversations
 from trainer.batches.groups import Example
@@ -20,7 +20,11 @@ from trainer.engine.memory import Memory
 
 def test_the_memory_of_a_token_is_what_pytorch_keeps_for_it(tmp_path: Path) -> None:
     """A longer pass costs in proportion."""
-    one = Engine(make_model(tmp_path / "one"), TrainerConfig(lora_rank=4, packing="padded"), tmp_path)
+    one = Engine(
+        make_model(tmp_path / "one"),
+        TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="padded")),
+        tmp_path,
+    )
     kept = [memory._kept(one, n) for n in (32, 64, 128)]
     assert 2 * (kept[1] - kept[0]) == kept[2] - kept[1]
     found = memory.measure(one)
@@ -36,7 +40,7 @@ def test_the_memory_of_a_token_is_what_pytorch_keeps_for_it(tmp_path: Path) -> N
     assert fits > 1000
 
 
-def per_layer(folder: Path, eighths: int, **settings: Any) -> int:
+def per_layer(folder: Path, eighths: int, **memory_settings: Any) -> int:
     """Bytes that a layer of Qwen3-8B's shape, with so many eighths of its width, keeps for each token."""
     found = []
     for layers in (1, 2):
@@ -46,7 +50,12 @@ def per_layer(folder: Path, eighths: int, **settings: Any) -> int:
             tie_word_embeddings=True, bos_token_id=None, eos_token_id=1,
         )  # fmt: skip
         Qwen3ForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder)
-        config = TrainerConfig(lora_rank=16, dtype="bfloat16", logprob_bound=1.0, **settings)
+        config = TrainerConfig(
+            dtype="bfloat16",
+            logprob_bound=1.0,
+            lora=LoraConfig(rank=16),
+            memory=MemoryConfig(**memory_settings),
+        )
         found.append(memory._per_token(Engine(str(folder), config, folder)))
     return found[1] - found[0]
 
@@ -63,8 +72,16 @@ def test_a_layer_of_qwen3_8b_keeps_what_was_measured_of_it(
 
 def test_with_checkpointing_a_token_costs_one_layer_in_full(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
-    off = Engine(folder, TrainerConfig(lora_rank=4, packing="padded"), tmp_path)
-    on = Engine(folder, TrainerConfig(lora_rank=4, packing="padded", gradient_checkpointing="on"), tmp_path)
+    off = Engine(
+        folder, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="padded")), tmp_path
+    )
+    on = Engine(
+        folder,
+        TrainerConfig(
+            lora=LoraConfig(rank=4), memory=MemoryConfig(packing="padded", gradient_checkpointing="on")
+        ),
+        tmp_path,
+    )
     everything, inputs = memory._per_token(off), memory._per_token(on)
     assert inputs < everything / 4
     assert memory.measure(off).per_token == everything
@@ -97,7 +114,9 @@ def test_free_memory_is_that_of_the_trainers_share(monkeypatch: pytest.MonkeyPat
 def test_on_cuda_the_budget_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU here: what is said of the device and of the memory is made up."""
     engine = Engine(
-        make_model(tmp_path / "model"), TrainerConfig(lora_rank=4, tokens_per_batch=9000), tmp_path
+        make_model(tmp_path / "model"),
+        TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(tokens_per_batch=9000)),
+        tmp_path,
     )
     made_up = Memory(weights=0, optimizer=0, per_token=1000, logits=0, per_pair=0, free=5_500_000)
     monkeypatch.setattr("trainer.engine.engine.measure", lambda _: made_up)
@@ -106,9 +125,9 @@ def test_on_cuda_the_budget_is_what_fits(tmp_path: Path, monkeypatch: pytest.Mon
     engine.device = torch.device("cuda")
     engine.plan_passes()
     assert engine.budget.tokens == made_up.tokens() == 4500
-    engine.configure(TrainerConfig(lora_rank=4, tokens_per_batch=20_000))
+    engine.configure(TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(tokens_per_batch=20_000)))
     assert engine.budget.tokens == 4500
-    engine.configure(TrainerConfig(lora_rank=4, tokens_per_batch=100))
+    engine.configure(TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(tokens_per_batch=100)))
     assert engine.budget.tokens == 100
 
 
@@ -129,11 +148,10 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
     found = []
     for setting in ("off", "on"):
         config = TrainerConfig(
-            lora_rank=4,
-            packing=packing,
             dtype="float64" if exact else "float32",
             logprob_bound=1e-3,
-            gradient_checkpointing=setting,
+            lora=LoraConfig(rank=4),
+            memory=MemoryConfig(packing=packing, gradient_checkpointing=setting),
         )  # type: ignore[arg-type]
         engine = exactly(Engine(base, config, tmp_path))
         assert engine.checkpointing is (setting == "on")
@@ -150,14 +168,18 @@ def test_checkpointing_is_for_gpus_unless_told(monkeypatch: pytest.MonkeyPatch) 
     wanted = loading.checkpointing_wanted
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, True]
-    assert [wanted(TrainerConfig(gradient_checkpointing="on"), d) for d in (cpu, gpu)] == [True, True]
-    assert [wanted(TrainerConfig(gradient_checkpointing="off"), d) for d in (cpu, gpu)] == [False, False]
+    assert [
+        wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), d) for d in (cpu, gpu)
+    ] == [True, True]
+    assert [
+        wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="off")), d) for d in (cpu, gpu)
+    ] == [False, False]
 
 
 def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", False)
     base = make_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="gradient_checkpointing: Qwen3ForCausalLM"):
-        Engine(base, TrainerConfig(gradient_checkpointing="on"), tmp_path)
+        Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), tmp_path)
     monkeypatch.setattr(loading, "checkpointing_wanted", lambda *_: True)
-    assert not Engine(base, TrainerConfig(lora_rank=4), tmp_path).checkpointing
+    assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).checkpointing

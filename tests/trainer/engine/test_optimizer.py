@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from pipeline.config import TrainerConfig
+from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
 from tests.trainer.engine.test_engine import batch
 from tests.trainer.kit import exactly
 from trainer.engine.engine import Engine
@@ -13,15 +12,21 @@ from trainer.engine.engine import Engine
 
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(lora_rank=4, learning_rate=1e-2, dtype="float64")
+    config = TrainerConfig(
+        dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
     return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, schedule: str) -> None:
     """The fault that was: the optimizer's state brought its old settings along."""
-    old = msgspec.structs.replace(engine.config, learning_rate=1e-2, lr_schedule=schedule, max_steps=10)
-    new = msgspec.structs.replace(old, learning_rate=1e-4, weight_decay=0.1, adam_betas=(0.8, 0.9))
+    old = with_values(
+        engine.config, {"optimizer.learning_rate": 1e-2, "optimizer.schedule": schedule, "max_steps": 10}
+    )
+    new = with_values(
+        old, {"optimizer.learning_rate": 1e-4, "optimizer.weight_decay": 0.1, "optimizer.betas": (0.8, 0.9)}
+    )
     kept = engine.config
     engine.configure(old)
     state = engine.step(engine.initial_state(), batch(engine, engine.initial_state()), [0] * 6).state
@@ -42,7 +47,14 @@ def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, 
 def test_the_inverse_root_falls_without_an_end(engine: Engine) -> None:
     kept = engine.config
     engine.configure(
-        msgspec.structs.replace(kept, learning_rate=1e-3, lr_schedule="inverse_sqrt", warmup_steps=1)
+        with_values(
+            kept,
+            {
+                "optimizer.learning_rate": 1e-3,
+                "optimizer.schedule": "inverse_sqrt",
+                "optimizer.warmup_steps": 1,
+            },
+        )
     )
     state, rates = engine.initial_state(), []
     for _ in range(5):

@@ -48,7 +48,7 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("how", [(), ("fail",)], ids=["plain", "one runs out of memory"])
 def test_two_processes_take_the_step_of_one(tiny_base: str, tmp_path: Path, how: tuple[str, ...]) -> None:
-    config = settings(tiny_base, tmp_path, learning_rate=1e-4, dtype="float64")
+    config = settings(tiny_base, tmp_path, dtype="float64", **{"optimizer.learning_rate": 1e-4})
     alone = steps(exactly(Engine(tiny_base, config.trainer, tmp_path)))
     both = launched(tiny_base, tmp_path / "out.pt", *how)
     for one, two in zip(alone, both, strict=True):
@@ -81,8 +81,8 @@ async def test_the_service_runs_as_two_processes_and_stops_as_one(
             nats_config,
             processes=2,
             max_steps=2,
-            learning_rate=1e-4,
             dtype="float64",
+            **{"optimizer.learning_rate": 1e-4},
         )
     )
     save(several, tmp_path / "two.toml")
@@ -119,7 +119,14 @@ async def test_the_service_runs_as_two_processes_and_stops_as_one(
         async with Broker.connect(url) as broker:
             await _publish(broker)
         one = with_many_loras(
-            settings(tiny_base, tmp_path / "one", url, max_steps=2, learning_rate=1e-4, dtype="float64")
+            settings(
+                tiny_base,
+                tmp_path / "one",
+                url,
+                max_steps=2,
+                dtype="float64",
+                **{"optimizer.learning_rate": 1e-4},
+            )
         )
         with anyio.fail_after(200):
             await service.train(one, lambda **_: None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config, ModelConfig, TrainerConfig
+from pipeline.config import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded
 from tests.conftest import VllmServer
 from tests.trainer import kit
@@ -61,7 +61,9 @@ def play(server: VllmServer, version: str, step: int, name: str, **sampling: flo
 
 
 def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServer, tmp_path: Path) -> None:
-    settings = TrainerConfig(groups_per_step=1, learning_rate=1e-2, check_sequences=16)
+    settings = TrainerConfig(
+        groups_per_step=1, check_sequences=16, optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
     model = ModelConfig(name=kit.MODEL, base=str(vllm_server.base))
     config = Config(project="p", run_dir=str(tmp_path), models=(model,), trainer=settings)
     learner = Learner(config, model, Engine(model.base, settings, tmp_path))

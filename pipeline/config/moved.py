@@ -1,0 +1,40 @@
+"""Settings that have another name now: an error about an old name says the new one."""
+
+from __future__ import annotations
+
+MOVED = {
+    "trainer.load_in_4bit": "trainer.unsloth.load_in_4bit",
+    "trainer.max_seq_length": "trainer.unsloth.max_seq_length",
+    "trainer.lora_rank": "trainer.lora.rank",
+    "trainer.lora_alpha": "trainer.lora.alpha",
+    "trainer.lora_targets": "trainer.lora.targets",
+    "trainer.loss_type": "trainer.loss.type",
+    "trainer.beta": "trainer.loss.beta",
+    "trainer.kl_unbiased": "trainer.loss.kl_unbiased",
+    "trainer.sampler_correction": "trainer.loss.importance_sampling",
+    "trainer.correction_max": "trainer.loss.importance_clip",
+    "trainer.correction_min": "trainer.loss.importance_clip_min",
+    "trainer.importance_level": "trainer.loss.importance_level",
+    "trainer.epsilon": "trainer.loss.epsilon",
+    "trainer.epsilon_high": "trainer.loss.epsilon_high",
+    "trainer.delta": "trainer.loss.delta",
+    "trainer.off_policy_mask": "trainer.loss.off_policy_mask",
+    "trainer.entropy_coef": "trainer.loss.entropy_coef",
+    "trainer.loss_options": "trainer.loss.options",
+    "trainer.advantage_scaling": "trainer.loss.advantage_scaling",
+    "trainer.weighting": "trainer.loss.weighting",
+    "trainer.mask_truncated": "trainer.loss.mask_truncated",
+    "trainer.max_completion_length": "trainer.loss.max_completion_length",
+    "trainer.learning_rate": "trainer.optimizer.learning_rate",
+    "trainer.lr_schedule": "trainer.optimizer.schedule",
+    "trainer.warmup_steps": "trainer.optimizer.warmup_steps",
+    "trainer.weight_decay": "trainer.optimizer.weight_decay",
+    "trainer.adam_betas": "trainer.optimizer.betas",
+    "trainer.max_grad_norm": "trainer.optimizer.max_grad_norm",
+    "trainer.tokens_per_batch": "trainer.memory.tokens_per_batch",
+    "trainer.gradient_checkpointing": "trainer.memory.gradient_checkpointing",
+    "trainer.gpu_memory_share": "trainer.memory.gpu_share",
+    "trainer.packing": "trainer.memory.packing",
+    "trainer.attention": "trainer.memory.attention",
+}
+"""Old dotted name to new dotted name."""
