@@ -134,19 +134,22 @@ class VllmServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, timeout_s: float = 300) -> None:
-        """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
-        env = dict(
-            os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
-            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-        )  # fmt: skip
-        command = [
+    def command(self) -> list[str]:
+        return [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
             "--port", str(self.port), "--model", str(self.base), "--served-model-name", f"{self.model}@0",
             "--enforce-eager", "--dtype", "float32", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8",
             "--max-model-len", "256", "--block-size", "32", "--logprobs-mode", "processed_logprobs",
             "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *self.args,
         ]  # fmt: skip
+
+    def start(self, timeout_s: float = 300) -> None:
+        """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
+        env = dict(
+            os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
+            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+        )  # fmt: skip
+        command = self.command()
         with (self.folder / "vllm.log").open("ab") as log:
             # A session of its own, so that the engine processes end with the server, also when it is killed.
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
@@ -177,6 +180,20 @@ class VllmServer:
                 self.kill()
 
 
+class InferenceDouble(VllmServer):
+    """`tests.kits.inference_double` in place of vLLM: it starts in seconds and answers at once."""
+
+    def command(self) -> list[str]:
+        return [
+            sys.executable, "-m", "tests.kits.inference_double", "--port", str(self.port), "--model", str(self.base),
+            "--served-model-name", f"{self.model}@0",
+        ]  # fmt: skip
+
+
+DOUBLE = os.environ.get("JOURNEYMAN_TEST_INFERENCE") == "double"
+"""Whether tests marked `inference` get the double: `make check` sets this."""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -185,21 +202,34 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """One real vLLM for the whole session, started when a test first asks for it: `.url`, `.model`.
+    """One inference server for the whole session, started when a test first asks for it: `.url`, `.model`. Real vLLM, or its
+    double where JOURNEYMAN_TEST_INFERENCE=double is set.
 
     It outlives each test, and so do adapters loaded into it: unload yours. While developing, JOURNEYMAN_TEST_VLLM may
     hold the port of one started by hand with the same arguments, which saves its start-up."""
     given = os.environ.get("JOURNEYMAN_TEST_VLLM")
-    server = VllmServer(tmp_path_factory.mktemp("vllm"), int(given or 0))
+    kind = InferenceDouble if DOUBLE else VllmServer
+    server = kind(tmp_path_factory.mktemp("vllm"), int(given or 0))
     if not given:
         server.start()
     yield server
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def inference_double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceDouble]:
+    server = InferenceDouble(tmp_path_factory.mktemp("double"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test that needs vLLM also waits for its start-up, so all of them may take longer."""
     for item in items:
+        if item.get_closest_marker("inference") and not DOUBLE:
+            item.add_marker(pytest.mark.vllm)
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(400))
     if seed := _shuffle_seed():

@@ -11,7 +11,7 @@ from journeyman import AsyncJourneyman, GatewayUnavailableError, Journeyman, Jou
 from tests.rollout_gateway.capture.test_chat import ASK
 from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 __all__ = ["gateway", "start_gateway"]  # fixtures
 

@@ -18,7 +18,7 @@ from tests.rollout_gateway.capture.test_chat import ASK
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.serving.test_adapters import serves
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 
 async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Response:

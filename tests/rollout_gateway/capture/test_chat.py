@@ -19,7 +19,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 ASK: Any = {
     "model": "tictactoe", "max_tokens": 5, "temperature": 1.0, "messages": [{"role": "user", "content": "a1=x b2=o"}]

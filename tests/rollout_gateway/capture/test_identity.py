@@ -22,7 +22,7 @@ from tests.rollout_gateway.conftest import PROJECT, StartGateway
 pytestmark = [pytest.mark.anyio]
 
 
-@pytest.mark.vllm
+@pytest.mark.inference
 async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
     gateway = start_gateway(keys=(key_config("agent-key"), key_config("boss-key", role="operator")))
 
@@ -55,7 +55,7 @@ async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> No
         assert not any(opened["api_key"].encode() in repr(event).encode() for event in recorded)
 
 
-@pytest.mark.vllm
+@pytest.mark.inference
 async def test_a_call_may_name_and_open_its_trajectory(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -77,7 +77,7 @@ async def test_a_call_may_name_and_open_its_trajectory(
     assert httpx.get(f"{gateway.url}/v1/trajectories/h1").json()["attempt"] == 2
 
 
-@pytest.mark.vllm
+@pytest.mark.inference
 async def test_an_unmodified_fleet_is_sorted_into_runs(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -118,7 +118,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
             assert [e.seq for e in await exchanges(broker, event.trajectory)] == [0, 1, 2]
 
 
-@pytest.mark.vllm
+@pytest.mark.inference
 async def test_inferred_runs_outlive_the_gateway(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -146,7 +146,7 @@ async def test_inferred_runs_outlive_the_gateway(
     assert httpx.get(f"{gateway.url}/v1/trajectories/i-own").json()["status"] == "open"
 
 
-@pytest.mark.vllm
+@pytest.mark.inference
 async def test_groups_beyond_the_bound_are_told_to_wait(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -186,7 +186,7 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
     assert again_asked - told <= found.event.paced_s <= let_in - asked
 
 
-@pytest.mark.vllm
+@pytest.mark.inference
 async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
     start_gateway: StartGateway, nats_server: NatsServer, nats_config: NatsConfig
 ) -> None:

@@ -1,0 +1,310 @@
+"""A fast double of vLLM's OpenAI server for tests that need an inference server and no real model.
+
+It has the base model's tokenizer and chat template, so prompts have the token ids that vLLM would give. Sampled tokens and their
+logprobs come from a hash of seed, model and prompt: equal requests with a seed get equal answers, another adapter answers
+otherwise. `tests/rollout_gateway/serving/test_inference_contract.py` runs one contract over this double and over real vLLM.
+
+    python -m tests.kits.inference_double --port 8000 --model examples/tictactoe/model --served-model-name tictactoe@0
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from transformers import AutoTokenizer
+
+CONTEXT = 256
+"""Tokens of prompt and reply together, as the tests' vLLM is started with."""
+MAX_ADAPTERS = 4
+_END_EVERY = 12
+"""One token in so many ends the reply."""
+
+
+@dataclass
+class Token:
+    id: int
+    text: str
+    logprob: float
+    others: dict[int, float]
+    """Further candidates with their logprobs, the likeliest first."""
+
+
+class RefusalError(Exception):
+    """What the server answers instead of a completion."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None
+    ) -> None:
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+class Double:
+    def __init__(self, model: Path, name: str) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
+        self.name = name
+        self.adapters: dict[str, str] = {}
+        special = set(self.tokenizer.all_special_ids)
+        texts = {i: self.tokenizer.decode([i]) for i in range(len(self.tokenizer)) if i not in special}
+        # A token that is part of a character has no text of its own.
+        self._plain = [i for i, text in texts.items() if text.isascii() and text.isprintable()]
+
+    def prompt_of(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            messages = body["messages"]
+            if not isinstance(messages, list) or not messages:
+                raise RefusalError(400, "messages: a list with at least one message", param="messages")
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                messages,
+                tools=body.get("tools"),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+            return ids
+        prompt = body["prompt"]
+        return prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt, add_special_tokens=False)
+
+    def check(self, body: dict[str, Any], prompt: list[int]) -> int:
+        """Return how many tokens the reply may have. Raises `RefusalError`."""
+        if body.get("model", self.name) not in (self.name, *self.adapters):
+            message = f"The model `{body['model']}` does not exist."
+            raise RefusalError(404, message, "NotFoundError", "model")
+        room = CONTEXT - len(prompt)
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
+        if asked < 1 or room < 1 or asked > room:
+            raise RefusalError(
+                400,
+                f"This model's maximum context length (max_model_len) is {CONTEXT} tokens: {len(prompt)} in the prompt, {asked} asked for.",
+            )
+        return int(asked)
+
+    def sample(self, body: dict[str, Any], prompt: list[int], room: int, choice: int) -> Iterator[Token]:
+        """Yield tokens to the reply's end. The last one is the end of sequence unless `room` ends the reply."""
+        seed = body.get("seed")
+        salt = secrets.token_hex(4) if seed is None else f"{seed}"
+        for at in range(room):
+            key = f"{salt}|{body.get('model')}|{choice}|{at}|{prompt}"
+            digest = hashlib.sha256(key.encode()).digest()
+            ends = digest[0] % _END_EVERY == 0 and not body.get("ignore_eos")
+            chosen = (
+                self.tokenizer.eos_token_id
+                if ends
+                else self._plain[int.from_bytes(digest[1:5], "big") % len(self._plain)]
+            )
+            probability = (1 + digest[5]) / 320
+            rest = math.log((1 - probability) / 20)
+            others = {i: rest - n / 100 for n, i in enumerate(self._plain[:20]) if i != chosen}
+            yield Token(chosen, self.tokenizer.decode([chosen]), math.log(probability), others)
+            if ends:
+                return
+
+    def shown(self, token: Token, top: int) -> dict[str, Any]:
+        """Return a token's entry in `logprobs.content`."""
+
+        def entry(text: str, logprob: float) -> dict[str, Any]:
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        ranked = sorted([(token.id, token.logprob), *token.others.items()], key=lambda pair: -pair[1])[:top]
+        tops = [entry(self.tokenizer.decode([i]), logprob) for i, logprob in ranked]
+        return {**entry(token.text, token.logprob), "top_logprobs": tops}
+
+
+def _finish(tokens: list[Token], end: int) -> tuple[str, str]:
+    """Return text and finish reason of a reply that is whole."""
+    ended = bool(tokens) and tokens[-1].id == end
+    return "".join(t.text for t in tokens[: -1 if ended else None]), "stop" if ended else "length"
+
+
+def build(double: Double) -> Starlette:
+    ids = (f"{secrets.token_hex(4)}{n}" for n in itertools.count())
+    end = double.tokenizer.eos_token_id
+
+    async def read(request: Request) -> dict[str, Any]:
+        try:
+            body: dict[str, Any] = json.loads(await request.body())
+        except ValueError as error:
+            raise RefusalError(400, f"invalid JSON: {error}") from error
+        return body
+
+    def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
+        prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
+        return {
+            "id": prefix + next(ids), "object": kind, "created": int(time.time()), "model": body.get("model", double.name),
+        }  # fmt: skip
+
+    def usage(prompt: list[int], sampled: int) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled,
+        }  # fmt: skip
+
+    async def chat(request: Request) -> Response:
+        body = await read(request)
+        prompt = double.prompt_of(body)
+        room, ids_too = double.check(body, prompt), bool(body.get("return_token_ids"))
+        top, logprobs = int(body.get("top_logprobs") or 0), bool(body.get("logprobs"))
+        if body.get("stream"):
+            return StreamingResponse(stream_chat(body, prompt, room), media_type="text/event-stream")
+        choices, sampled = [], 0
+        for number in range(int(body.get("n") or 1)):
+            tokens = list(double.sample(body, prompt, room, number))
+            sampled += len(tokens)
+            text, reason = _finish(tokens, end)
+            choices.append(
+                {
+                    "index": number,
+                    "message": {"role": "assistant", "content": text, "tool_calls": []},
+                    "logprobs": {"content": [double.shown(t, top) for t in tokens]} if logprobs else None,
+                    "finish_reason": reason,
+                    "stop_reason": None,
+                    **({"token_ids": [t.id for t in tokens]} if ids_too else {}),
+                }
+            )
+        told = {"prompt_token_ids": prompt} if ids_too else {}
+        return JSONResponse(
+            {**head(body, "chat.completion"), "choices": choices, "usage": usage(prompt, sampled), **told}
+        )
+
+    async def stream_chat(body: dict[str, Any], prompt: list[int], room: int) -> AsyncIterator[str]:
+        shared, ids_too = head(body, "chat.completion.chunk"), bool(body.get("return_token_ids"))
+        options, sampled = body.get("stream_options") or {}, 0
+
+        def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+            return f"data: {json.dumps({**shared, 'choices': choices, **more})}\n\n"
+
+        numbers = range(int(body.get("n") or 1))
+        first = {"prompt_token_ids": prompt} if ids_too else {}
+        for number in numbers:
+            delta = {"role": "assistant", "content": ""}
+            yield chunk([{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}], **first)
+        for number in numbers:
+            for count, token in enumerate(double.sample(body, prompt, room, number), 1):
+                sampled += 1
+                ended = token.id == end
+                reason = "stop" if ended else "length" if count == room else None
+                entry = {
+                    "index": number,
+                    "delta": {"content": "" if ended else token.text},
+                    "logprobs": {"content": [double.shown(token, int(body.get("top_logprobs") or 0))]}
+                    if body.get("logprobs")
+                    else None,
+                    "finish_reason": reason,
+                    **({"token_ids": [token.id]} if ids_too else {}),
+                }
+                yield chunk([entry])
+        if options.get("include_usage"):
+            yield chunk([], usage=usage(prompt, sampled))
+        yield "data: [DONE]\n\n"
+
+    async def completions(request: Request) -> Response:
+        body = await read(request)
+        prompt = double.prompt_of(body)
+        room, ids_too = double.check(body, prompt), bool(body.get("return_token_ids"))
+        choices, sampled = [], 0
+        for number in range(int(body.get("n") or 1)):
+            tokens = list(double.sample(body, prompt, room, number))
+            sampled += len(tokens)
+            text, reason = _finish(tokens, end)
+            asked = body.get("logprobs")
+            entry: dict[str, Any] = {
+                "index": number,
+                "text": text,
+                "finish_reason": reason,
+                "stop_reason": None,
+            }
+            entry["logprobs"] = None if asked is None else {
+                "tokens": [t.text for t in tokens], "token_logprobs": [t.logprob for t in tokens], "text_offset": [],
+                "top_logprobs": [
+                    {double.tokenizer.decode([i]): p for i, p in sorted(t.others.items(), key=lambda o: -o[1])[:asked]}
+                    | {t.text: t.logprob}
+                    for t in tokens
+                ],
+            }  # fmt: skip
+            choices.append(
+                entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
+            )
+        return JSONResponse(
+            {**head(body, "text_completion"), "choices": choices, "usage": usage(prompt, sampled)}
+        )
+
+    async def models(_: Request) -> Response:
+        cards = [{"id": double.name, "object": "model", "root": double.name, "parent": None}]
+        cards += [
+            {"id": name, "object": "model", "root": root, "parent": double.name}
+            for name, root in double.adapters.items()
+        ]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def load(request: Request) -> Response:
+        body = await read(request)
+        name, path = body["lora_name"], Path(body["lora_path"])
+        if name in double.adapters:
+            raise RefusalError(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
+        if not (path / "adapter_model.safetensors").is_file():
+            raise RefusalError(404, f"No adapter found for {path}", "NotFoundError")
+        double.adapters[name] = str(path)
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(request: Request) -> Response:
+        name = (await read(request))["lora_name"]
+        if double.adapters.pop(name, None) is None:
+            raise RefusalError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def tokenize(request: Request) -> Response:
+        tokens = double.prompt_of(await read(request))
+        return JSONResponse({"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens})
+
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse({"prompt": double.tokenizer.decode((await read(request))["tokens"])})
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": "double"})
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RefusalError)
+        return JSONResponse(error.body, error.status)
+
+    return Starlette(
+        routes=[
+            Route("/health", health), Route("/version", version), Route("/v1/models", models),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/load_lora_adapter", load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"]),
+        ],
+        exception_handlers={RefusalError: refused},
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.kits.inference_double")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--served-model-name", required=True)
+    given = parser.parse_args()
+    app = build(Double(given.model, given.served_model_name))
+    uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning", timeout_keep_alive=60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What the gateway relies on in an inference server: one contract for real vLLM and for its double."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.conftest import DOUBLE, VllmServer
+from tests.rollout_gateway.conftest import make_adapter
+
+ASK: Any = {"model": "tictactoe@0", "messages": [{"role": "user", "content": "a1=x b2=o"}], "max_tokens": 6}
+real = pytest.param("vllm_server", id="vllm", marks=pytest.mark.vllm)
+both = ["inference_double"] if DOUBLE else ["inference_double", real]
+
+
+@pytest.fixture(params=both)
+def server(request: pytest.FixtureRequest) -> VllmServer:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, VllmServer)
+    return found
+
+
+def post(server: VllmServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def chat(server: VllmServer, **more: Any) -> dict[str, Any]:
+    reply = post(server, "/v1/chat/completions", **{**ASK, **more})
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def test_a_reply_has_its_token_ids_and_their_logprobs(server: VllmServer) -> None:
+    said = chat(server, return_token_ids=True, logprobs=True, top_logprobs=2)
+    (choice,) = said["choices"]
+    ids, content = choice["token_ids"], choice["logprobs"]["content"]
+    assert len(ids) == len(content) == said["usage"]["completion_tokens"] <= 6
+    assert said["usage"]["prompt_tokens"] == len(said["prompt_token_ids"])
+    assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in content)
+    assert choice["finish_reason"] in ("stop", "length")
+    assert choice["message"]["role"] == "assistant"
+
+
+def test_what_is_not_asked_for_is_not_told(server: VllmServer) -> None:
+    (choice,) = chat(server)["choices"]
+    assert choice["logprobs"] is None
+    assert not choice.get("token_ids")
+
+
+def test_a_prompt_has_the_ids_that_tokenizing_it_gives(server: VllmServer) -> None:
+    said = chat(server, return_token_ids=True)
+    tokens = post(server, "/tokenize", model="tictactoe@0", messages=ASK["messages"]).json()
+    assert tokens["tokens"] == said["prompt_token_ids"]
+    assert tokens["count"] == len(tokens["tokens"])
+    text = post(server, "/detokenize", model="tictactoe@0", tokens=tokens["tokens"]).json()["prompt"]
+    assert "a1=xb2=o" in text.replace(" ", "")
+
+
+def test_the_end_of_sequence_is_a_sampled_token_and_no_text(server: VllmServer) -> None:
+    for seed in range(40):
+        said = chat(server, return_token_ids=True, seed=seed, max_tokens=60)
+        (choice,) = said["choices"]
+        if choice["finish_reason"] == "stop":
+            text = post(server, "/detokenize", model="tictactoe@0", tokens=choice["token_ids"][:-1]).json()[
+                "prompt"
+            ]
+            assert text == choice["message"]["content"]
+            return
+    pytest.fail("no reply of 40 ended by itself")
+
+
+def test_equal_seeds_give_equal_replies(server: VllmServer) -> None:
+    one, two = (chat(server, seed=3, temperature=1.0, return_token_ids=True)["choices"][0] for _ in range(2))
+    assert one["token_ids"] == two["token_ids"]
+    others = {
+        tuple(chat(server, seed=s, temperature=1.0, return_token_ids=True)["choices"][0]["token_ids"])
+        for s in range(8)
+    }
+    assert len(others) > 1
+
+
+def test_the_length_is_kept_to(server: VllmServer) -> None:
+    (choice,) = chat(server, max_tokens=4, ignore_eos=True, return_token_ids=True)["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (4, "length")
+
+
+def test_several_choices_are_numbered(server: VllmServer) -> None:
+    said = chat(server, n=3, temperature=1.0, return_token_ids=True)
+    assert [c["index"] for c in said["choices"]] == [0, 1, 2]
+    assert said["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in said["choices"])
+
+
+def test_a_stream_says_what_the_whole_reply_says(server: VllmServer) -> None:
+    asked = {"seed": 5, "temperature": 1.0, "return_token_ids": True, "logprobs": True, "max_tokens": 20}
+    whole = chat(server, **asked)
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", timeout=60,
+        json={**ASK, **asked, "stream": True, "stream_options": {"include_usage": True}},
+    ) as reply:  # fmt: skip
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    parts = [c for chunk in chunks for c in chunk["choices"]]
+    (choice,) = whole["choices"]
+    assert [i for p in parts for i in p.get("token_ids") or ()] == choice["token_ids"]
+    assert "".join(p["delta"].get("content") or "" for p in parts) == choice["message"]["content"]
+    assert [p["finish_reason"] for p in parts if p["finish_reason"]] == [choice["finish_reason"]]
+    assert (
+        next(chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids"))
+        == whole["prompt_token_ids"]
+    )
+
+
+def test_completions_take_token_ids(server: VllmServer) -> None:
+    prompt = chat(server, return_token_ids=True)["prompt_token_ids"]
+    asked = {
+        "model": "tictactoe@0",
+        "prompt": prompt,
+        "max_tokens": 3,
+        "logprobs": 2,
+        "return_token_ids": True,
+    }
+    (choice,) = post(server, "/v1/completions", **asked).json()["choices"]
+    assert choice["prompt_token_ids"] == prompt
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 3
+    assert all(len(top) >= 2 for top in choice["logprobs"]["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({"model": "nobody"}, 404),
+        ({"max_tokens": 5000}, 400),
+        ({"messages": []}, 400),
+        ({"messages": 3}, 400),
+    ],
+)
+def test_what_can_t_be_answered_is_an_openai_error(
+    server: VllmServer, more: dict[str, Any], status: int
+) -> None:
+    reply = post(server, "/v1/chat/completions", **{**ASK, **more})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (status, status)
+    assert error["message"]
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.APIStatusError),
+    ):
+        client.chat.completions.create(**{**ASK, **more})
+
+
+def test_adapters_are_loaded_served_and_unloaded(server: VllmServer, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(make_adapter(1))) as archive:
+        archive.extractall(folder, filter="data")
+
+    def load() -> httpx.Response:
+        return post(server, "/v1/load_lora_adapter", lora_name="contract@1", lora_path=folder)
+
+    def listed() -> dict[str, str | None]:
+        cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+        return {card["id"]: card["parent"] for card in cards}
+
+    assert load().status_code == 200
+    try:
+        assert listed()["contract@1"] == "tictactoe@0"
+        again = load()
+        assert again.status_code == 400
+        assert "already" in again.text
+        assert chat(server, model="contract@1")["model"] == "contract@1"
+    finally:
+        assert post(server, "/v1/unload_lora_adapter", lora_name="contract@1").status_code == 200
+    assert "contract@1" not in listed()
+    assert post(server, "/v1/unload_lora_adapter", lora_name="contract@1").status_code == 404
+    assert post(server, "/v1/chat/completions", **{**ASK, "model": "contract@1"}).status_code == 404
+    missing = post(
+        server, "/v1/load_lora_adapter", lora_name="contract@2", lora_path=str(Path(folder) / "nothing")
+    )
+    assert missing.status_code in (400, 404)
+
+
+def test_it_says_that_it_lives(server: VllmServer) -> None:
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/version", timeout=60).json()["version"]
