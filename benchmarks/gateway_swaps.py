@@ -232,9 +232,8 @@ async def check_labels(
     """Compare the log with what vLLM said of itself and, with `weights`, with what the versions' weights give in float32."""
     recorded: dict[str, ExchangeRecorded] = {}
     for number in range(streams):
-        for r in await broker.history("ROLLOUTS", f"rollout.exchange.{PROJECT}.swap-{number}"):
-            if isinstance(r.event, ExchangeRecorded):
-                recorded[json.loads(r.event.response)["id"]] = r.event
+        for r in await broker.read(ExchangeRecorded, project=PROJECT, trajectory=f"swap-{number}"):
+            recorded[json.loads(r.event.response)["id"]] = r.event
     wrong = [
         name
         for name, models in seen.replies.items()

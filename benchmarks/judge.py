@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 from pipeline.config import Config, JudgeConfig, NatsConfig, save
-from pipeline.events import GroupScored
+from pipeline.events import GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.attacks import ATTACKS
@@ -98,8 +98,8 @@ async def until(broker: Broker, groups: int) -> None:
 
 
 async def scored(broker: Broker) -> list[GroupScored]:
-    history = await broker.history("GROUPS", "group.scored.>")
-    return [r.event for r in history if isinstance(r.event, GroupScored)]
+    history = await broker.read(GroupScored)
+    return [r.event for r in history]
 
 
 def memory_mb(pid: int) -> float:
@@ -172,7 +172,7 @@ async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
                     memory = memory_mb(running.pid) + sum(memory_mb(c.pid) for c in children)
                 events = await scored(broker)
                 found = [e.group for e in events]
-                other = len(await broker.history("GROUPS", "group.discarded.>"))
+                other = len(await broker.read(GroupDiscarded))
                 return {
                     "groups_per_s": (groups - done) / took,
                     "wall_s": took,

@@ -36,7 +36,7 @@ from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
 from pipeline.config import TrainerConfig, load, with_values
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
-from pipeline.log.place import Place
+from pipeline.log.messages import Place
 from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.sequences import build
 from trainer.engine.engine import Engine

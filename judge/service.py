@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -24,7 +25,6 @@ from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
 from pipeline.log.broker import Broker, Consumption, Delivery
-from pipeline.names import subject_token
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 
@@ -129,16 +129,15 @@ class Judge:
 
     async def _held_on_log(self, key: GroupKey) -> set[str]:
         """The trajectories in this group's events on the log."""
-        subject = ".".join(("group.*", *(subject_token(n) for n in key[:3]), ">"))
+        names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
         held: set[str] = set()
-        for recorded in await self._broker.history("GROUPS", subject):
-            match recorded.event:
-                case GroupScored(branch="main", split=key.split, members=members):
-                    held |= {m.trajectory for m in members}
-                case GroupDiscarded(branch="main", by="judge", split=key.split, trajectories=trajectories):
-                    held |= set(trajectories)
-                case _:
-                    pass
+        for scored in await self._broker.read(GroupScored, **names):
+            if (scored.event.branch, scored.event.split) == ("main", key.split):
+                held |= {m.trajectory for m in scored.event.members}
+        for discarded in await self._broker.read(GroupDiscarded, **names):
+            event = discarded.event
+            if (event.branch, event.by, event.split) == ("main", "judge", key.split):
+                held |= set(event.trajectories)
         return held
 
     async def _late(self, delivery: Delivery, event: TrajectoryCompleted, key: GroupKey) -> None:

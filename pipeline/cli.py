@@ -294,8 +294,8 @@ async def _log_status(nats: NatsConfig, trust: Trust | None = None) -> dict[str,
             held.append({"stream": spec.name, "messages": info.state.messages, "bytes": info.state.bytes})
         lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
         policies = {}
-        for recorded in await broker.history("POLICY", "policy.checkpoint.>"):
-            if isinstance(recorded.event, CheckpointPublished) and not trust.objection(recorded.event):
+        for recorded in await broker.read(CheckpointPublished):
+            if not trust.objection(recorded.event):
                 policies[recorded.event.model] = recorded.event.version
         # The supervisor's own alarms are in its state; these hold where none runs.
         alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]

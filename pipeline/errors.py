@@ -1,43 +1,48 @@
-"""Errors that are told in a line: `ConfigError` for settings, `BrokerError` and below for access to the log."""
+"""Errors that a command prints as one line: `ConfigError` for settings, `BrokerError` and its subclasses for the log."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting that can't be used; the message names it."""
+    """A setting that cannot be used; the message names it."""
 
 
 class BrokerError(Exception):
-    """Root of what the broker raises."""
+    """Base class of the errors of the log."""
 
 
 class BrokerUnavailableError(BrokerError):
-    """The server did not acknowledge in time."""
-
-
-class HistoryGoneError(BrokerError):
-    """Something the log once held is there no more; `what` names it."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what} is no longer in the log: raise the stream's retention or replay from the store"
-        )
-        self.what = what
-
-
-class UndecodableError(HistoryGoneError):
-    """A message that lies in the log and is no event of this version; it is among the dead letters."""
-
-    def __init__(self, stream: str, seq: int) -> None:
-        BrokerError.__init__(
-            self, f"message {seq} of {stream} is no event of this version: see `journeyman dead list`"
-        )
-        self.what = f"message {seq} of {stream}"
+    """The NATS server did not answer in time."""
 
 
 class StreamMissingError(BrokerError):
     """The server has no such stream."""
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"the log has no stream {stream}: start `journeyman up` on it once")
+        super().__init__(f"the log has no stream {stream}: run `journeyman up` on it once")
         self.stream = stream
+
+
+class HistoryGoneError(BrokerError):
+    """The log no longer holds something; `what` names it."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        advice = advice or "is no longer in the log: raise the stream's retention or replay from the store"
+        super().__init__(f"{what} {advice}")
+        self.what = what
+
+
+class UndecodableError(HistoryGoneError):
+    """A message of the log is no event of this version. It is among the dead letters."""
+
+    def __init__(self, stream: str, seq: int) -> None:
+        super().__init__(
+            f"message {seq} of {stream}", "is no event of this version: see `journeyman dead list`"
+        )
+
+
+class OtherEventError(HistoryGoneError):
+    """An event of another class lies at a sequence, as after a power cut that took the end of the stream."""
+
+    def __init__(self, stream: str, seq: int, expected: str) -> None:
+        super().__init__(f"the {expected} at message {seq} of {stream}")

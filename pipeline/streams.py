@@ -142,12 +142,17 @@ def buckets() -> tuple[BucketSpec, ...]:
     return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each", 0.17), *claims)
 
 
-def of_subject(subject: str) -> str:
-    """The stream that takes `subject`; `KeyError` where none does."""
+def stream_of(subject: str) -> str:
+    """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none does."""
     for spec in STREAMS:
         if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
             return spec.name
     raise KeyError(f"no stream takes {subject!r}")
+
+
+def bucket_stream(bucket: str) -> str:
+    """Return the name of the stream that holds a bucket."""
+    return f"OBJ_{bucket}"
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from pipeline.config import Config, ConfigError
-from pipeline.events import CheckpointPublished, PolicyLoaded, wire_name
+from pipeline.events import CheckpointPublished, Event, PolicyLoaded, wire_name
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
 from pipeline.running.service import Ready
@@ -135,7 +135,7 @@ async def serve(config: Config, ready: Ready) -> None:
             metrics.loads += 1
             watchers.tell("policy.loaded", described(event))
 
-        def changed(recorded: Recorded) -> None:
+        def changed(recorded: Recorded[Event]) -> None:
             fleet.wake_keepers()
             if isinstance(recorded.event, CheckpointPublished):
                 pacing.done(recorded.event.model, recorded.event.groups)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline import streams
 from pipeline.events import schema
 from pipeline.telemetry.logs import get_logger
 from store.target import DamagedFileError, Target
@@ -189,7 +190,7 @@ class Catalog:
         """(sequence, stream time) of the rows with these sequences."""
         found: set[tuple[int, int]] = set()
         for tag in schema.tables():
-            if schema.stream_of(tag) != stream:
+            if streams.stream_of(tag) != stream:
                 continue
             for name in live(self.target, tag):
                 parsed = FileName.parse(name)

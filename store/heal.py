@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import anyio.to_thread
 import msgspec
 
-from pipeline.events import schema, wire_name
+from pipeline import streams
+from pipeline.events import AnyEvent, wire_name
 from pipeline.log.broker import Broker, HistoryGoneError, Recorded
-from pipeline.log.place import stream_time_us
 from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import Catalog, FileName
@@ -24,7 +24,7 @@ async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileNa
     said, file by file."""
     healed = 0
     for tag, name in damaged:
-        rows: list[Recorded] = []
+        rows: list[Recorded[AnyEvent]] = []
         first = name.first
         state = (await broker.stream_info(name.stream)).state
         while first <= name.last:
@@ -32,8 +32,8 @@ async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileNa
             found = [r async for r in _events(broker, name.stream, first, last)]
             rows += [r for r in found if wire_name(r.event) == tag]
             first = last + 1
-        known = catalog.already(name.stream, [(r.seq, stream_time_us(r.headers)) for r in rows])
-        missing = [r for r in rows if (r.seq, stream_time_us(r.headers)) not in known]
+        known = catalog.already(name.stream, [(r.seq, r.place.at) for r in rows])
+        missing = [r for r in rows if (r.seq, r.place.at) not in known]
         for part in _pages(missing):
             await anyio.to_thread.run_sync(_write, catalog, tag, part)
         healed += len(missing)
@@ -47,24 +47,24 @@ async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileNa
     return healed
 
 
-async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIterator[Recorded]:
-    async for seq, subject, headers, payload in broker.messages(stream, first, last):
+async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIterator[Recorded[AnyEvent]]:
+    async for message in broker.messages(stream, first, last):
         try:
-            event = await broker.read(payload)
+            event = await broker.decode(message.payload)
         except (msgspec.DecodeError, HistoryGoneError):
             continue  # a dead letter already
-        yield Recorded(event, stream, seq, subject, headers)
+        yield Recorded(event, stream, message.seq, message.subject, message.headers)
 
 
-def _pages(rows: list[Recorded]) -> Iterator[list[Recorded]]:
+def _pages(rows: list[Recorded[AnyEvent]]) -> Iterator[list[Recorded[AnyEvent]]]:
     for i in range(0, len(rows), 20_000):
         yield rows[i : i + 20_000]
 
 
-def _write(catalog: Catalog, tag: str, rows: list[Recorded]) -> None:
-    seqs, ats = [r.seq for r in rows], [stream_time_us(r.headers) for r in rows]
+def _write(catalog: Catalog, tag: str, rows: list[Recorded[AnyEvent]]) -> None:
+    seqs, ats = [r.seq for r in rows], [r.place.at for r in rows]
     traces = [r.headers.get("traceparent", "") for r in rows]
     table = columns.table(tag, [r.event for r in rows], seqs, ats, traces)
-    name = FileName(schema.stream_of(tag), seqs[0], seqs[-1], ats[0])
+    name = FileName(streams.stream_of(tag), seqs[0], seqs[-1], ats[0])
     catalog.target.write(tag, str(name), [table], {"journeyman.event": tag})
     catalog.add(tag, name, seqs)

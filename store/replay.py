@@ -25,6 +25,7 @@ import pyarrow as pa
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.subjects import keys_of
 from pipeline.names import check_name
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
@@ -94,8 +95,10 @@ async def put_back(
     put, ends = 0, {}
     for member in group.members:
         kept = rebuild.trajectory(connection, group.project, member.trajectory)
-        for subject, events in _by_subject(kept).items():
-            held = {r.event.message_id(): r.seq for r in await broker.history("ROLLOUTS", subject)}
+        for events in _by_subject(kept):
+            held = {
+                r.event.message_id(): r.seq for r in await broker.read(type(events[0]), **keys_of(events[0]))
+            }
             for event in events:
                 seq = held.get(event.message_id())
                 if seq is None:
@@ -107,11 +110,11 @@ async def put_back(
     return put, ends
 
 
-def _by_subject(events: Iterable[Event]) -> dict[str, list[Event]]:
+def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
     out: dict[str, list[Event]] = {}
     for event in events:
         out.setdefault(event.subject(), []).append(event)
-    return out
+    return out.values()
 
 
 async def replay(

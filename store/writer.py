@@ -23,7 +23,7 @@ from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError
 from pipeline.log.deliveries import Pulled, acknowledge
-from pipeline.log.place import Place, holds, told
+from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.log.pull import ConsumerGoneError, Puller, pulling
 from pipeline.telemetry.logs import get_logger
 from store import columns
@@ -63,7 +63,7 @@ class Part:
 
 def position(message: Pulled) -> tuple[int, int]:
     """(stream sequence, stream time in microseconds) of a delivery."""
-    return told(message.reply)[1]
+    return parse_ack_subject(message.reply)[1]
 
 
 class Writer:
@@ -199,18 +199,18 @@ class Writer:
         if message.header(_RETRY) not in ("", self.spec.name):
             await acknowledge(self._broker.client, [message.reply])
             return
-        if (deliveries := told(message.reply)[0]) > self.spec.max_deliver:
+        if (deliveries := parse_ack_subject(message.reply)[0]) > self.spec.max_deliver:
             why = f"delivered {deliveries} times without success"
-            await self._broker.bury(message.message(), self.spec, "max_deliver", why)
+            await self._broker.dead_letter(message, self.spec, "max_deliver", why)
             return
         try:
             event = decode(message.data)
             size = len(message.data)
             if isinstance(event, ClaimCheck):
                 size = event.size
-                event = await self._broker.resolve(event)
+                event = await self._broker.claimed_event(event)
         except (msgspec.DecodeError, HistoryGoneError) as error:
-            await self._broker.bury(message.message(), self.spec, "undecodable", str(error))
+            await self._broker.dead_letter(message, self.spec, "undecodable", str(error))
             return
         rows = part.tags.setdefault(wire_name(event), Rows())
         rows.events.append(event)
@@ -247,7 +247,7 @@ class Writer:
         message's; what is there still is delivered again, and recognised."""
         if not part.taken or part.life == self._broker.client.stats["reconnects"]:
             return True
-        return await holds(self._broker, self.spec.stream, Place(*max(part.taken)))
+        return await self._broker.holds(self.spec.stream, Place(*max(part.taken)))
 
     async def _write_tag(self, part: Part, tag: str) -> bool:
         rows = part.tags[tag]
@@ -290,7 +290,7 @@ class Writer:
                 continue
             message = part.taken.pop((rows.seqs[i], rows.ats[i]))
             message.data = await self._payload(rows.seqs[i], rows.events[i])
-            await self._broker.bury(message.message(), self.spec, "unstorable", reason)
+            await self._broker.dead_letter(message, self.spec, "unstorable", reason)
             for values in (rows.events, rows.seqs, rows.ats, rows.traces):
                 values.pop(i)
         if not any(reasons):
@@ -298,8 +298,8 @@ class Writer:
 
     async def _payload(self, seq: int, event: AnyEvent) -> bytes:
         """What the log holds at `seq`; made anew from the event where it has let go of it."""
-        async for _, _, _, payload in self._broker.messages(self.spec.stream, seq, seq):
-            return payload
+        async for message in self._broker.messages(self.spec.stream, seq, seq):
+            return message.payload
         return encode(event)
 
 

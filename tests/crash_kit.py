@@ -366,7 +366,7 @@ async def throw_garbage(broker: Broker) -> None:
 async def settled(broker: Broker) -> None:
     """Until every event is acknowledged, but for groups that are too few for a step."""
     while True:
-        groups = await broker.history("GROUPS", "group.>")
+        groups = await broker.read_stream("GROUPS")
         done = {r.event.group for r in groups if isinstance(r.event, GroupDiscarded)}
         done |= {g for c in await checkpoints(broker) for g in c.groups}
         scored = {r.event.group for r in groups if isinstance(r.event, GroupScored)}
@@ -377,7 +377,7 @@ async def settled(broker: Broker) -> None:
 
 
 async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.history("POLICY", "policy.checkpoint.>")
+    history = await broker.read(CheckpointPublished)
     return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
 
 
@@ -483,7 +483,7 @@ async def check(
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == set(log)
     assert not list(config.path("store").glob("*/.tmp-*"))
-    events = [await broker.read(payload) for payload in log.values()]
+    events = [await broker.decode(payload) for payload in log.values()]
 
     # What agents were answered is on the log, once, with the tokens that were sampled.
     exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]

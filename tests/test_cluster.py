@@ -17,9 +17,9 @@ import pytest
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
-from pipeline.log import objects
 from pipeline.log.broker import Broker
-from pipeline.log.follow import tail
+from pipeline.log.follow import follow_events
+from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Registry
 from tests.crash_kit import SEED, guarded, play, settings, violations
@@ -83,7 +83,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
         event = exchange(f"same{number}")
         ack = await broker.publish(event)
         acks.setdefault(number, []).append(ack)
-        found = await broker.history("ROLLOUTS", event.subject())
+        found = await broker.read(type(event), **keys_of(event))
         assert [r.seq for r in found] == [ack.seq], "a read does not see what was acknowledged"
 
     async with anyio.create_task_group() as tg:
@@ -102,7 +102,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
         event = completed(f"subject{number}")
         ack = await broker.publish(event, message_id=f"{number}/{writer}")
         acks.setdefault(number, []).append(ack)
-        last = await broker.last("ROLLOUTS", event.subject())
+        last = await broker.read_last(type(event), **keys_of(event))
         assert last is not None, "a read does not see what was acknowledged"
         assert last.seq == ack.seq
 
@@ -137,7 +137,9 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
             for number, registry in enumerate(registries):
                 tg.start_soon(replica, registry, number, run)
     for run in range(runs):
-        events = [r.event for r in await brokers[0].history("ROLLOUTS", f"rollout.exchange.p.run{run}")]
+        events = [
+            r.event for r in await brokers[0].read(ExchangeRecorded, project="p", trajectory=f"run{run}")
+        ]
         exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]
         assert [e.seq for e in exchanges] == list(range(3 * calls))
         assert len({e.request for e in exchanges}) == 3 * calls
@@ -177,7 +179,7 @@ async def test_a_follower_of_a_stream_passes_nothing_by(
         await cluster.healthy()
 
         async def follow() -> None:
-            async for recorded in tail(broker, "POLICY", ["policy.checkpoint.p.>"], lambda: 1):
+            async for recorded in follow_events(broker, [CheckpointPublished], lambda: 1, project="p"):
                 assert isinstance(recorded.event, CheckpointPublished)
                 seen.append(recorded.event.step)
                 if len(seen) == count:
@@ -207,7 +209,7 @@ async def test_settings_reach_a_server_that_exists(
         await broker.put_object("ADAPTERS", "m@1", b"abc" * 1000)
     async with Broker.connect(nats_config) as broker:
         for name in [s.name for s in streams.STREAMS] + [
-            objects.stream_of(b.name) for b in streams.buckets()
+            streams.bucket_stream(b.name) for b in streams.buckets()
         ]:
             assert (await broker.stream_info(name)).config.num_replicas == 3, name
             with anyio.fail_after(60):
@@ -215,7 +217,7 @@ async def test_settings_reach_a_server_that_exists(
         # Any two of the three hold everything.
         await anyio.to_thread.run_sync(cluster.node(await leader_of(broker.client, "OBJ_ADAPTERS")).kill)
         assert await broker.get_object("ADAPTERS", "m@1") == b"abc" * 1000
-        assert len(await broker.history("ROLLOUTS", "rollout.>")) == 1
+        assert len(await broker.read_stream("ROLLOUTS")) == 1
 
 
 KILLS = int(os.environ.get("JOURNEYMAN_NODE_KILLS", "0"))

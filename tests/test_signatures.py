@@ -70,7 +70,7 @@ def test_keys_that_can_not_be_used_are_named_and_not_shown(pair: nkey.KeyPair) -
 
 
 async def letters(broker: Broker) -> list[str]:
-    found = [r.event for r in await broker.history("DEAD", "dead.>")]
+    found = [r.event for r in await broker.read(DeadLettered)]
     return sorted(e.detail for e in found if isinstance(e, DeadLettered) and e.reason == "unsigned")
 
 

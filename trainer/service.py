@@ -26,11 +26,11 @@ from pipeline.events import (
     DeadLettered,
     GroupDiscarded,
     GroupScored,
-    checkpoint_subject,
     encode,
 )
 from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
-from pipeline.log.place import Place, place_of
+from pipeline.log.messages import Place
+from pipeline.log.subjects import stream_of
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
@@ -100,12 +100,13 @@ class Trainer:
     async def recover(self) -> None:
         """Bring every model to its newest committed step, and publish checkpoints on disk that the log does not hold."""
         for name, queue in self.queues.items():
-            subject = checkpoint_subject(self.config.project, name, branch=self.config.trainer.branch)
-            published = [
-                r.event
-                for r in await self.broker.history("POLICY", subject)
-                if isinstance(r.event, CheckpointPublished) and self.commits.trusted(r.event)
-            ]
+            checkpoints = await self.broker.read(
+                CheckpointPublished,
+                project=self.config.project,
+                model=name,
+                branch=self.config.trainer.branch,
+            )
+            published = [r.event for r in checkpoints if self.commits.trusted(r.event)]
             for event in published:
                 self._consumed.add_checkpoint(event)
             last = max(published, key=lambda e: e.step, default=None)
@@ -118,27 +119,25 @@ class Trainer:
         """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers them again
         only after `ack_wait`, behind newer groups."""
         spec = streams.trainer_consumer(self.config.trainer.branch)
-        info = await self.broker.consumer_info("GROUPS", spec.name)
+        info = await self.broker.consumer_info(spec)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
         if not info.num_ack_pending:
             return
-        recent = await self.broker.history("GROUPS", "group.>", start_seq=floor + 1)
+        scored = await self.broker.read(GroupScored, start_seq=floor + 1)
         discarded = {
             (r.event.branch, r.event.model, r.event.group)
-            for r in recent
+            for r in await self.broker.read(GroupDiscarded, start_seq=floor + 1)
             # `too_large` concerns some trajectories; the group itself trains.
-            if isinstance(r.event, GroupDiscarded)
-            and r.event.by == "trainer"
-            and r.event.reason != "too_large"
+            if r.event.by == "trainer" and r.event.reason != "too_large"
         }
-        for recorded in recent:
+        for recorded in scored:
             event = recorded.event
-            if recorded.seq > delivered or not isinstance(event, GroupScored):
-                continue
+            if recorded.seq > delivered:
+                break
             if (event.branch, event.model, event.group) in discarded:
-                self._consumed.add(place_of(recorded))
-            await self._admit(event, place_of(recorded), None)
+                self._consumed.add(recorded.place)
+            await self._admit(event, recorded.place, None)
 
     async def republish_after_reconnects(self) -> None:
         """After every reconnect, publish the checkpoints again that the log no longer holds: its machine may have lost power.
@@ -159,9 +158,11 @@ class Trainer:
     async def intake(self, consumption: Consumption) -> None:
         """Queue the groups that are delivered. Runs until cancelled."""
         while True:
-            for delivery in await self.commits.retry_while_unavailable(partial(consumption.batch, 256)):
+            for delivery in await self.broker.retry(
+                partial(consumption.batch, 256), "groups were not delivered"
+            ):
                 if isinstance(delivery.event, GroupScored):
-                    await self._admit(delivery.event, place_of(delivery), delivery)
+                    await self._admit(delivery.event, delivery.place, delivery)
                 else:
                     log.warning("event skipped: it is no scored group", subject=delivery.subject)
                     await delivery.ack()
@@ -215,13 +216,13 @@ class Trainer:
         if before is None or not before.place.at:
             return None
         try:
-            there = await self.broker.get("GROUPS", before.place.seq)
+            found = await self.broker.read_at(GroupScored, before.place.seq)
         except HistoryGoneError:
-            state = (await self.broker.stream_info("GROUPS")).state
+            state = (await self.broker.stream_info(stream_of(GroupScored))).state
             if before.place.seq < state.first_seq:
                 return None
         else:
-            if place_of(there) == before.place:
+            if found.place == before.place:
                 return None
         return Refusal(
             "repeated", f"{before.version} learned from this group; the log lost its first scoring"
@@ -320,7 +321,8 @@ class Trainer:
             self._consumed.add_checkpoint(event)
             for group in queue.batch:
                 if group.delivery is not None:
-                    await self.commits.retry_while_unavailable(partial(group.delivery.ack, confirmed=True))
+                    acknowledge = partial(group.delivery.ack, confirmed=True)
+                    await self.broker.retry(acknowledge, "a group was not acknowledged")
             queue.batch = []
         metrics = {k: round(v, 6) for k, v in event.metrics.items()}
         log.info("step", version=event.version, batch=event.batch_id, **metrics)
@@ -346,7 +348,7 @@ class Trainer:
         for group in groups:
             await self.broker.publish(
                 DeadLettered(
-                    project="", stream="GROUPS", stream_seq=group.place.seq, stream_at=group.place.at,
+                    project="", stream=stream_of(GroupScored), stream_seq=group.place.seq, stream_at=group.place.at,
                     original_subject=group.event.subject(), consumer="trainer", reason=reason, detail=detail,
                     payload=encode(group.event),
                 )

@@ -28,9 +28,9 @@ from judge.groups import Arrival, Group, GroupKey
 from judge.rewards.compose import open_composer
 from judge.scoring import Composer, Scores, UnscoredError, agents_own, judge_hash, member_of, score
 from pipeline.config import Config, ConfigError, load
-from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
+from pipeline.events import Event, GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
-from pipeline.names import InvalidNameError, check_name, subject_token
+from pipeline.names import InvalidNameError, check_name
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.commands.rejudge")
@@ -90,20 +90,18 @@ class Rejudge:
 
     async def run(self, limit: int = 0) -> Report:
         """Judge the newest `limit` groups (0: all), `judge.concurrency` at once."""
-        subject = f"group.scored.{subject_token(self._config.project)}.>"
-        history = await self._broker.history("GROUPS", subject)
-        found = [r for r in history if isinstance(r.event, GroupScored) and r.event.branch == self._source]
+        history = await self._broker.read(GroupScored, project=self._config.project)
+        found: list[Recorded[Event]] = [r for r in history if r.event.branch == self._source]
         done = {
             (r.event.model, r.event.group, r.event.split)
             for r in history
-            if isinstance(r.event, GroupScored)
-            and (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
+            if (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
         }
         found += await self._discarded({_name(r.event) for r in found})
         found.sort(key=lambda r: r.seq)
         slots = anyio.CapacityLimiter(self._config.judge.concurrency)
 
-        async def one(recorded: Recorded) -> None:
+        async def one(recorded: Recorded[Event]) -> None:
             async with slots:
                 match recorded.event:
                     case GroupScored() as event:
@@ -119,21 +117,18 @@ class Rejudge:
                     tg.start_soon(one, recorded)
         return self.report
 
-    async def _discarded(self, scored: set[tuple[str, str, str]]) -> list[Recorded]:
+    async def _discarded(self, scored: set[tuple[str, str, str]]) -> list[Recorded[GroupDiscarded]]:
         """What the judge discarded for want of scores, but for groups that are scored too."""
-        history = await self._broker.history(
-            "GROUPS", f"group.discarded.{subject_token(self._config.project)}.>"
-        )
+        history = await self._broker.read(GroupDiscarded, project=self._config.project)
         return [
             r
             for r in history
-            if isinstance(r.event, GroupDiscarded)
-            and (r.event.by, r.event.branch) == ("judge", self._source)
+            if (r.event.by, r.event.branch) == ("judge", self._source)
             and r.event.reason in ("unscored", "too_small")
             and _name(r.event) not in scored
         ]
 
-    async def _rescue(self, recorded: Recorded, event: GroupDiscarded) -> None:
+    async def _rescue(self, recorded: Recorded[Event], event: GroupDiscarded) -> None:
         """Score a group that was discarded, where this judge can."""
         group = Group(
             GroupKey(event.project, event.model, event.group, event.split), 0.0, closed_by="timeout"
@@ -162,14 +157,12 @@ class Rejudge:
     async def _completion(
         self, event: GroupScored | GroupDiscarded, trajectory: str
     ) -> tuple[TrajectoryCompleted, int] | None:
-        names = (event.project, event.model, trajectory)
-        subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
-        for recorded in await self._broker.history("ROLLOUTS", subject):
-            if isinstance(recorded.event, TrajectoryCompleted):
-                return recorded.event, recorded.seq
-        return None
+        completed = await self._broker.read(
+            TrajectoryCompleted, project=event.project, model=event.model, trajectory=trajectory
+        )
+        return (completed[0].event, completed[0].seq) if completed else None
 
-    async def _group(self, recorded: Recorded, event: GroupScored) -> None:
+    async def _group(self, recorded: Recorded[Event], event: GroupScored) -> None:
         try:
             members = {
                 m.trajectory: await self._completed(event, m)
@@ -214,12 +207,10 @@ class Rejudge:
     async def _completed(self, event: GroupScored, member: Member) -> TrajectoryCompleted:
         """How a member of `event` ended. Raises `HistoryGoneError` where the log does not say."""
         try:
-            recorded = await self._broker.get("ROLLOUTS", member.completed_seq)
+            found = (await self._broker.read_at(TrajectoryCompleted, member.completed_seq)).event
         except HistoryGoneError:
             found = None
-        else:
-            found = recorded.event
-        if isinstance(found, TrajectoryCompleted) and found.trajectory == member.trajectory:
+        if found is not None and found.trajectory == member.trajectory:
             return found
         # After a power cut the number may stand for another event; the subject is the trajectory's own.
         again = await self._completion(event, member.trajectory)

@@ -24,7 +24,7 @@ from judge.scoring import AGENT, Scores, UnscoredError, agent_reward, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.names import subject_token
+from pipeline.log.subjects import stream_of
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.rewards.compose")
@@ -170,12 +170,11 @@ def make_rulers(config: JudgeConfig, model: ChatModel, load: Load) -> dict[str, 
 
 async def recall(broker: Broker, config: Config, rulers: Mapping[str, LlmRuler]) -> None:
     """Let rulers learn from what this judge configuration scored last."""
-    newest = (await broker.stream_info("GROUPS")).state.last_seq
-    subject = f"group.scored.{subject_token(config.project)}.>"
+    newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
     judge = judge_hash(config.judge)
-    for recorded in await broker.history("GROUPS", subject, max(1, newest - _RECALLED)):
-        event = recorded.event
-        if isinstance(event, GroupScored) and (event.branch, event.judge) == ("main", judge):
+    recent = await broker.read(GroupScored, start_seq=max(1, newest - _RECALLED), project=config.project)
+    for event in (recorded.event for recorded in recent):
+        if (event.branch, event.judge) == ("main", judge):
             for ruler in rulers.values():
                 ruler.recall(event.verdicts)
 

@@ -12,7 +12,6 @@ import msgspec
 from judge.ruler.conversations import Conversation, Message, conversations, text_of
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.names import subject_token
 
 _LARGE = 500_000
 """Bytes of requests and replies that are read in a thread: JSON of this size takes some milliseconds."""
@@ -47,9 +46,8 @@ async def load(broker: Broker, project: str, trajectory: str, at_least: int = 0)
     """The trajectory's transcript from the log; `at_least`: how many exchanges it completed with, which saves a request.
 
     Raises `HistoryGoneError` where retention took it."""
-    subject = f"rollout.exchange.{subject_token(project)}.{subject_token(trajectory)}"
-    history = await broker.history("ROLLOUTS", subject, at_least=at_least)
-    exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
+    history = await broker.read(ExchangeRecorded, at_least=at_least, project=project, trajectory=trajectory)
+    exchanges = [r.event for r in history]
     if sum(len(e.request) + len(e.response) for e in exchanges) < _LARGE:
         return from_exchanges(trajectory, exchanges)
     return await anyio.to_thread.run_sync(from_exchanges, trajectory, exchanges)

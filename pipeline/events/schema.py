@@ -156,11 +156,3 @@ def tables() -> dict[str, tuple[Column, ...]]:
         if len(set(names)) != len(names):
             raise SchemaError(f"{tag}: a field is called as a column of the envelope is")
     return made
-
-
-def stream_of(tag: str) -> str:
-    """The stream that carries events of this tag."""
-    from pipeline import streams
-
-    prefix = tag.partition(".")[0] + "."
-    return next(s.name for s in streams.STREAMS if any(sub.startswith(prefix) for sub in s.subjects))

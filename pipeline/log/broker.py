@@ -1,11 +1,11 @@
-"""Access to the log: one connection to NATS JetStream and what Journeyman asks of it (`pipeline.log.history` is how it reads).
+"""Access to the log: one connection to NATS JetStream, to publish, consume and read (`pipeline.log.history`).
 
-Delivery is at least once; the effect is made exactly once by three means that all live here. A publish carries a
-`Nats-Msg-Id`, so a retry inside the stream's window is one event. An event whose subject is its identity
-(`unique_subject`) is published with the condition that the subject is empty, which holds for ever. And a consumer keeps
-what it holds alive while it lives, so only a death (not a slow group) leads to redelivery.
+Delivery is at least once. The effect is exactly once, by three means. A publish carries a `Nats-Msg-Id`, so a retry within the
+stream's deduplication window is one event. An event whose subject is its identity (`unique_subject`) is published on condition
+that the subject is empty, which holds for ever. And a consumer keeps its deliveries alive while it lives, so only a death
+(not a slow group) leads to redelivery.
 
-Errors: `BrokerError` and below, of `pipeline.errors`; each says what to do.
+Errors: `BrokerError` and its subclasses (`pipeline.errors`); each says what to do.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 import nats.errors
-import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 
 from pipeline import crash, streams
+from pipeline.backoff import Backoff
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
@@ -35,10 +35,10 @@ from pipeline.log import objects, provision, retry
 from pipeline.log.client import TidyClient
 from pipeline.log.consumer import Consumption as Consumption
 from pipeline.log.consumer import Delivery as Delivery
-from pipeline.log.consumer import not_for as not_for
-from pipeline.log.history import Raw, Reader
-from pipeline.log.history import Recorded as Recorded
-from pipeline.log.place import stream_time_us, told
+from pipeline.log.deliveries import Pulled
+from pipeline.log.history import Reader
+from pipeline.log.messages import Recorded as Recorded
+from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.publisher import Ack, Publisher
 from pipeline.names import new_id
 from pipeline.security.users import READER as READER
@@ -47,29 +47,29 @@ from pipeline.telemetry.logs import get_logger
 log = get_logger("pipeline.log.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
-_END = 2**63 - 1
-_PASSED_BY = 10_000
+_SKIPPED_REMEMBERED = 10_000
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 _HEADERS_MARGIN = 4096
-_SECOND_OPINION_S = 0.5
+_OTHER_SERVERS_S = 0.5
+"""After one server of a cluster refused the user: time for the others."""
 
 
 async def _close(client: TidyClient) -> None:
-    """Close a connection, whatever state it is in."""
+    """Close a connection in any state."""
     with anyio.move_on_after(2, shield=True):
         try:
             if client.is_connected:
                 await client.flush(timeout=1)
             await client.close()
         except (nats.errors.Error, OSError) as error:
-            log.warning("closing", error=retry.reason(error))
+            log.warning("the connection was not closed cleanly", error=retry.reason(error))
     client.abandon()
 
 
-def _garbage(payload: bytes) -> str:
-    """Why a payload is neither an event nor a claim check; empty where it is one."""
+def _decode_error(payload: bytes) -> str:
+    """Return why a payload is neither an event nor a claim check; empty if it is one."""
     try:
         decode(payload)
     except msgspec.DecodeError as error:
@@ -83,30 +83,32 @@ class Broker(Reader):
     def __init__(self, client: Client, config: NatsConfig, publisher: Publisher) -> None:
         super().__init__(client, config)
         self._publisher = publisher
-        self._passed_by: OrderedDict[tuple[str, int, str], None] = OrderedDict()
-        """Undecodable messages that reads met: stream, sequence, stream time."""
+        self._skipped: OrderedDict[tuple[str, int, str], None] = OrderedDict()
+        """Undecodable messages that are among the dead letters already: stream, sequence, stream time."""
 
     @classmethod
     @asynccontextmanager
     async def connect(
         cls, config: NatsConfig, *, name: str = "journeyman", provision: bool = True
     ) -> AsyncIterator[Broker]:
-        """A broker at the servers of `config.url`, reconnecting to any of them for as long as the block runs. `name` decides the
+        """Connect to the servers of `config.url`, and reconnect to any of them for as long as the block runs. `name` decides the
         NATS user (`pipeline.security.users`).
 
-        With `provision`, and unless the settings leave that to another, streams and consumers are made first.
-        Raises `BrokerUnavailableError` where no server answers at first or it refuses the user, `ConfigError` where the
-        settings name credentials that can't be used."""
+        With `provision`, and unless the settings leave that to another user, streams and consumers are created first.
+        Raises `BrokerUnavailableError` if no server answers at first or it refuses the user, `ConfigError` if the settings
+        name credentials that can't be used."""
         refused = ""
-        looking = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
+        connecting = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
 
         async def on_error(error: Exception) -> None:
             nonlocal refused
             if access.refuses(error):
                 refused = retry.reason(error)
-                # Trying again won't help, unless another server of a cluster knows better.
-                looking.deadline = min(looking.deadline, anyio.current_time() + _SECOND_OPINION_S)
-            if access.forbids(error):  # what was sent is lost, and whoever waits for an answer waits in vain
+                # Trying again does not help, unless another server of the cluster knows the user.
+                connecting.deadline = min(connecting.deadline, anyio.current_time() + _OTHER_SERVERS_S)
+            if access.forbids(
+                error
+            ):  # the server dropped the message: its sender waits for an answer in vain
                 log.error(
                     "the NATS user lacks a right",
                     error=retry.reason(error),
@@ -120,8 +122,8 @@ class Broker(Reader):
         options = access.options(config, name)
         publisher = Publisher(client, options["inbox_prefix"])
         try:
-            # With endless reconnection nats-py tries for ever the first time too; that one is bounded here.
-            with looking:
+            # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.
+            with connecting:
                 await client.connect(
                     list(config.servers),
                     name=name,
@@ -133,7 +135,7 @@ class Broker(Reader):
                     pending_size=64 * 1024 * 1024,
                     **options,
                 )
-            if looking.cancelled_caught:
+            if connecting.cancelled_caught:
                 raise TimeoutError
         except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
             await _close(client)
@@ -143,12 +145,12 @@ class Broker(Reader):
                     "nats.nkey_seed, nats.credentials and nats.tls_*"
                 ) from error
             raise BrokerUnavailableError(
-                f"no NATS server answers at {config.address}: start it, or mend nats.url"
+                f"no NATS server answers at {config.address}: start it, or correct nats.url"
             ) from error
         broker = cls(client, config, publisher)
         try:
             await publisher.start()
-            await retry.patiently(
+            await retry.retry_while_unavailable(
                 publisher.listens, "the first subscription was not confirmed", config.connect_timeout_s
             )
             if provision and config.provision:
@@ -159,25 +161,24 @@ class Broker(Reader):
             publisher.close()
 
     async def provision(self) -> None:
-        """Make streams, consumers and buckets what the table in `pipeline.streams` says; data is never touched."""
+        """Create or update streams, consumers and buckets as `pipeline.streams` says; messages are never touched."""
         await provision.provision(self)
 
     async def provision_consumer(self, spec: streams.ConsumerSpec) -> None:
-        """Make a consumer what `spec` says; what it has acknowledged stays so. One of the table is left alone if the
-        settings leave provisioning to another user."""
-        if not self.config.provision and spec in streams.CONSUMERS:
-            return
-        await provision.provision_consumer(self, spec)
+        """Create or update a consumer; its acknowledgements stay. One of `pipeline.streams` is left alone if the settings
+        leave provisioning to another user."""
+        if self.config.provision or spec not in streams.CONSUMERS:
+            await provision.provision_consumer(self, spec)
 
     # -- publishing ----------------------------------------------------------------------------------------------
 
     async def publish(
         self, event: Event, headers: Mapping[str, str] | None = None, *, message_id: str = ""
     ) -> Ack:
-        """Put `event` on the log and return once the server acknowledged it; safe to repeat. `message_id` other than the
-        event's own is for one that the log held before and let go of.
+        """Publish `event` and return once the server acknowledged it; safe to repeat. A `message_id` other than the event's own
+        is for an event that the log held before and lost.
 
-        Retries while the server is away, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
+        Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(event)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, wire_name(event))
@@ -190,21 +191,17 @@ class Broker(Reader):
     async def publish_raw(
         self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str
     ) -> Ack:
-        """Put bytes on a subject that holds one message only, ever: for what is no event of this version."""
-        sent = {
-            **headers,
-            _MSG_ID: message_id,
-            _EXPECTED: "0",
-        }
+        """Publish bytes, which need not be an event of this version, to a subject that holds one message only, ever."""
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
-        return await self._publish_until_acked(subject, payload, sent, over_garbage=False)
+        sent = {**headers, _MSG_ID: message_id, _EXPECTED: "0"}
+        return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
 
     async def _publish_until_acked(
-        self, subject: str, payload: bytes, headers: dict[str, str], *, over_garbage: bool = True
+        self, subject: str, payload: bytes, headers: dict[str, str], *, replace_undecodable: bool = True
     ) -> Ack:
-        """`over_garbage`: what lies on the subject and can't be decoded does not count as its event."""
-        pause, deadline = retry.Pause(), time.monotonic() + self.config.publish_deadline_s
+        """With `replace_undecodable`, a message on the subject that is no event does not count as the event."""
+        backoff, deadline = Backoff(), time.monotonic() + self.config.publish_deadline_s
         why = ""
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -215,85 +212,104 @@ class Broker(Reader):
                 crash.point("broker.after_publish")
                 return ack
             except nats.errors.Error as error:
-                code = getattr(error, "err_code", None)
-                if code == _WRONG_LAST_SEQUENCE:
-                    there = await self._taken(subject, headers, over_garbage)
-                    if there is not None:
-                        return there
-                elif not retry.passes(error):
+                if getattr(error, "err_code", None) == _WRONG_LAST_SEQUENCE:
+                    existing = await self._existing(subject, headers, replace_undecodable)
+                    if existing is not None:
+                        return existing
+                elif not retry.is_retryable(error):
                     why = getattr(error, "description", None) or retry.reason(error)
-                    raise BrokerError(f"the broker refused {subject}: {why}") from error
+                    raise BrokerError(f"the NATS server refused {subject}: {why}") from error
                 why = retry.reason(error)
-            await pause.wait()
+            await backoff.wait()
         raise BrokerUnavailableError(
             f"{subject} was not acknowledged within {self.config.publish_deadline_s:.0f} s ({why}): is the NATS server "
             "up, its cluster in quorum, its stream there and its disk not full?"
         )
 
-    async def _taken(self, subject: str, headers: dict[str, str], over_garbage: bool) -> Ack | None:
-        """The message that came before ours, as an acknowledgement. None where there is none that counts: what is expected
-        of the subject is corrected then, and the publish can be repeated."""
-        stream, expected = streams.of_subject(subject), int(headers[_EXPECTED])
+    async def _existing(self, subject: str, headers: dict[str, str], replace_undecodable: bool) -> Ack | None:
+        """Return an acknowledgement of the message that was on the subject before ours. None if there is none that counts: then
+        the expected last sequence in `headers` is corrected, and the publish can be repeated."""
+        stream, expected = streams.stream_of(subject), int(headers[_EXPECTED])
         found: int | None = None
         last = expected
-        async for seq, name, more, data in self.messages(stream, expected + 1, _END, subject):
-            last = seq
-            if over_garbage and (why := _garbage(data)):
-                await self.pass_by(stream, Raw(seq, name, more, data), why)
+        async for message in self.messages(stream, expected + 1, subject=subject):
+            last = message.seq
+            if replace_undecodable and (why := _decode_error(message.payload)):
+                await self.skip_undecodable(stream, message, why)
             else:
-                found = seq
+                found = message.seq
         if found is not None:
             return Ack(stream, found, duplicate=True)
-        if last == expected:  # it was deleted, or retention took what was expected
+        if last == expected:  # the expected message was deleted, or retention removed it
             before = await self.leader_get(stream, {"last_by_subj": subject})
             last = before.seq if before is not None else 0
         headers[_EXPECTED] = str(last)
         return None
 
-    async def pass_by(self, stream: str, raw: Raw, reason: str) -> None:
-        """Put a message that a read can't decode among the dead letters: once, however often and by whomever it is read."""
-        key = stream, raw.seq, raw.headers.get("Nats-Time-Stamp", "")
-        if key in self._passed_by:
-            return
-        token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
-        letter = DeadLettered(
-            project="", stream=stream, stream_seq=raw.seq, stream_at=stream_time_us(raw.headers),
-            original_subject=raw.subject, consumer=READER, reason="undecodable", detail=reason[:2000],
-            payload=await self.whole(raw.payload), headers=raw.headers,
-        )  # fmt: skip
-        subject = f"{letter.subject()}.{raw.seq}-{token}"
-        # The subject makes it one letter. A message id of its own lets it come back after it was taken off the list.
-        await self.publish_raw(subject, encode(letter), {}, message_id=new_id("dead"))
-        self._passed_by[key] = None
-        if len(self._passed_by) > _PASSED_BY:
-            self._passed_by.popitem(last=False)
-        log.error("passed by", stream=stream, seq=raw.seq, subject=raw.subject, detail=reason[:300])
-
     async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:
-        """A claim check for a payload that the server would not take."""
+        """Store a payload that exceeds the server's limit as an object; return its claim check."""
         digest = hashlib.sha256(payload).hexdigest()
-        bucket = streams.claims_bucket(streams.of_subject(subject))
+        bucket = streams.claims_bucket(streams.stream_of(subject))
         await self.put_object(bucket, digest, payload)
         crash.point("broker.after_claim")
         return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=event, bucket=bucket))
 
+    async def put_object(self, bucket: str, name: str, data: bytes) -> None:
+        """Store `data` under `name`; the same name and content again has no effect. Retries as `publish` does."""
+        await objects.put(self, bucket, name, data)
+
+    # -- dead letters --------------------------------------------------------------------------------------------
+
+    async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
+        """Put a message that a read could not decode among the dead letters: once, for all readers and reads."""
+        key = stream, message.seq, message.headers.get("Nats-Time-Stamp", "")
+        if key in self._skipped:
+            return
+        token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
+        letter = DeadLettered(
+            project="", stream=stream, stream_seq=message.seq, stream_at=message.place.at,
+            original_subject=message.subject, consumer=READER, reason="undecodable", detail=reason[:2000],
+            payload=await self.resolve(message.payload), headers=message.headers,
+        )  # fmt: skip
+        subject = f"{letter.subject()}.{message.seq}-{token}"
+        # The subject makes it one letter. A message id of its own lets it come back after it was dropped.
+        await self.publish_raw(subject, encode(letter), {}, message_id=new_id("dead"))
+        self._skipped[key] = None
+        if len(self._skipped) > _SKIPPED_REMEMBERED:
+            self._skipped.popitem(last=False)
+        log.error("dead letter", stream=stream, seq=message.seq, reason="undecodable", detail=reason[:300])
+
+    async def dead_letter(
+        self, message: Msg | Pulled, spec: streams.ConsumerSpec, reason: str, detail: str
+    ) -> None:
+        """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
+        deliveries, place = parse_ack_subject(message.reply)
+        letter = DeadLettered(
+            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at, original_subject=message.subject,
+            consumer=spec.name, reason=reason, detail=detail[:2000], deliveries=deliveries,
+            payload=await self.resolve(bytes(message.data)), headers=dict(message.headers or {}),
+        )  # fmt: skip
+        await self.publish(letter)
+        await self.client.publish(message.reply)
+        log.error("dead letter", stream=spec.stream, seq=place.seq, reason=reason, detail=detail[:300])
+
     # -- consuming -----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def consume(self, which: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
-        """A durable consumer: one of `pipeline.streams` by its name, or another, which is made where it is not there. What
-        is held when the block ends goes back at once."""
-        if isinstance(which, str):
-            spec = streams.consumer(which)
+    async def consume(self, consumer: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
+        """Use a durable consumer: one of `pipeline.streams` by its name, or another, which is created if it does not exist.
+        Deliveries that are held when the block ends go back at once."""
+        if isinstance(consumer, str):
+            spec = streams.consumer(consumer)
         else:
-            spec = which
+            spec = consumer
             await self.provision_consumer(spec)
         sub = await self.js.pull_subscribe_bind(
             consumer=spec.name, stream=spec.stream, pending_msgs_limit=-1, pending_bytes_limit=-1
         )
-        consumption = Consumption(self, spec, sub)
+        consumption = Consumption(self, spec, sub, self._admit)
         async with anyio.create_task_group() as tg:
-            tg.start_soon(consumption._keep_alive)
+            tg.start_soon(consumption.keep_alive)
             try:
                 yield consumption
             finally:
@@ -303,60 +319,39 @@ class Broker(Reader):
                         for delivery in list(consumption.held):
                             await delivery.nak()
                         await sub.unsubscribe()
-                    except nats.errors.Error as error:  # without a server they come again after `ack_wait_s`
-                        log.warning("not given back", consumer=spec.name, error=retry.reason(error))
+                    except nats.errors.Error as error:  # the server redelivers them after `ack_wait_s`
+                        log.warning(
+                            "deliveries not given back", consumer=spec.name, error=retry.reason(error)
+                        )
 
     async def _admit(self, message: Msg, spec: streams.ConsumerSpec) -> Delivery | None:
-        meta = message.metadata
-        seq, deliveries = int(meta.sequence.stream), int(meta.num_delivered or 1)
-        if not_for(message, spec):
+        """Make a delivery of a message. A message for another consumer is acknowledged, one that cannot be used becomes a dead
+        letter; both give None."""
+        if message.headers and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name:
             await message.ack()
             return None
+        meta = message.metadata
+        seq, deliveries = int(meta.sequence.stream), int(meta.num_delivered or 1)
         if deliveries > spec.max_deliver:
-            await self.bury(message, spec, "max_deliver", f"delivered {deliveries} times without success")
+            await self.dead_letter(
+                message, spec, "max_deliver", f"delivered {deliveries} times without success"
+            )
             return None
         try:
-            event = await self.read(message.data)
+            event = await self.decode(message.data)
         except (msgspec.DecodeError, HistoryGoneError) as error:
-            await self.bury(message, spec, "undecodable", str(error))
+            await self.dead_letter(message, spec, "undecodable", str(error))
             return None
         return Delivery(
             event, spec.stream, seq, message.subject, dict(message.headers or {}), deliveries,
             int(meta.num_pending or 0), message,
         )  # fmt: skip
 
-    async def bury(self, message: Msg, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
-        """Move a message that no one can use to the dead letters, then let the consumer go on."""
-        deliveries, place = told(message.reply)
-        payload = await self.whole(bytes(message.data))
-        dead = DeadLettered(
-            project="",
-            stream=spec.stream,
-            stream_seq=place.seq,
-            stream_at=place.at,
-            original_subject=message.subject,
-            consumer=spec.name,
-            reason=reason,
-            detail=detail[:2000],
-            deliveries=deliveries,
-            payload=payload,
-            headers=dict(message.headers or {}),
-        )
-        await self.publish(dead)
-        await message.ack()
-        log.error("dead letter", stream=spec.stream, seq=dead.stream_seq, reason=reason, detail=detail[:300])
-
     async def lag(self, prefix: str = "") -> int:
-        """How many events the consumers whose names begin with `prefix` have not yet acknowledged."""
+        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet."""
         waiting = 0
         for spec in streams.CONSUMERS:
             if spec.name.startswith(prefix):
-                info = await self.consumer_info(spec.stream, spec.name)
+                info = await self.consumer_info(spec)
                 waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)
         return waiting
-
-    # -- objects -------------------------------------------------------------------------------------------------
-
-    async def put_object(self, bucket: str, name: str, data: bytes) -> None:
-        """Store `data` under `name`; the same name and content again is a no-op in effect. Retries as `publish` does."""
-        await objects.put(self, bucket, name, data)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import anyio
 import nats.errors
@@ -13,125 +12,127 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from pipeline import crash, streams
+from pipeline.backoff import Backoff
 from pipeline.errors import BrokerError
+from pipeline.events import AnyEvent
 from pipeline.log import retry
-from pipeline.log.history import Recorded
-from pipeline.log.place import holds, told
+from pipeline.log.messages import Place, Recorded, parse_ack_subject
+from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
-
-if TYPE_CHECKING:
-    from pipeline.log.broker import Broker
 
 log = get_logger("pipeline.log.consumer")
 
 
 @dataclass(eq=False)
-class Delivery(Recorded):
-    """An event that a consumer holds until it says what became of it."""
+class Delivery(Recorded[AnyEvent]):
+    """An event that a consumer holds until it acknowledges it or gives it back."""
 
     deliveries: int = 1
     pending: int = 0
-    """How many more the consumer has waiting after this one."""
+    """How many more messages wait for the consumer after this one."""
     _msg: Msg | None = None
     _held: set[Delivery] | None = None
-    _broker: Broker | None = None
-    _life: int = 0
-    """How often the connection had been made anew when this was delivered."""
+    _reader: StreamReader | None = None
+    _connection: int = 0
+    """How often the client had reconnected when this was delivered."""
 
     @property
-    def reply(self) -> str:
-        """The subject that answers to this delivery; it holds the place in the stream (`pipeline.log.place`)."""
-        return str(self._msg.reply) if self._msg is not None else ""
+    def place(self) -> Place:
+        return parse_ack_subject(self._msg.reply)[1] if self._msg is not None else super().place
 
     async def ack(self, *, confirmed: bool = False) -> None:
-        """Done with it. `confirmed` waits until the server knows; without, a lost ack leads to redelivery."""
+        """Acknowledge it. With `confirmed`, wait until the server knows; without, a lost acknowledgement leads to redelivery."""
         assert self._msg is not None
         crash.point("broker.before_ack")
-        if not await self._is_there():
-            log.warning("not acknowledged: the log lost it", stream=self.stream, seq=self.seq)
+        if not await self._is_on_log():
+            log.warning("not acknowledged: the log lost the message", stream=self.stream, seq=self.seq)
         elif confirmed:
             await self._msg.ack_sync()
         else:
             await self._msg.ack()
-        self._let_go()
+        self._release()
         crash.point("broker.after_ack")
 
     async def nak(self, delay_s: float | None = None) -> None:
         """Give it back for another try."""
         assert self._msg is not None
         await self._msg.nak(delay=delay_s)
-        self._let_go()
+        self._release()
 
-    async def _is_there(self) -> bool:
-        """An acknowledgement names a number. Where the server came back without the end of its log, as after a power cut, it
-        would acknowledge another message, which then nobody would get."""
-        broker = self._broker
-        if broker is None or broker.client.stats["reconnects"] == self._life:
+    async def _is_on_log(self) -> bool:
+        """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power cut, the
+        acknowledgement would be another message's, and no consumer would get that message."""
+        reader = self._reader
+        if reader is None or reader.client.stats["reconnects"] == self._connection:
             return True
-        return await holds(broker, self.stream, told(self.reply)[1])
+        return await reader.holds(self.stream, self.place)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._held is not None:
             self._held.discard(self)
 
 
 class Consumption:
-    """A durable consumer in use; see `Broker.consume`."""
+    """A durable consumer in use; made by `Broker.consume`."""
 
     def __init__(
-        self, broker: Broker, spec: streams.ConsumerSpec, sub: JetStreamContext.PullSubscription
+        self,
+        reader: StreamReader,
+        spec: streams.ConsumerSpec,
+        sub: JetStreamContext.PullSubscription,
+        admit: Callable[[Msg, streams.ConsumerSpec], Awaitable[Delivery | None]],
     ) -> None:
-        self._broker, self.spec, self._sub = broker, spec, sub
+        """`admit` makes a delivery of a message, or deals with the message and returns None."""
+        self._reader, self.spec, self._sub, self._admit = reader, spec, sub, admit
         self.held: set[Delivery] = set()
-        self._pause = retry.Pause()
+        self._backoff = Backoff()
 
     async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
-        """Up to `limit` deliveries; an empty list where none came within `wait_s`, or where the log is away.
+        """Return up to `limit` deliveries. The list is empty if none came within `wait_s` seconds or the log is unavailable.
 
         A cluster that elects a new leader for the consumer refuses requests for some seconds: the next calls ask again, with
-        growing pauses. Raises `BrokerError` where the consumer was deleted."""
+        growing pauses. Raises `BrokerError` if the consumer was deleted."""
         try:
             messages = await self._sub.fetch(limit, timeout=wait_s)
-        except (
-            TimeoutError,
-            nats.js.errors.FetchTimeoutError,
-        ):  # nats-py raises its own and asyncio's bare one
+        except (TimeoutError, nats.js.errors.FetchTimeoutError):  # nats-py raises its own and asyncio's
             return []
         except nats.errors.Error as error:
             await self._wait_for_leader(error)
             return []
-        self._pause.reset()
-        life = self._broker.client.stats["reconnects"]
+        self._backoff.reset()
+        connection = self._reader.client.stats["reconnects"]
         out = []
         for message in messages:
-            delivery = await self._broker._admit(message, self.spec)
+            delivery = await self._admit(message, self.spec)
             if delivery is not None:
                 delivery._held = self.held
-                delivery._broker, delivery._life = self._broker, life
+                delivery._reader, delivery._connection = self._reader, connection
                 self.held.add(delivery)
                 out.append(delivery)
         return out
 
     async def _wait_for_leader(self, error: nats.errors.Error) -> None:
         try:
-            await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
+            await self._reader.js.consumer_info(self.spec.stream, self.spec.name)
         except nats.js.errors.NotFoundError:
             raise BrokerError(
-                f"consumer {self.spec.name} is gone: was its stream {self.spec.stream} deleted? A start makes it again."
+                f"stream {self.spec.stream} has no consumer {self.spec.name} any more: if someone deleted the stream, "
+                "start the service again, which creates both"
             ) from error
-        except nats.errors.Error as away:
-            error = away
-        if not retry.passes(error):
+        except nats.errors.Error as unavailable:
+            error = unavailable
+        if not retry.is_retryable(error):
             raise BrokerError(f"consumer {self.spec.name}: {retry.reason(error)}") from error
-        log.warning("consumer away", consumer=self.spec.name, error=retry.reason(error))
-        await self._pause.wait()
+        log.warning("consumer unavailable", consumer=self.spec.name, error=retry.reason(error))
+        await self._backoff.wait()
 
     async def __aiter__(self) -> AsyncIterator[Delivery]:
         while True:
             for delivery in await self.batch(256):
                 yield delivery
 
-    async def _keep_alive(self) -> None:
+    async def keep_alive(self) -> None:
+        """For ever: tell the server that work on the held deliveries goes on, so that it does not redeliver them."""
         while True:
             await anyio.sleep(self.spec.ack_wait_s / 3)
             for delivery in list(self.held):
@@ -139,13 +140,10 @@ class Consumption:
                 try:
                     await delivery._msg.in_progress()
                 except nats.errors.Error as error:
-                    if not retry.passes(error):
+                    if not retry.is_retryable(error):
                         raise
-                    # Without a server the message comes again, as after a death; its holder recognises it.
-                    log.warning("not kept alive", consumer=self.spec.name, error=retry.reason(error))
+                    # The server redelivers the message then, as after a death; the holder recognises it.
+                    log.warning(
+                        "deliveries not kept alive", consumer=self.spec.name, error=retry.reason(error)
+                    )
                     break
-
-
-def not_for(message: Msg, spec: streams.ConsumerSpec) -> bool:
-    """Whether a message is a dead letter that was given back to another consumer."""
-    return bool(message.headers) and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name

@@ -27,59 +27,51 @@ from rich.table import Table
 from pipeline.config import ConfigError, NatsConfig, load, nats_of_run
 from pipeline.events import DeadLettered, decode
 from pipeline.log.broker import READER, Broker, BrokerError, Recorded
-from pipeline.log.place import place_of
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs as log
 
 _PREVIEW = 2_000
-_FILTER = "dead.>"
 
 
-class DeadError(BrokerError):
-    """A dead letter that is not there; the message names it."""
+class DeadLetterError(BrokerError):
+    """A dead letter that does not exist; the message names it."""
 
 
-async def letters(broker: Broker) -> list[Recorded]:
-    """Every dead letter, oldest first."""
-    return [r for r in await broker.history("DEAD", _FILTER) if isinstance(r.event, DeadLettered)]
+Letter = Recorded[DeadLettered]
 
 
-async def find(broker: Broker, seqs: Sequence[int], every: bool = False) -> list[Recorded]:
-    """The letters with these sequences (or all). Raises `DeadError` naming one that is not there."""
-    found = {r.seq: r for r in await letters(broker)}
+async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
+    """Return the letters with these sequences. Raises `DeadLetterError` naming the first that does not exist."""
+    found = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
         if seq not in found:
-            raise DeadError(f"there is no dead letter {seq}; `journeyman dead list` says which there are")
-    return list(found.values()) if every else [found[s] for s in seqs]
+            raise DeadLetterError(f"there is no dead letter {seq}; see `journeyman dead list`")
+    return [found[seq] for seq in seqs]
 
 
-async def retry(broker: Broker, letter: Recorded) -> None:
-    """Give a letter back to the consumer it failed at, then take it off the list; safe to repeat."""
+async def retry(broker: Broker, letter: Letter) -> None:
+    """Give a letter back to the consumer that could not use it, then drop it; safe to repeat."""
     event = letter.event
-    assert isinstance(event, DeadLettered)
-    if event.consumer == READER:
-        await drop(broker, letter)
-        return
-    headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
-    seq, at = place_of(letter)
-    await broker.publish_raw(
-        f"{event.original_subject}.retry-{seq}-{at}",
-        event.payload,
-        headers | {RETRY_HEADER: event.consumer},
-        message_id=f"retry/{letter.stream}/{seq}-{at}",
-    )
+    if event.consumer != READER:
+        headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
+        seq, at = letter.place
+        await broker.publish_raw(
+            f"{event.original_subject}.retry-{seq}-{at}",
+            event.payload,
+            headers | {RETRY_HEADER: event.consumer},
+            message_id=f"retry/{letter.stream}/{seq}-{at}",
+        )
     await drop(broker, letter)
 
 
-async def drop(broker: Broker, letter: Recorded) -> None:
-    """Take a letter off the list; the store keeps what it wrote of it."""
-    await broker.js.delete_msg(letter.stream, letter.seq)
+async def drop(broker: Broker, letter: Letter) -> None:
+    """Delete a letter from the list; the store keeps what it wrote of it. Safe to repeat."""
+    await broker.delete(letter.stream, letter.seq)
 
 
-def described(letter: Recorded) -> dict[str, Any]:
-    """A letter as plain values, its payload decoded where it can be."""
+def describe(letter: Letter) -> dict[str, Any]:
+    """Return a letter as plain values, its payload decoded if it can be."""
     event = letter.event
-    assert isinstance(event, DeadLettered)
     shown: dict[str, Any] = {
         "seq": letter.seq,
         "at_us": event.at,
@@ -144,7 +136,7 @@ async def _run(args: argparse.Namespace) -> None:
     out = Console(highlight=False)
     async with Broker.connect(nats_of(args), name="dead", provision=False) as broker:
         if args.command == "list":
-            rows = [described(r) for r in await letters(broker)]
+            rows = [describe(r) for r in await broker.read(DeadLettered)]
             if args.json:
                 out.print_json(msgspec.json.encode(rows).decode())
                 return
@@ -155,12 +147,14 @@ async def _run(args: argparse.Namespace) -> None:
             out.print(table)
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)
-            out.print_json(msgspec.json.encode(described(letter)).decode())
+            out.print_json(msgspec.json.encode(describe(letter)).decode())
         else:
             if bool(args.seqs) == args.all:
-                raise DeadError(f"which ones? journeyman dead {args.command} SEQ ... or --all")
+                raise DeadLetterError(
+                    f"name the letters (journeyman dead {args.command} SEQ ...) or give --all, not both"
+                )
             act = retry if args.command == "retry" else drop
-            chosen = await find(broker, args.seqs, args.all)
+            chosen = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
             for letter in chosen:
                 await act(broker, letter)
             out.print(f"{len(chosen)} {'given back' if act is retry else 'dropped'}")

@@ -1,80 +1,80 @@
-"""A stream followed from where the reader stands, through restarts of servers: for what every gateway replica must know."""
+"""Follow a stream from a position on, through restarts of servers: for the events that every gateway replica must know."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 import anyio
 import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
-from nats.js import api
+from nats.js import JetStreamContext, api
 
+from pipeline.backoff import Backoff
+from pipeline.errors import BrokerError
+from pipeline.events import Event
 from pipeline.log import retry
-from pipeline.log.broker import Broker, BrokerError, Recorded
-from pipeline.log.history import Raw
-from pipeline.log.place import Place, stream_time_us
+from pipeline.log.history import Reader
+from pipeline.log.messages import Place, Recorded, StoredMessage
+from pipeline.log.stream_reader import StreamReader, server_headers
+from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.follow")
+
+E = TypeVar("E", bound=Event)
 
 _LONG_POLL_S = 2.0
 _IDLE_S = 60.0
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
-async def tail(
-    broker: Broker, stream: str, subjects: list[str], next_seq: Callable[[], int], after: Place | None = None
-) -> AsyncGenerator[Recorded, None]:
-    """Events from `next_seq()` on, in order and each once, for ever. What can't be decoded goes to the dead letters.
+async def follow_events(
+    reader: Reader,
+    events: Sequence[type[E]],
+    next_seq: Callable[[], int],
+    after: Place | None = None,
+    **keys: str | int,
+) -> AsyncGenerator[Recorded[E], None]:
+    """Yield events of the given classes, all of one stream, from `next_seq()` on: in order, each once, for ever.
 
-    `after` is the place of the message before them, for a reader that read it."""
-    async with aclosing(tail_raw(broker, stream, subjects, next_seq, after)) as messages:
-        async for raw in messages:
-            # The message itself is read, not fetched once more: a replica that lags would not have it yet.
-            recorded = await broker.recorded(stream, raw)
-            if recorded is not None:
-                yield recorded
+    `after` is the place of the last message that the caller read. A message that cannot be decoded is skipped."""
+    stream = stream_of(events[0])
+    async with aclosing(follow_messages(reader, events, next_seq, after, **keys)) as messages:
+        async for message in messages:
+            # The message itself is decoded, not fetched once more: a replica that lags would not hold it yet.
+            recorded = await reader.recorded(stream, message)
+            if recorded is not None and isinstance(recorded.event, tuple(events)):
+                yield recorded  # type: ignore[misc]  # the class of its event was just checked
 
 
-async def tail_raw(
-    broker: Broker, stream: str, subjects: list[str], next_seq: Callable[[], int], after: Place | None = None
-) -> AsyncGenerator[Raw, None]:
-    """Messages from `next_seq()` on, undecoded, in order and each once, for ever.
+async def follow_messages(
+    reader: StreamReader,
+    events: Sequence[type[Event]],
+    next_seq: Callable[[], int],
+    after: Place | None = None,
+    **keys: str | int,
+) -> AsyncGenerator[StoredMessage, None]:
+    """`follow_events`, undecoded.
 
-    The consumer is ephemeral: it is made anew wherever the server forgot it, and starts where the reader stands. Where the log
-    lost its end meanwhile (a power cut), the server counts the same numbers again: then what is newer than the reader's last
-    message follows, whatever its number."""
-    stand = after
-    pause = retry.Pause()
+    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. If the log lost its end
+    meanwhile (a power cut), the server assigns the same sequences again: then everything newer than the reader's last message
+    follows, whatever its sequence."""
+    stream, subjects = stream_of(events[0]), [subject_filter(event, **keys) for event in events]
+    position = after
+    backoff = Backoff()
     while True:
         sub = None
         try:
-            if stand is None:
-                stand = await _place(broker, stream, next_seq() - 1)
-                lost = False
-            else:
-                lost = await _lost(broker, stream, stand)
-            if lost:
-                log.error("the log lost its end: following what is new", stream=stream, last=stand.seq)
-                stand = Place(0, stand.at)
-            by_time = stand.seq == 0 and stand.at > 0
-            policy = api.DeliverPolicy.BY_START_TIME if by_time else api.DeliverPolicy.BY_START_SEQUENCE
-            sub = await broker.js.pull_subscribe(
-                "",
-                stream=stream,
-                config=api.ConsumerConfig(
-                    filter_subjects=subjects,
-                    ack_policy=api.AckPolicy.NONE,
-                    deliver_policy=policy,
-                    opt_start_seq=None if by_time else stand.seq + 1,
-                    opt_start_time=_EPOCH + timedelta(microseconds=stand.at) if by_time else None,
-                    inactive_threshold=_IDLE_S,
-                    mem_storage=True,
-                ),
-            )
+            if position is None:
+                position = await _place_of(reader, stream, next_seq() - 1)
+            elif await _lost(reader, stream, position):
+                log.error("the log lost its end: following what is newer", stream=stream, last=position.seq)
+                position = Place(0, position.at)
+            sub = await _subscribe(reader, stream, subjects, position)
             while True:
                 try:
                     messages = await sub.fetch(100, timeout=_LONG_POLL_S)
@@ -82,55 +82,68 @@ async def tail_raw(
                     TimeoutError,
                     nats.js.errors.FetchTimeoutError,
                 ):  # nats-py raises its own and asyncio's
-                    await sub.consumer_info()  # raises where the server forgot the consumer
-                    if await _lost(broker, stream, stand):
-                        break  # the log lost its end after the look above, as the subscription was on its way
+                    await sub.consumer_info()  # raises if the server forgot the consumer
+                    if await _lost(reader, stream, position):
+                        break  # the log lost its end between the check above and the subscription
                     continue
-                pause.reset()
-                for message in messages:
-                    raw = _raw(message)
-                    if raw.seq > stand.seq:
-                        yield raw
-                        stand = Place(raw.seq, stream_time_us(raw.headers))
+                backoff.reset()
+                for message in map(_stored, messages):
+                    if message.seq > position.seq:
+                        yield message
+                        position = message.place
         except (nats.errors.Error, BrokerError) as error:
-            # The server is away, or forgot the consumer: whatever it is, following begins again from here.
+            # The server is away, or forgot the consumer: in any case, following begins again at the position.
             log.warning("following a stream again", stream=stream, error=retry.reason(error))
-            await pause.wait()
+            await backoff.wait()
         finally:
             if sub is not None:
                 with anyio.move_on_after(1, shield=True):
-                    await _drop(sub)
+                    await _unsubscribe(sub)
 
 
-async def _place(broker: Broker, stream: str, seq: int) -> Place:
-    """Where the reader stands that has read up to `seq`."""
-    there = await broker.leader_get(stream, {"seq": seq}) if seq > 0 else None
-    return Place(max(seq, 0), stream_time_us(there.headers) if there is not None else 0)
+async def _subscribe(
+    reader: StreamReader, stream: str, subjects: list[str], position: Place
+) -> JetStreamContext.PullSubscription:
+    by_time = position.seq == 0 and position.at > 0
+    policy = api.DeliverPolicy.BY_START_TIME if by_time else api.DeliverPolicy.BY_START_SEQUENCE
+    config = api.ConsumerConfig(
+        filter_subjects=subjects,
+        ack_policy=api.AckPolicy.NONE,
+        deliver_policy=policy,
+        opt_start_seq=None if by_time else position.seq + 1,
+        opt_start_time=_EPOCH + timedelta(microseconds=position.at) if by_time else None,
+        inactive_threshold=_IDLE_S,
+        mem_storage=True,
+    )
+    return await reader.js.pull_subscribe("", stream=stream, config=config)
 
 
-async def _lost(broker: Broker, stream: str, stand: Place) -> bool:
-    """Whether the log no longer holds what the reader read last. Retention takes messages too, but not their numbers."""
-    if not stand.seq:
+async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
+    """Return the place of a message that the caller read; its time is unknown if retention removed it."""
+    found = await reader.leader_get(stream, {"seq": seq}) if seq > 0 else None
+    return found.place if found is not None else Place(max(seq, 0), 0)
+
+
+async def _lost(reader: StreamReader, stream: str, last: Place) -> bool:
+    """Return whether the log lost the message that the reader read last. Retention removes messages, too, but the sequences
+    after them stay in use."""
+    if not last.seq:
         return False
-    there = await broker.leader_get(stream, {"seq": stand.seq})
-    if there is not None:
-        return not stand.is_of(Place(stand.seq, stream_time_us(there.headers)))
-    return int((await broker.stream_info(stream)).state.last_seq) < stand.seq
+    found = await reader.leader_get(stream, {"seq": last.seq})
+    if found is not None:
+        return not last.matches(found.place)
+    return int((await reader.stream_info(stream)).state.last_seq) < last.seq
 
 
-def _raw(message: Msg) -> Raw:
-    headers = dict(message.headers or {})
+def _stored(message: Msg) -> StoredMessage:
+    """Return a delivery as a read of the stream gives it."""
     seq = int(message.metadata.sequence.stream)
-    headers |= {
-        "Nats-Sequence": str(seq),
-        "Nats-Subject": message.subject,
-        "Nats-Time-Stamp": _timestamp(message),
-    }
-    return Raw(seq, message.subject, headers, message.data)
+    headers = dict(message.headers or {}) | server_headers(seq, message.subject, _timestamp(message))
+    return StoredMessage(seq, message.subject, headers, message.data)
 
 
 def _timestamp(message: Msg) -> str:
-    """When the server took the message in, as reads of the stream say it."""
+    """Return the stream time as the server writes it in `Nats-Time-Stamp`."""
     tokens = message.reply.split(".")  # with a domain and an account hash in a larger system (NATS ADR-15)
     nanoseconds = int(tokens[7 if len(tokens) == 9 else 9])
     seconds, fraction = divmod(nanoseconds, 1_000_000_000)
@@ -138,8 +151,8 @@ def _timestamp(message: Msg) -> str:
     return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 
 
-async def _drop(sub: object) -> None:
+async def _unsubscribe(sub: JetStreamContext.PullSubscription) -> None:
     try:
-        await sub.unsubscribe()  # type: ignore[attr-defined]
+        await sub.unsubscribe()
     except nats.errors.Error as error:
-        log.debug("unsubscribe", error=retry.reason(error))
+        log.debug("not unsubscribed", error=retry.reason(error))

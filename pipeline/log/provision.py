@@ -1,24 +1,21 @@
-"""Making streams, consumers and buckets what the table in `pipeline.streams` and `nats.replicas` say; data is never touched.
+"""Create streams, consumers and buckets as the table in `pipeline.streams` and `nats.replicas` say, or update their settings.
 
-What is so already is left alone: in a cluster each change is an agreement of all nodes. Every service does this at its start, so
-several may do it at once.
+Messages are never touched. Settings that are right are left alone: in a cluster each change is an agreement of all nodes. Every
+service does this at its start, so several may do it at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats.js.errors
 from nats.js import api
 
 from pipeline import streams
 from pipeline.errors import BrokerError
-from pipeline.log import objects
-from pipeline.log.retry import patiently
-
-if TYPE_CHECKING:
-    from pipeline.log.broker import Broker
+from pipeline.log.retry import retry_while_unavailable
+from pipeline.log.stream_reader import StreamReader
 
 _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
@@ -27,40 +24,38 @@ _STREAM_FIELDS = (
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
-async def provision(broker: Broker) -> None:
-    """Everything. Raises `BrokerError` for what the server refuses, `BrokerUnavailableError` where it does not answer."""
+async def provision(log: StreamReader) -> None:
+    """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does not answer."""
 
     async def once() -> None:
         for spec in streams.STREAMS:
-            await _stream(broker, spec)
+            await _stream(log, spec)
         for consumer in streams.CONSUMERS:
-            await _consumer(broker, consumer)
-        await objects.provision(broker)
+            await _consumer(log, consumer)
+        for bucket in streams.buckets():
+            await _bucket(log, bucket)
 
-    await _refusals(broker, once)
-
-
-async def provision_consumer(broker: Broker, spec: streams.ConsumerSpec) -> None:
-    """One consumer; what it has acknowledged stays so. Raises as `provision` does."""
-    await _refusals(broker, lambda: _consumer(broker, spec))
+    await _explained(log, once)
 
 
-async def _refusals(broker: Broker, call: Callable[[], Awaitable[None]]) -> None:
-    config = broker.config
+async def provision_consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
+    """Create or update one consumer; its acknowledgements stay. Raises as `provision` does."""
+    await _explained(log, lambda: _consumer(log, spec))
+
+
+async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
+    config = log.config
+    what = f"the NATS server at {config.address} answered no JetStream request"
     try:
-        await patiently(
-            call,
-            f"the NATS server at {config.address} answered no JetStream request",
-            config.connect_timeout_s,
-        )
+        await retry_while_unavailable(call, what, config.connect_timeout_s)
     except nats.js.errors.APIError as error:
         hint = ": nats.replicas needs as many servers in the cluster" if config.replicas > 1 else ""
         raise BrokerError(
-            f"the NATS server at {config.address} refused to make the log's streams: {error.description}{hint}"
+            f"the NATS server at {config.address} refused to create the log's streams: {error.description}{hint}"
         ) from error
 
 
-async def _stream(broker: Broker, spec: streams.StreamSpec) -> None:
+async def _stream(log: StreamReader, spec: streams.StreamSpec) -> None:
     wanted = api.StreamConfig(
         name=spec.name,
         description=spec.purpose,
@@ -69,27 +64,24 @@ async def _stream(broker: Broker, spec: streams.StreamSpec) -> None:
         storage=api.StorageType.FILE,
         compression=api.StoreCompression.S2,
         max_age=spec.max_age_s,
-        max_bytes=streams.byte_limit(spec.share, broker.config.max_bytes),
+        max_bytes=streams.byte_limit(spec.share, log.config.max_bytes),
         discard=api.DiscardPolicy(spec.discard),
         allow_msg_ttl=True,  # of probes (`pipeline.running.liveness`)
         duplicate_window=spec.duplicate_window_s,
-        num_replicas=broker.config.replicas,
+        num_replicas=log.config.replicas,
         allow_direct=True,
     )
     try:
-        info = await broker.js.stream_info(spec.name)
+        info = await log.js.stream_info(spec.name)
     except nats.js.errors.NotFoundError:
-        await broker.js.add_stream(wanted)
+        await log.js.add_stream(wanted)
         return
-    there = info.config
-    wanted.max_bytes = streams.byte_limit(
-        spec.share, broker.config.max_bytes, now=there.max_bytes, held=info.state.bytes
-    )
-    if _differ(there, wanted, _STREAM_FIELDS):
-        await broker.js.update_stream(wanted)
+    wanted.max_bytes = _byte_limit(log, spec.share, info)
+    if _differ(info.config, wanted, _STREAM_FIELDS):
+        await log.js.update_stream(wanted)
 
 
-async def _consumer(broker: Broker, spec: streams.ConsumerSpec) -> None:
+async def _consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
     policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
     wanted = api.ConsumerConfig(
         durable_name=spec.name,
@@ -99,19 +91,43 @@ async def _consumer(broker: Broker, spec: streams.ConsumerSpec) -> None:
         deliver_policy=policy,
         filter_subjects=list(spec.subjects),
         max_ack_pending=spec.max_ack_pending,
-        # The limit is ours to enforce (`Broker._admit`): the server would only stop delivering.
+        # Our own limit puts a message among the dead letters (`Broker._admit`): the server would only stop delivering.
         max_deliver=-1,
     )
     try:
-        there = (await broker.js.consumer_info(spec.stream, spec.name)).config
+        existing = (await log.js.consumer_info(spec.stream, spec.name)).config
     except nats.js.errors.NotFoundError:
-        await broker.js.add_consumer(spec.stream, wanted)
+        await log.js.add_consumer(spec.stream, wanted)
         return
-    filtered = there.filter_subjects or [there.filter_subject]
-    if set(filtered) != set(spec.subjects) or _differ(there, wanted, _CONSUMER_FIELDS):
-        await broker.js.add_consumer(spec.stream, wanted)
+    filtered = existing.filter_subjects or [existing.filter_subject]
+    if set(filtered) != set(spec.subjects) or _differ(existing, wanted, _CONSUMER_FIELDS):
+        await log.js.add_consumer(spec.stream, wanted)
 
 
-def _differ(there: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
-    """Whether a setting is not as wanted; a server leaves out what is zero."""
-    return any((getattr(there, f) or 0) != (getattr(wanted, f) or 0) for f in fields)
+async def _bucket(log: StreamReader, spec: streams.BucketSpec) -> None:
+    replicas = log.config.replicas
+    try:
+        info = await log.js.stream_info(streams.bucket_stream(spec.name))
+    except nats.js.errors.NotFoundError:
+        config = api.ObjectStoreConfig(
+            bucket=spec.name, ttl=spec.max_age_s or None, replicas=replicas,
+            max_bytes=streams.byte_limit(spec.share, log.config.max_bytes),
+        )  # fmt: skip
+        await log.js.create_object_store(spec.name, config=config)
+        return
+    config = info.config
+    wanted = (spec.max_age_s, _byte_limit(log, spec.share, info), replicas)
+    if (config.max_age or 0.0, config.max_bytes, config.num_replicas) != wanted:
+        config.max_age, config.max_bytes, config.num_replicas = wanted
+        if spec.max_age_s:
+            config.duplicate_window = min(config.duplicate_window or spec.max_age_s, spec.max_age_s)
+        await log.js.update_stream(config)
+
+
+def _byte_limit(log: StreamReader, share: float, info: api.StreamInfo) -> int:
+    return streams.byte_limit(share, log.config.max_bytes, now=info.config.max_bytes, held=info.state.bytes)
+
+
+def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
+    """Return whether a setting is not as wanted; the server leaves out what is zero."""
+    return any((getattr(existing, f) or 0) != (getattr(wanted, f) or 0) for f in fields)

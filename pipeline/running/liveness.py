@@ -29,7 +29,6 @@ import nats.js.errors
 from pipeline import streams
 from pipeline.config import Config, SupervisorConfig
 from pipeline.errors import BrokerError
-from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.running.service import BEAT_S
 from pipeline.telemetry.logs import get_logger
@@ -108,7 +107,7 @@ async def fills(broker: Broker) -> list[Fill]:
     """Every stream and bucket that is there. Raises `BrokerError` where the server does not answer."""
     out = []
     at_limit = {s.name: s.at_limit for s in streams.STREAMS}
-    at_limit |= {objects.stream_of(b.name): "the server refuses new objects" for b in streams.buckets()}
+    at_limit |= {streams.bucket_stream(b.name): "the server refuses new objects" for b in streams.buckets()}
     for name, full in at_limit.items():
         try:
             info = await broker.js.stream_info(name)

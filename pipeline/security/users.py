@@ -129,7 +129,7 @@ def rights(who: User) -> Rights:
     consumed = [streams.consumer(name) for name in who.consumes]
     read = {*who.reads, *(c.stream for c in consumed)}
     fetched = {*who.fetches, *who.stores, *(streams.claims_bucket(s) for s in read)}
-    stored = {*who.stores, *(streams.claims_bucket(streams.of_subject(s)) for s in who.publishes)}
+    stored = {*who.stores, *(streams.claims_bucket(streams.stream_of(s)) for s in who.publishes)}
     if not who.provisions:
         # What can't be used goes to the dead letters, under the name of the one that gave it up; is it there already?
         for name in sorted({who.name, READER, *who.consumes}):

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from pipeline.config import Config, ConfigError
 from pipeline.events import (
+    AnyEvent,
     CheckpointPublished,
     ExchangeRecorded,
     GroupScored,
@@ -27,8 +28,7 @@ from pipeline.events import (
     unpack_seqs,
 )
 from pipeline.log.broker import Broker, Consumption, HistoryGoneError, Recorded
-from pipeline.log.place import Place, place_of
-from pipeline.names import subject_token
+from pipeline.log.messages import Place
 from pipeline.running.service import Ready, main
 from pipeline.telemetry import spans
 from pipeline.telemetry.logs import get_logger
@@ -66,7 +66,7 @@ class SpanMaker:
         self._broker, self._content = broker, content
         self._parents: OrderedDict[tuple[str, str], spans.Parent] = OrderedDict()
 
-    async def make(self, recorded: Recorded) -> list[ReadableSpan]:
+    async def make(self, recorded: Recorded[AnyEvent]) -> list[ReadableSpan]:
         event = recorded.event
         match event:
             case ExchangeRecorded():
@@ -93,10 +93,10 @@ class SpanMaker:
                 return []
 
     async def _load_spans(self, event: PolicyLoaded) -> list[ReadableSpan]:
-        names = (event.project, event.model, str(event.step))
-        subject = ".".join(("policy.checkpoint", *(subject_token(n) for n in names)))
-        checkpoint = await self._broker.last("POLICY", subject)
-        if checkpoint is None or not isinstance(checkpoint.event, CheckpointPublished):
+        checkpoint = await self._broker.read_last(
+            CheckpointPublished, project=event.project, model=event.model, step=event.step
+        )
+        if checkpoint is None:
             return []  # the base model: nothing was learned yet
         return [
             spans.load_span(event, trajectory, group, await self._parent(event.project, trajectory))
@@ -109,21 +109,18 @@ class SpanMaker:
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
         for seq, at in zip(seqs, times, strict=True):
             try:
-                recorded = await self._broker.get("GROUPS", seq)
+                recorded = await self._broker.read_at(GroupScored, seq)
             except HistoryGoneError:
                 continue  # retention took the group: its trace is long closed
             # After a power cut another group may lie there, which this checkpoint did not learn from.
-            if not place_of(recorded).is_of(Place(seq, at)):
-                continue
-            if isinstance(recorded.event, GroupScored) and recorded.event.group in event.groups:
+            if recorded.place.matches(Place(seq, at)) and recorded.event.group in event.groups:
                 found += [(m.trajectory, recorded.event.group) for m in recorded.event.members]
         return found
 
     async def _parent(self, project: str, trajectory: str) -> spans.Parent:
         key = (project, trajectory)
         if key not in self._parents:
-            subject = f"rollout.exchange.{subject_token(project)}.{subject_token(trajectory)}"
-            last = await self._broker.last("ROLLOUTS", subject)
+            last = await self._broker.read_last(ExchangeRecorded, project=project, trajectory=trajectory)
             self._remember(key, spans.parent_of(project, trajectory, last.headers if last else {}))
         return self._parents[key]
 

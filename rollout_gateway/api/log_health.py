@@ -17,7 +17,7 @@ log = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
 _TTL_S = 60
-_STREAM = "ROLLOUTS"
+_STREAM = streams.stream_of("rollout.exchange")
 
 
 class LogHealth:

@@ -16,10 +16,12 @@ import msgspec
 
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker, HistoryGoneError, Recorded
-from pipeline.names import name_of_token, subject_token
+from pipeline.log.messages import Page
+from pipeline.log.subjects import stream_of, subject_filter
+from pipeline.names import name_of_token
 from rollout_gateway.http.errors import already_completed
 
-_STREAM = "ROLLOUTS"
+_STREAM = stream_of(ExchangeRecorded)
 _REMEMBERED_CALLS = 8
 
 
@@ -115,33 +117,32 @@ class Runs:
     def __init__(self, broker: Broker, project: str) -> None:
         self._broker, self.project = broker, project
 
-    async def _opening(self, trajectory: str) -> Recorded | None:
-        subject = f"rollout.opened.{subject_token(self.project)}.{subject_token(trajectory)}"
-        opened = await self._broker.last(_STREAM, subject)
-        return opened if opened is not None and isinstance(opened.event, TrajectoryOpened) else None
+    async def _opening(self, trajectory: str) -> Recorded[TrajectoryOpened] | None:
+        return await self._broker.read_last(TrajectoryOpened, project=self.project, trajectory=trajectory)
 
     async def _begun(self, trajectory: str) -> Trajectory | None:
         """From the log, without its calls; `None` where it was never opened."""
         life = self._life()
         opened = await self._opening(trajectory)
-        if opened is None or not isinstance(opened.event, TrajectoryOpened):
+        if opened is None:
             return None
         return Trajectory(opened.event, opened.headers.get("traceparent", ""), life=life)
 
     async def _read_exchanges(self, found: Trajectory) -> None:
-        subject, more = self._exchange_subject(found), True
+        more = True
         while more:
-            page = await self._broker.page(_STREAM, subject, found.last_stream_seq + 1)
+            page = await self._exchange_page(found, found.last_stream_seq)
             for recorded in page.events:
-                if isinstance(recorded.event, ExchangeRecorded):
-                    found.note(recorded.event, recorded.seq)
+                found.note(recorded.event, recorded.seq)
             if page.last > found.last_stream_seq:
                 # Past what could not be decoded too: the next exchange is published behind it.
                 found.last_stream_seq, found.last_at = page.last, 0
             more = page.more
 
-    def _exchange_subject(self, found: Trajectory) -> str:
-        return f"rollout.exchange.{subject_token(self.project)}.{subject_token(found.id)}"
+    async def _exchange_page(self, found: Trajectory, after: int) -> Page[ExchangeRecorded]:
+        return await self._broker.read_page(
+            ExchangeRecorded, after + 1, project=self.project, trajectory=found.id
+        )
 
     def _life(self) -> int:
         """How often the connection was made anew."""
@@ -156,17 +157,17 @@ class Runs:
         if raw is None:  # retention takes messages too, but not their numbers
             info = await self._broker.stream_info(_STREAM)
             return int(info.state.last_seq) < found.last_stream_seq
-        if raw.subject != self._exchange_subject(found):
+        if raw.subject != subject_filter(ExchangeRecorded, project=self.project, trajectory=found.id):
             return True
         recorded = await self._broker.recorded(_STREAM, raw)
         at = recorded.event.at if recorded is not None else 0
         return bool(found.last_at) and at != found.last_at
 
     async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
-        names = (self.project, opened.model, opened.trajectory)
-        subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
-        last = await self._broker.last(_STREAM, subject)
-        return last.event if last is not None and isinstance(last.event, TrajectoryCompleted) else None
+        last = await self._broker.read_last(
+            TrajectoryCompleted, project=self.project, model=opened.model, trajectory=opened.trajectory
+        )
+        return last.event if last is not None else None
 
     async def last_answer(self, found: Trajectory) -> ExchangeRecorded | None:
         """The newest complete exchange of an open trajectory; its first choice, where it has several."""
@@ -177,14 +178,15 @@ class Runs:
 
     async def unfinished(self, prefix: str) -> list[str]:
         """Names, of those that begin with `prefix`, that the log holds opened and not completed. Reads all subjects."""
-        project = subject_token(self.project)
-        names: dict[str, set[str]] = {}
-        for kind in ("opened", "completed"):
-            filtered = f"rollout.{kind}.{project}.>"
-            subjects = await self._broker.subjects(_STREAM, filtered)
+        names: list[set[str]] = []
+        for event in (TrajectoryOpened, TrajectoryCompleted):
+            subjects = await self._broker.subjects(
+                stream_of(event), subject_filter(event, project=self.project)
+            )
             tokens = (subject.rpartition(".")[2] for subject in subjects)
-            names[kind] = {name_of_token(t) for t in tokens if t.startswith(prefix)}
-        return sorted(names["opened"] - names["completed"])
+            names.append({name_of_token(t) for t in tokens if t.startswith(prefix)})
+        opened, completed = names
+        return sorted(opened - completed)
 
     async def exchange_of(self, found: Trajectory, reply: str) -> ExchangeRecorded | None:
         """The complete exchange whose reply has the id `reply`, or `None`. The newest are looked at first."""
@@ -192,17 +194,13 @@ class Runs:
             call = await self.recorded_call(found, request_hash)
             if call and _reply_id(call[0]) == reply:
                 return call[0]
-        subject, last, more = self._exchange_subject(found), 0, True
+        last, more = 0, True
         while more:
-            page = await self._broker.page(_STREAM, subject, last + 1)
+            page = await self._exchange_page(found, last)
             last, more = page.last, page.more
             for recorded in page.events:
                 event = recorded.event
-                if (
-                    isinstance(event, ExchangeRecorded)
-                    and event.status == "complete"
-                    and _reply_id(event) == reply
-                ):
+                if event.status == "complete" and _reply_id(event) == reply:
                     return event
         return None
 
@@ -210,13 +208,12 @@ class Runs:
         """The exchange events (one a choice) of a recent call; empty where there is none."""
         seqs = found.recent.get(request_hash, [])
         try:
-            events = [(await self._broker.get(_STREAM, seq)).event for seq in seqs]
+            events = [(await self._broker.read_at(ExchangeRecorded, seq)).event for seq in seqs]
         except HistoryGoneError:
             return []
-        calls = [e for e in events if isinstance(e, ExchangeRecorded)]
         # After a power cut another run's call may lie under a number: then this call is not recorded any more.
-        ours = all(e.trajectory == found.id and e.request_hash == request_hash for e in calls)
-        return calls if ours else []
+        ours = all(e.trajectory == found.id and e.request_hash == request_hash for e in events)
+        return events if ours else []
 
 
 class _Reply(msgspec.Struct):

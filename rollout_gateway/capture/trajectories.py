@@ -14,11 +14,12 @@ from contextlib import aclosing
 
 import msgspec
 
-from pipeline.errors import UndecodableError
+from pipeline.errors import OtherEventError, UndecodableError
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError
-from pipeline.log.follow import tail_raw
-from pipeline.names import name_of_token, subject_token
+from pipeline.log.follow import follow_messages
+from pipeline.log.subjects import stream_of
+from pipeline.names import name_of_token
 from pipeline.telemetry import spans
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
@@ -27,7 +28,7 @@ from rollout_gateway.http.errors import ApiError, already_completed, unknown_tra
 
 log = get_logger("rollout_gateway.capture.trajectories")
 
-_STREAM = "ROLLOUTS"
+_STREAM = stream_of(TrajectoryCompleted)
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _SETTLE_S = 30.0
 NOT_RECORDED = "exchanges_not_recorded"
@@ -96,7 +97,7 @@ class Registry(Runs):
         if found is not None:
             return found.opened
         recorded = await self._opening(trajectory)
-        return recorded.event if recorded is not None else None  # type: ignore[return-value]  # of that type
+        return recorded.event if recorded is not None else None
 
     async def _load(self, trajectory: str) -> Trajectory:
         found = await self._begun(trajectory)
@@ -136,8 +137,8 @@ class Registry(Runs):
         completed = await self.completion(opened)
         if completed is not None:
             return opened, completed, completed.exchanges
-        subject = f"rollout.exchange.{subject_token(self.project)}.{subject_token(trajectory)}"
-        return opened, None, await self._broker.count(_STREAM, subject)
+        exchanges = await self._broker.count(ExchangeRecorded, project=self.project, trajectory=trajectory)
+        return opened, None, exchanges
 
     async def refresh(self, found: Trajectory) -> bool:
         """Take in what other replicas recorded; whether there was anything."""
@@ -155,8 +156,10 @@ class Registry(Runs):
         """For ever: forget trajectories that other replicas complete, so that their calls are refused here too.
 
         The log is followed, so a completion is heeded also where this replica was cut off as it came."""
-        subjects = [f"rollout.completed.{subject_token(self.project)}.>"]
-        async with aclosing(tail_raw(self._broker, _STREAM, subjects, lambda: self._heeded)) as messages:
+        completions = follow_messages(
+            self._broker, [TrajectoryCompleted], lambda: self._heeded, project=self.project
+        )
+        async with aclosing(completions) as messages:
             async for raw in messages:
                 found = self._known.pop(name_of_token(raw.subject.rpartition(".")[2]), None)
                 if found is not None:
@@ -261,7 +264,9 @@ class Registry(Runs):
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
         """Whether it is this event that the log holds there. One that retention took was ours: its message id said so."""
         try:
-            return (await self._broker.get(_STREAM, stream_seq)).event == event
+            return (await self._broker.read_at(ExchangeRecorded, stream_seq)).event == event
+        except OtherEventError:
+            return False
         except UndecodableError:
             raise
         except HistoryGoneError:

@@ -11,11 +11,10 @@ import time
 
 from pipeline.events import GroupDiscarded
 from pipeline.log.broker import Broker
-from pipeline.log.follow import tail
-from pipeline.names import subject_token
+from pipeline.log.follow import follow_events
+from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
 
-_STREAM = "GROUPS"
 _RETRY_AFTER_S = 1
 _MAX_WAITING = 10_000
 """Groups told to wait whose first asking is remembered; the oldest is forgotten."""
@@ -60,13 +59,12 @@ class Pacing:
 
     async def begin(self, broker: Broker) -> None:
         """Note where the log stands: what is discarded from now on counts."""
-        info = await broker.stream_info(_STREAM)
+        info = await broker.stream_info(stream_of(GroupDiscarded))
         self._next_seq = info.state.last_seq + 1
 
     async def follow(self, broker: Broker) -> None:
         """For ever: groups that are discarded are no longer ahead."""
-        subjects = [f"group.discarded.{subject_token(self._project)}.>"]
-        async for recorded in tail(broker, _STREAM, subjects, lambda: self._next_seq):
+        discarded = follow_events(broker, [GroupDiscarded], lambda: self._next_seq, project=self._project)
+        async for recorded in discarded:
             self._next_seq = recorded.seq + 1
-            if isinstance(recorded.event, GroupDiscarded):
-                self.done(recorded.event.model, (recorded.event.group,))
+            self.done(recorded.event.model, (recorded.event.group,))

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.config import SigningConfig
-from pipeline.events import CheckpointPublished, DeadLettered, PolicyPromoted, PolicyRetired, encode
+from pipeline.events import CheckpointPublished, DeadLettered, Event, PolicyPromoted, PolicyRetired, encode
 from pipeline.log.broker import Broker, Recorded
-from pipeline.log.follow import tail
-from pipeline.log.place import Place, place_of
-from pipeline.names import InvalidNameError, parse_version, subject_token, version_name
+from pipeline.log.follow import follow_events
+from pipeline.log.messages import Place
+from pipeline.names import InvalidNameError, parse_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("rollout_gateway.serving.policies")
 
-_STREAM = "POLICY"
+_FOLLOWED = (CheckpointPublished, PolicyPromoted, PolicyRetired)
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Policies:
     def __init__(self, project: str, models: Iterable[str], trust: Trust | None = None) -> None:
         self.project = project
         self._trust = trust or Trust(SigningConfig())
-        self._refused: list[tuple[Recorded, str]] = []
+        self._refused: list[tuple[Recorded[Event], str]] = []
         """Checkpoints that are not the trainer's, and why; not reported yet."""
         self.models = {name: ModelState(name) for name in models}
         self.next_seq = 1
@@ -116,10 +116,10 @@ class Policies:
             out += [model.name, version_name(model.name, 0), *versions]
         return out
 
-    def apply(self, recorded: Recorded) -> bool:
+    def apply(self, recorded: Recorded[Event]) -> bool:
         """Take an event in; false where it says nothing new or nothing about this gateway's models."""
         event = recorded.event
-        self.next_seq, self._last = recorded.seq + 1, place_of(recorded)
+        self.next_seq, self._last = recorded.seq + 1, recorded.place
         if not isinstance(event, CheckpointPublished | PolicyPromoted | PolicyRetired):
             return False
         if event.model not in self.models:
@@ -131,7 +131,7 @@ class Policies:
             return False
         model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
-            return model.decide(event, place_of(recorded))
+            return model.decide(event, recorded.place)
         before = model.checkpoints.get(event.version)
         if before is not None and before.event.adapter_sha256 == event.adapter_sha256:
             return False
@@ -145,26 +145,18 @@ class Policies:
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 
-    @property
-    def _subjects(self) -> list[str]:
-        project = subject_token(self.project)
-        return [
-            f"policy.checkpoint.{project}.>",
-            f"policy.promoted.{project}.>",
-            f"policy.retired.{project}.>",
-        ]
-
     async def rebuild(self, broker: Broker) -> None:
         """Read the stream up to now."""
-        events = [r for subject in self._subjects for r in await broker.history(_STREAM, subject)]
-        for recorded in sorted(events, key=lambda r: r.seq):
+        events = await broker.read_all(_FOLLOWED, project=self.project)
+        for recorded in events:
             self.apply(recorded)
         await self._report_refused(broker)
         log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
-    async def follow(self, broker: Broker, changed: Callable[[Recorded], None]) -> None:
+    async def follow(self, broker: Broker, changed: Callable[[Recorded[Event]], None]) -> None:
         """For ever: take in each further event and say so to `changed`."""
-        async for recorded in tail(broker, _STREAM, self._subjects, lambda: self.next_seq, self._last):
+        followed = follow_events(broker, _FOLLOWED, lambda: self.next_seq, self._last, project=self.project)
+        async for recorded in followed:
             if self.apply(recorded):
                 changed(recorded)
             await self._report_refused(broker)
@@ -174,9 +166,9 @@ class Policies:
         while self._refused:
             recorded, why = self._refused.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
-            place = place_of(recorded)
+            place = recorded.place
             letter = DeadLettered(
-                project="", stream=_STREAM, stream_seq=place.seq, stream_at=place.at, original_subject=recorded.subject,
+                project="", stream=recorded.stream, stream_seq=place.seq, stream_at=place.at, original_subject=recorded.subject,
                 consumer="gateway", reason="unsigned", detail=why, payload=encode(recorded.event),
             )  # fmt: skip
             await broker.publish_raw(

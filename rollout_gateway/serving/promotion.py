@@ -13,7 +13,6 @@ import msgspec
 
 from pipeline.events import Event, PolicyPromoted
 from pipeline.log.broker import Broker
-from pipeline.log.place import place_of
 from pipeline.names import new_id, parse_version, version_name
 from rollout_gateway.http.errors import ApiError, unavailable, unknown_model
 from rollout_gateway.serving.policies import Policies
@@ -78,7 +77,9 @@ class Promotion:
         ack = await self._broker.publish(event)
         if not ack.duplicate:
             # At once here; the other replicas learn of it from the log.
-            self._policies.models[model].decide(event, place_of(await self._broker.get("POLICY", ack.seq)))
+            self._policies.models[model].decide(
+                event, (await self._broker.read_at(PolicyPromoted, ack.seq)).place
+            )
             self._fleet.changed()
         return {
             "model": model,

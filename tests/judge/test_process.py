@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pipeline.config import Config, JudgeConfig, NatsConfig, save
-from pipeline.events import GroupScored
+from pipeline.events import DeadLettered, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.helpers import completed, exchange
@@ -73,7 +73,7 @@ async def play(broker: Broker, groups: int, members: int = 4, reward: float | No
 
 
 async def scored(broker: Broker) -> list[GroupScored]:
-    history = await broker.history("GROUPS", "group.scored.>")
+    history = await broker.read(GroupScored)
     return [r.event for r in history if isinstance(r.event, GroupScored)]
 
 
@@ -104,8 +104,8 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
                 while await broker.lag("judge"):
                     await anyio.sleep(0.05)
         assert len(await scored(broker)) == len({g.group for g in found}) == 24
-        assert await broker.history("GROUPS", "group.discarded.>") == []
-        assert await broker.history("DEAD", "dead.>") == []
+        assert await broker.read(GroupDiscarded) == []
+        assert await broker.read(DeadLettered) == []
         assert server.most <= 4
     group = found[0]
     assert [m.trajectory for m in sorted(group.members, key=lambda m: m.reward)] == [
@@ -126,7 +126,7 @@ async def test_a_model_that_never_answers_leaves_a_recorded_group(
         await play(broker, 1)
         async with judge_process(config):
             with anyio.fail_after(120):
-                while not (gone := await broker.history("GROUPS", "group.discarded.>")):
+                while not (gone := await broker.read(GroupDiscarded)):
                     await anyio.sleep(0.05)
                 while await broker.lag("judge"):
                     await anyio.sleep(0.05)
@@ -155,7 +155,7 @@ async def test_dying_between_any_two_steps_scores_each_group_once(
         found = await scored(broker)
         assert len(found) == len({g.group for g in found}) == 6
         assert all(len(g.members) == 4 for g in found)
-        assert await broker.history("GROUPS", "group.discarded.>") == []
+        assert await broker.read(GroupDiscarded) == []
 
 
 async def test_the_log_s_server_dies_and_comes_back_while_groups_are_judged(

@@ -15,7 +15,6 @@ from pipeline.events import (
     CheckpointPublished,
     GroupScored,
     TrajectoryCompleted,
-    checkpoint_subject,
     unpack_seqs,
 )
 from pipeline.log.broker import Broker
@@ -55,13 +54,13 @@ async def experience(broker: Broker) -> None:
 
 
 async def checkpoints(broker: Broker, branch: str) -> list[CheckpointPublished]:
-    found = await broker.history("POLICY", checkpoint_subject("p", kit.MODEL, branch=branch))
+    found = await broker.read(CheckpointPublished, project="p", model=kit.MODEL, branch=branch)
     return [r.event for r in found if isinstance(r.event, CheckpointPublished)]
 
 
 async def scored(broker: Broker, branch: str) -> dict[int, GroupScored]:
     """Groups of a branch by their stream sequence."""
-    found = await broker.history("GROUPS", "group.scored.>")
+    found = await broker.read(GroupScored)
     return {r.seq: r.event for r in found if isinstance(r.event, GroupScored) and r.event.branch == branch}
 
 

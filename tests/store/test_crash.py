@@ -167,7 +167,7 @@ def stored(target: Target) -> Counter[tuple[str, int]]:
     for tag in schema.tables():
         for name in live(target, tag):
             seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
-            found.update((schema.stream_of(tag), s) for s in seqs)
+            found.update((streams.stream_of(tag), s) for s in seqs)
     return found
 
 

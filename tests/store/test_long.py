@@ -40,7 +40,7 @@ async def test_200_turns_and_128k_tokens_come_back_token_for_token(
                 )
             )
         assert (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages > TURNS / 4
-        history = [r.event for r in await broker.history("ROLLOUTS", "rollout.exchange.p.long")]
+        history = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="long")]
         assert [e.seq for e in history if isinstance(e, ExchangeRecorded)] == list(range(TURNS))
         async with running_store():
             await until_acked(broker)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import Event, GroupScored, TrajectoryCompleted, wire_name
+from pipeline.events import Event, ExchangeRecorded, GroupScored, TrajectoryCompleted, wire_name
 from pipeline.log.broker import Broker
 from store import diff, rebuild, replay, sql
 from store.columns import table
@@ -43,7 +43,9 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
                 second = await replay.replay(nats_config, connection, chosen, "again")
             await until_acked(broker)
         assert (first["groups"], second["groups"], second["already"], second["put_back"]) == (1, 0, 1, 0)
-        (replayed,) = await broker.history("GROUPS", "group.scored.p.m.g0.j.again")
+        (replayed,) = await broker.read(
+            GroupScored, project="p", model="m", group="g0", judge="j", branch="again"
+        )
         group = replayed.event
         assert isinstance(group, GroupScored)
         assert (group.branch, group.origin, group.offline, group.closed_by) == (
@@ -55,15 +57,16 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
         then = next(e for e in events if isinstance(e, GroupScored))
         ends = {
             r.event.trajectory: r.seq
-            for r in await broker.history("ROLLOUTS", "rollout.completed.>")
+            for r in await broker.read(TrajectoryCompleted)
             if isinstance(r.event, TrajectoryCompleted)
         }
         there = tuple(msgspec.structs.replace(m, completed_seq=ends[m.trajectory]) for m in then.members)
         assert (group.members, group.verdicts) == (there, then.verdicts)
-        exchanges = [r.event for r in await broker.history("ROLLOUTS", "rollout.exchange.p.t0")]
+        exchanges = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="t0")]
         assert exchanges == [e for e in events if wire_name(e) == "rollout.exchange"][:2]
         assert isinstance(
-            (await broker.history("ROLLOUTS", "rollout.completed.p.m.t0"))[0].event, TrajectoryCompleted
+            (await broker.read(TrajectoryCompleted, project="p", model="m", trajectory="t0"))[0].event,
+            TrajectoryCompleted,
         )
     # What was put back is nobody's news: the store holds it once.
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]

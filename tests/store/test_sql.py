@@ -10,6 +10,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline import streams
 from pipeline.events import CheckpointPublished, Event, GroupScored, Member, pack_seqs, schema, wire_name
 from store import columns, sql
 from store.catalog import FileName
@@ -25,14 +26,14 @@ def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
     counts: dict[str, int] = {}
     for event in events:
         tag = wire_name(event)
-        stream = schema.stream_of(tag)
+        stream = streams.stream_of(tag)
         counts[stream] = counts.get(stream, 0) + 1
         by_tag.setdefault(tag, []).append((counts[stream], event))
     for tag, rows in by_tag.items():
         seqs = [s for s, _ in rows]
         trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
         table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
-        target.write(tag, str(FileName(schema.stream_of(tag), seqs[0], seqs[-1], seqs[0])), [table], {})
+        target.write(tag, str(FileName(streams.stream_of(tag), seqs[0], seqs[-1], seqs[0])), [table], {})
     return target
 
 

@@ -126,7 +126,7 @@ async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
             with anyio.fail_after(10):
                 while len(stored(tmp_path / "store", "dead.letter")) < 2:
                     await anyio.sleep(0.02)
-        buried = {d.event.reason: d.event.payload for d in await broker.history("DEAD", "dead.>")}  # type: ignore[union-attr]
+        buried = {d.event.reason: d.event.payload for d in await broker.read(DeadLettered)}  # type: ignore[union-attr]
         there = (await broker.js.get_msg("ROLLOUTS", 2)).data
     assert buried == {"unstorable": there, "undecodable": b"\xc1"}
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 3]
@@ -143,7 +143,7 @@ async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
         await publish(broker, [exchange("t", 1)])
         async with running_store():
             await until_acked(broker)
-        (letter,) = await dead.letters(broker)
+        (letter,) = await broker.read(DeadLettered)
         assert isinstance(letter.event, DeadLettered)
         assert (letter.event.reason, letter.event.stream_seq, letter.event.deliveries) == (
             "max_deliver",
@@ -170,7 +170,7 @@ async def test_what_waits_in_a_living_store_is_not_delivered_again(
         info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
         assert info.delivered is not None
         assert info.delivered.consumer_seq == 3
-        assert await dead.letters(broker) == []
+        assert await broker.read(DeadLettered) == []
 
 
 def test_file_names_carry_their_sequences() -> None:

@@ -30,7 +30,7 @@ from pipeline.events import (
     pack_seqs,
 )
 from pipeline.log.broker import Broker
-from pipeline.log.place import Place
+from pipeline.log.messages import Place
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine
@@ -239,12 +239,12 @@ async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 100) -> 
 
 
 async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.history("POLICY", "policy.checkpoint.>")
+    history = await broker.read(CheckpointPublished)
     return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
 
 
 async def discards(broker: Broker) -> list[GroupDiscarded]:
-    history = await broker.history("GROUPS", "group.discarded.>")
+    history = await broker.read(GroupDiscarded)
     return [r.event for r in history if isinstance(r.event, GroupDiscarded)]
 
 
@@ -269,6 +269,6 @@ async def all_acked(broker: Broker) -> None:
 
 
 async def dead_letters(broker: Broker) -> AsyncIterator[DeadLettered]:
-    for recorded in await broker.history("DEAD", "dead.>"):
+    for recorded in await broker.read(DeadLettered):
         if isinstance(recorded.event, DeadLettered):
             yield recorded.event

@@ -299,7 +299,7 @@ async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
         (event,) = await steps_reach(broker, 1)
         await all_acked(broker)
         assert event.groups == ("good",)
-        (dead,) = await broker.history("DEAD", "dead.>")
+        (dead,) = await broker.read(DeadLettered)
         assert isinstance(dead.event, DeadLettered)
         assert (dead.event.reason, dead.event.consumer) == ("untrainable", "trainer")
 
@@ -312,7 +312,7 @@ async def test_a_batch_that_its_version_did_not_sample_is_no_step_and_an_alarm(
         await kit.publish_group(broker, "wrong", [0.0, 1.0], seed=1)
 
         async def buried() -> list[Any]:
-            return list(await broker.history("DEAD", "dead.>"))
+            return list(await broker.read(DeadLettered))
 
         (dead,) = await until(buried)
         assert isinstance(dead.event, DeadLettered)
@@ -377,7 +377,7 @@ async def test_tokens_of_another_model_bury_their_group_alone(
         (event,) = await steps_reach(broker, 1)
         await all_acked(broker)
         assert event.groups == ("good",)
-        (dead,) = await broker.history("DEAD", "dead.>")
+        (dead,) = await broker.read(DeadLettered)
         assert isinstance(dead.event, DeadLettered)
         assert "vocabulary" in dead.event.detail
 
@@ -404,4 +404,4 @@ async def test_a_batch_that_kills_the_trainer_again_and_again_is_buried(
         async with running(config):
             (event,) = await steps_reach(broker, 1)
         assert event.groups == ("good",)
-        assert len(await broker.history("DEAD", "dead.>")) == 1
+        assert len(await broker.read(DeadLettered)) == 1

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.config import TrainerConfig
 from pipeline.events import GroupScored, Member
 from pipeline.log.broker import Delivery
-from pipeline.log.place import Place
+from pipeline.log.messages import Place
 from trainer.batches.sequences import TokenSequence
 
 EQUAL = 1e-6

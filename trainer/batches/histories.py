@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 
 from pipeline.events import ExchangeRecorded, Member
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.log.place import Place
-from pipeline.names import subject_token
+from pipeline.log.messages import Place
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.sampling import Defaults
 from trainer.batches.sequences import build
@@ -64,14 +64,12 @@ class Histories:
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
         """The exchanges of a member. Raises `HistoryGoneError` where the log holds fewer than the member had."""
-        subject = f"rollout.exchange.{subject_token(project)}.{subject_token(member.trajectory)}"
+        read = partial(self._broker.read, ExchangeRecorded, project=project, trajectory=member.trajectory)
         async with self._limit:
-            history = await self._broker.history("ROLLOUTS", subject, at_least=member.exchanges)
-        exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
-        if _distinct(exchanges) < member.exchanges <= len(history):
+            exchanges = [r.event for r in await read(at_least=member.exchanges)]
+        if _distinct(exchanges) < member.exchanges <= len(exchanges):
             # Some exchange is there twice, so the count did not show that the answering replica lags: ask the leader.
-            history = await self._broker.history("ROLLOUTS", subject)
-            exchanges = [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
+            exchanges = [r.event for r in await read()]
         if (held := _distinct(exchanges)) < member.exchanges:
             raise HistoryGoneError(
                 f"the whole history of trajectory {member.trajectory} ({held} of {member.exchanges} exchanges are left)"

@@ -12,18 +12,17 @@ Checkpoints that do not continue the log belong to another log; they are not tou
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import TypeVar, TypeVarTuple
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
 
 from pipeline import crash, streams
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished, checkpoint_subject
-from pipeline.log import retry
+from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
+from pipeline.log.subjects import keys_of, stream_of
 from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import CheckpointError, Manifest
@@ -77,16 +76,13 @@ class Commits:
     async def republish_lost(self, learner: Learner) -> None:
         """Publish the committed steps again that a power cut of the log's machine took from the log, oldest first."""
         step = learner.state.step
-        branch = self.config.trainer.branch
-        subject = checkpoint_subject(self.config.project, learner.model.name, str(step), branch)
-        if (
-            not step
-            or await self.retry_while_unavailable(partial(self.broker.last, "POLICY", subject)) is not None
-        ):
+        keys: dict[str, Any] = {
+            "project": self.config.project, "model": learner.model.name, "branch": self.config.trainer.branch
+        }  # fmt: skip
+        if not step or await self.broker.read_last(CheckpointPublished, step=step, **keys) is not None:
             return
-        every = checkpoint_subject(self.config.project, learner.model.name, branch=branch)
-        held = await self.retry_while_unavailable(partial(self.broker.history, "POLICY", every))
-        events = [r.event for r in held if isinstance(r.event, CheckpointPublished) and self.trusted(r.event)]
+        held = await self.broker.read(CheckpointPublished, **keys)
+        events = [r.event for r in held if self.trusted(r.event)]
         last = max((e for e in events if e.step <= step), key=lambda e: e.step, default=None)
         log_id = await self._log_id()
         for manifest in await self.run_in_thread(self._steps_ahead, learner, last, log_id):
@@ -100,7 +96,7 @@ class Commits:
 
     async def _log_id(self) -> str:
         """The time at which POLICY was created identifies the log: it survives restarts and power cuts of the server."""
-        info = await self.broker.stream_info("POLICY")
+        info = await self.broker.stream_info(stream_of(CheckpointPublished))
         if info.created is None:
             raise TrainerError(
                 "the NATS server does not report when the stream POLICY was created: use version 2.11 or newer"
@@ -167,31 +163,23 @@ class Commits:
         Raises `TrainerError` where the log holds another step of that number."""
         event = manifest.event
         crash.point("trainer.after_checkpoint")
-        await self.retry_while_unavailable(
-            partial(self.broker.put_object, streams.ADAPTERS_BUCKET, event.adapter, archive)
-        )
+        await self.broker.put_object(streams.ADAPTERS_BUCKET, event.adapter, archive)
         crash.point("trainer.after_upload")
         if self._signer is not None:
             event = self._signer.sign(event)
         ack = await self.broker.publish(event, headers=manifest.trace)
         crash.point("trainer.after_publish")
         if ack.duplicate:
-            found = await self.broker.last("POLICY", event.subject())
+            found = await self.broker.read_last(CheckpointPublished, **keys_of(event))
             if found is None:  # a power cut took the event, and the server still knows its message id
                 new_id = f"{event.message_id()}/again/{ack.seq}"
                 ack = await self.broker.publish(event, headers=manifest.trace, message_id=new_id)
-                found = await self.broker.get("POLICY", ack.seq)
-            held = found.event
-            if not isinstance(held, CheckpointPublished) or held.adapter_sha256 != event.adapter_sha256:
+                found = await self.broker.read_at(CheckpointPublished, ack.seq)
+            if found.event.adapter_sha256 != event.adapter_sha256:
                 raise TrainerError(
                     f"the log already holds another {event.version}: does a second trainer run on project "
                     f"{event.project!r}? Stop it; this one resumes from the log when it starts again."
                 )
-
-    async def retry_while_unavailable(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of `call`, which is repeated while the log is unavailable, up to `nats.publish_deadline_s` (see
-        `pipeline.log.retry`)."""
-        return await retry.patiently(call, "the log did not answer", self.config.nats.publish_deadline_s)
 
     async def run_in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
         """The result of `call`, run in a thread so that heartbeats keep held groups alive. One call runs at a time."""

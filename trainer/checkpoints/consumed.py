@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeline.events import CheckpointPublished, unpack_seqs
-from pipeline.log.place import Place
+from pipeline.log.messages import Place
 
 
 class Trained(NamedTuple):

@@ -11,12 +11,10 @@ predecessor of each, what an open trajectory is pinned to, and what an inference
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import anyio
-import nats.js.errors
 
 from pipeline import streams
 from pipeline.config import Config
@@ -26,25 +24,21 @@ from pipeline.events import (
     PolicyPromoted,
     PolicyRetired,
     PolicyUnloaded,
+    TrajectoryCompleted,
     TrajectoryOpened,
-    checkpoint_subject,
 )
 from pipeline.log import objects
-from pipeline.log.broker import Broker, BrokerError
-from pipeline.log.history import Raw
-from pipeline.log.place import place_of
-from pipeline.names import subject_token
+from pipeline.log.broker import Broker, BrokerError, Recorded
 from pipeline.telemetry.logs import get_logger
 from trainer.learner import Learner
 
 log = get_logger("trainer.checkpoints.retention")
 
+_Version = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired | PolicyPromoted
+
 _SWEEP_EVERY_S = 3600.0
 _ORPHAN_AGE_S = 3600.0
 """An upload takes less."""
-_END = 2**63 - 1
-_NO_MESSAGE = "no message found"
-"""The server's word for it; its code (10057) stands for any failure."""
 
 
 def kept(versions: Iterable[str], newest: int, needed: Iterable[str], decided: Iterable[str]) -> set[str]:
@@ -85,7 +79,7 @@ class Retention:
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
         self._config, self._broker, self._learners = config, broker, learners
         self._settings = config.retention
-        self._project = subject_token(config.project)
+        self._project = config.project
         self._gone: set[str] = set()
         """Objects that are known not to be there."""
         self._reconnects = -1
@@ -96,8 +90,8 @@ class Retention:
         self._holdings: dict[str, Holdings] = {name: Holdings() for name in self._learners}
         self._pinned: dict[str, tuple[str, str]] = {}
         """By open trajectory: its model and the version that it is pinned to."""
-        self._read = {"POLICY": 1, "ROLLOUTS": 1}
-        """Next sequence to read."""
+        self._next_policy = self._next_rollout = 1
+        """Next sequence to read of each stream."""
 
     async def run(self) -> None:
         """For as long as the trainer runs. What the log does not answer is looked at again in the next round."""
@@ -125,7 +119,7 @@ class Retention:
 
     async def _model(self, name: str, learner: Learner) -> None:
         branch, now = self._config.trainer.branch, time.time()
-        mine = await self._checkpoints(checkpoint_subject(self._config.project, name, branch=branch))
+        mine = await self._checkpoints(model=name, branch=branch)
         mine.sort(key=lambda e: e.step)
         stay = await self.needed(name, learner, mine)
         retired = await self._retired(name)
@@ -151,30 +145,29 @@ class Retention:
         decided: set[str] = set()
         if self._config.trainer.branch == "main":  # only these are served under their names
             await self._read_on()
-            last = await self._broker.last("POLICY", f"policy.promoted.{self._project}.{subject_token(name)}")
-            if last is not None and isinstance(last.event, PolicyPromoted):
+            last = await self._broker.read_last(PolicyPromoted, project=self._project, model=name)
+            if last is not None:
                 decided = {last.event.version, last.event.other} - {""}
             needed |= self._holdings[name].versions()
             needed |= await self._pins(name)
         newest = max(self._settings.adapters, settings.max_staleness + 2)
         return kept([e.version for e in mine], newest, needed, decided)
 
-    async def _checkpoints(self, subject: str) -> list[CheckpointPublished]:
-        history = await self._broker.history("POLICY", subject)
-        return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+    async def _checkpoints(self, **keys: Any) -> list[CheckpointPublished]:
+        history = await self._broker.read(CheckpointPublished, project=self._project, **keys)
+        return [r.event for r in history]
 
     async def _retired(self, name: str) -> dict[str, int]:
         """When each version of this branch was retired, stream time in microseconds."""
         out: dict[str, int] = {}
-        subject = f"policy.retired.{self._project}.{subject_token(name)}"
-        for recorded in await self._broker.history("POLICY", subject):
+        for recorded in await self._broker.read(PolicyRetired, project=self._project, model=name):
             event = recorded.event
-            if not isinstance(event, PolicyRetired) or event.branch != self._config.trainer.branch:
+            if event.branch != self._config.trainer.branch:
                 continue
             if event.withdrawn:
                 out.pop(event.version, None)
             else:
-                out.setdefault(event.version, place_of(recorded).at)
+                out.setdefault(event.version, recorded.place.at)
         return out
 
     async def _say(self, event: CheckpointPublished, *, withdrawn: bool = False) -> None:
@@ -185,14 +178,14 @@ class Retention:
         log.info("retired", version=event.version, withdrawn=withdrawn)
 
     async def _there(self, adapter: str) -> bool:
-        if await objects.there(self._broker, streams.ADAPTERS_BUCKET, adapter):
+        if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, adapter):
             return True
         self._gone.add(adapter)
         return False
 
     async def _remove(self, event: CheckpointPublished) -> None:
         # Another branch may have trained the very same adapter under the same name: the object is one.
-        every = await self._checkpoints(f"policy.checkpoint.{self._project}.{subject_token(event.model)}.>")
+        every = await self._checkpoints(model=event.model)
         if any(e.adapter == event.adapter and e.branch != event.branch for e in every):
             self._gone.add(event.adapter)
             return
@@ -204,23 +197,20 @@ class Retention:
 
     async def _read_on(self) -> None:
         """Take in what the log says since the last look: loads, unloads, and trajectories that are pinned."""
-        for stream, subject in (
-            ("POLICY", f"policy.*.{self._project}.>"),
-            ("ROLLOUTS", f"rollout.opened.{self._project}.>"),
-        ):
-            async with aclosing(self._broker.messages(stream, self._read[stream], _END, subject)) as messages:
-                async for raw in messages:
-                    await self._note(stream, raw)
-                    self._read[stream] = raw.seq + 1
-
-    async def _note(self, stream: str, raw: Raw) -> None:
-        recorded = await self._broker.recorded(stream, raw)
-        event = recorded.event if recorded is not None else None
-        if isinstance(event, PolicyLoaded | PolicyUnloaded):
-            if event.model in self._holdings:
-                self._holdings[event.model].note(event)
-        elif isinstance(event, TrajectoryOpened) and event.pinned:
-            self._pinned[event.trajectory] = event.model, event.pinned
+        loads: Sequence[Recorded[PolicyLoaded | PolicyUnloaded]] = await self._broker.read_all(
+            (PolicyLoaded, PolicyUnloaded), start_seq=self._next_policy, project=self._project
+        )
+        for load in loads:
+            if load.event.model in self._holdings:
+                self._holdings[load.event.model].note(load.event)
+            self._next_policy = load.seq + 1
+        more = True
+        while more:
+            page = await self._broker.read_page(TrajectoryOpened, self._next_rollout, project=self._project)
+            for opened in page.events:
+                if opened.event.pinned:
+                    self._pinned[opened.event.trajectory] = opened.event.model, opened.event.pinned
+            self._next_rollout, more = page.last + 1, page.more
 
     async def _pins(self, name: str) -> set[str]:
         """Versions that open trajectories of a model are pinned to."""
@@ -228,12 +218,10 @@ class Retention:
         for trajectory, (model, version) in list(self._pinned.items()):
             if model != name:
                 continue
-            names = (self._config.project, model, trajectory)
-            subject = ".".join(("rollout.completed", *(subject_token(n) for n in names)))
-            opened = f"rollout.opened.{self._project}.{subject_token(trajectory)}"
-            if await self._broker.last("ROLLOUTS", subject) is not None:
+            keys: dict[str, Any] = {"project": self._project, "trajectory": trajectory}
+            if await self._broker.read_last(TrajectoryCompleted, **keys, model=model) is not None:
                 del self._pinned[trajectory]
-            elif await self._broker.last("ROLLOUTS", opened) is None:
+            elif await self._broker.read_last(TrajectoryOpened, **keys) is None:
                 del self._pinned[trajectory]  # older than the stream's retention
             else:
                 out.add(version)
@@ -253,33 +241,25 @@ class Retention:
         """Delete events of POLICY from before `before_us` (stream time, microseconds) that nothing needs; returns how many."""
         deleted = 0
         for name in self._learners:
-            token = subject_token(name)
-            events = await self._broker.history("POLICY", f"policy.*.{self._project}.{token}")
-            events += await self._broker.history("POLICY", f"policy.checkpoint.{self._project}.{token}.>")
+            events: Sequence[Recorded[_Version]] = await self._broker.read_all(
+                (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired, PolicyPromoted),
+                project=self._project,
+                model=name,
+            )
             last = max((r.seq for r in events if isinstance(r.event, PolicyPromoted)), default=0)
-            held = [r for r in events if isinstance(r.event, CheckpointPublished)]
-            there = {getattr(r.event, "version", "") for r in held if await self._needs(r.event)}
+            checkpoints = [r.event for r in events if isinstance(r.event, CheckpointPublished)]
+            there = {e.version for e in checkpoints if await self._needs(e)}
             for recorded in events:
                 event = recorded.event
-                if place_of(recorded).at >= before_us or recorded.seq == last:
+                if recorded.place.at >= before_us or recorded.seq == last:
                     continue
-                if getattr(event, "version", "") in there and not isinstance(event, PolicyPromoted):
+                if event.version in there and not isinstance(event, PolicyPromoted):
                     continue  # its checkpoint, and who loaded it
-                await self._broker.patiently(
-                    partial(self._delete, recorded.seq), f"message {recorded.seq} of POLICY was not deleted"
-                )
+                await self._broker.delete(recorded.stream, recorded.seq)
                 deleted += 1
         if deleted:
-            log.info("trimmed", stream="POLICY", events=deleted)
+            log.info("trimmed", events=deleted)
         return deleted
 
-    async def _delete(self, seq: int) -> None:
-        try:
-            await self._broker.js.delete_msg("POLICY", seq)
-        except nats.js.errors.APIError as error:
-            if error.description != _NO_MESSAGE:  # by the attempt before
-                raise
-
-    async def _needs(self, event: object) -> bool:
-        assert isinstance(event, CheckpointPublished)
+    async def _needs(self, event: CheckpointPublished) -> bool:
         return event.adapter not in self._gone and await self._there(event.adapter)

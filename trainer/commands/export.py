@@ -19,7 +19,7 @@ import msgspec
 
 from pipeline import streams
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished, checkpoint_subject
+from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
@@ -83,11 +83,13 @@ class Fetch:
 
     async def _get(self, step: int) -> bytes:
         config = self._config
-        subject = checkpoint_subject(config.project, self._model, str(step), config.trainer.branch)
         nats = msgspec.structs.replace(config.nats, url=self._url)
         async with Broker.connect(nats, name="export", provision=False) as broker:
-            history = await broker.history("POLICY", subject)
-            events = [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+            history = await broker.read(
+                CheckpointPublished,
+                project=config.project, model=self._model, step=step, branch=config.trainer.branch,
+            )  # fmt: skip
+            events = [r.event for r in history]
             if not events:
                 raise CheckpointError(f"the log has no {self._model}@{step} of project {config.project}")
             objections = [Trust(config.signing).objection(e) for e in events]

@@ -29,7 +29,7 @@ async def test_a_retry_is_one_event(nats_config: NatsConfig) -> None:
         first = await broker.publish(exchange())
         again = await broker.publish(exchange())
         assert (again.seq, again.duplicate) == (first.seq, True)
-        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1")) == 1
+        assert len(await broker.read(ExchangeRecorded, project="p", trajectory="t1")) == 1
 
 
 async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(nats_config: NatsConfig) -> None:
@@ -45,15 +45,15 @@ async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(nats_co
 async def test_history_pages_and_keeps_order(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.log.history._BATCH", 3)
+    monkeypatch.setattr("pipeline.log.stream_reader._BATCH", 3)
     async with Broker.connect(nats_config) as broker:
         for seq in range(10):
             await broker.publish(exchange(seq=seq))
             await broker.publish(exchange("other", seq=seq))
-        history = await broker.history("ROLLOUTS", "rollout.exchange.p.t1")
+        history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
         assert [r.event.seq for r in history if isinstance(r.event, ExchangeRecorded)] == list(range(10))
-        assert await broker.last("ROLLOUTS", "rollout.exchange.p.nothing") is None
-        assert await broker.history("ROLLOUTS", "rollout.exchange.p.nothing") == []
+        assert await broker.read_last(ExchangeRecorded, project="p", trajectory="nothing") is None
+        assert await broker.read(ExchangeRecorded, project="p", trajectory="nothing") == []
 
 
 async def test_what_exceeds_the_payload_limit_comes_back_whole(nats_config: NatsConfig) -> None:
@@ -78,7 +78,7 @@ async def test_an_undecodable_message_goes_to_the_dead_and_does_not_block(nats_c
                     got += await messages.batch(10)
             assert isinstance(got[0].event, ExchangeRecorded)
             await got[0].ack()
-        (dead,) = await broker.history("DEAD", "dead.>")
+        (dead,) = await broker.read(DeadLettered)
         assert isinstance(dead.event, DeadLettered)
         assert (dead.event.reason, dead.event.stream_seq, dead.event.payload) == (
             "undecodable",
@@ -108,14 +108,14 @@ async def test_publishing_survives_a_killed_server(nats_server: NatsServer, nats
         async with anyio.create_task_group() as tg:
             tg.start_soon(broker.publish, exchange(seq=1))
             await anyio.to_thread.run_sync(nats_server.start)
-        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1")) == 2
+        assert len(await broker.read(ExchangeRecorded, project="p", trajectory="t1")) == 2
 
 
 async def test_provisioning_twice_keeps_data(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.publish(exchange())
         await broker.provision()
-        assert len(await broker.history("ROLLOUTS", "rollout.>")) == 1
+        assert len(await broker.read_stream("ROLLOUTS")) == 1
 
 
 async def test_objects_come_back_and_missing_ones_say_so(nats_config: NatsConfig) -> None:

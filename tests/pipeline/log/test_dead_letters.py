@@ -15,13 +15,12 @@ from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
-from pipeline.log.place import place_of
 from tests.pipeline.log.test_broker import completed
 
 pytestmark = pytest.mark.anyio
 
 
-async def bury_one(broker: Broker, payload: bytes) -> None:
+async def make_dead_letter(broker: Broker, payload: bytes) -> None:
     """A letter that the judge gave up, as a fault that is gone now would leave it."""
     await broker.publish(
         DeadLettered(
@@ -33,10 +32,10 @@ async def bury_one(broker: Broker, payload: bytes) -> None:
 
 async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
-        await bury_one(broker, encode(completed()))
+        await make_dead_letter(broker, encode(completed()))
         (letter,) = await dead.find(broker, [1])
         await dead.retry(broker, letter)
-        assert await dead.letters(broker) == []
+        assert await broker.read(DeadLettered) == []
         async with broker.consume("judge") as judge, broker.consume("telemetry-rollouts") as other:
             (delivery,) = await judge.batch(10)
             assert isinstance(delivery.event, TrajectoryCompleted)
@@ -51,10 +50,10 @@ async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(nats_config
 
 async def test_a_retry_that_is_repeated_is_one_delivery(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
-        await bury_one(broker, encode(completed()))
-        (letter,) = await dead.letters(broker)
+        await make_dead_letter(broker, encode(completed()))
+        (letter,) = await broker.read(DeadLettered)
         # A death between publishing and taking off the list: the command is given again.
-        seq, at = place_of(letter)
+        seq, at = letter.place
         await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {}, message_id="other")
         await dead.retry(broker, letter)
         assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
@@ -70,7 +69,7 @@ async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config:
                 assert await judge.batch(10) == []
             await broker.js.delete_stream("ROLLOUTS")
             await broker.provision()
-        letters = [r.event for r in await dead.letters(broker) if isinstance(r.event, DeadLettered)]
+        letters = [r.event for r in await broker.read(DeadLettered)]
     assert [(x.stream_seq, x.payload) for x in letters] == [(1, b"\xc1before"), (1, b"\xc1after")]
     assert 0 < letters[0].stream_at < letters[1].stream_at
 
@@ -78,8 +77,8 @@ async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config:
 async def test_a_retry_under_a_lost_number_is_a_retry_of_its_own(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         for name in ("before", "after"):
-            await bury_one(broker, name.encode())
-            (letter,) = await dead.letters(broker)
+            await make_dead_letter(broker, name.encode())
+            (letter,) = await broker.read(DeadLettered)
             assert letter.seq == 1
             await dead.retry(broker, letter)
             await broker.js.delete_stream("DEAD")
@@ -91,20 +90,20 @@ async def test_a_retry_under_a_lost_number_is_a_retry_of_its_own(nats_config: Na
 async def test_what_fails_again_is_a_new_letter(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.js.publish("rollout.opened.p.x", b"the one that failed")
-        await bury_one(broker, b"\xc1")
-        await dead.retry(broker, (await dead.letters(broker))[0])
+        await make_dead_letter(broker, b"\xc1")
+        await dead.retry(broker, (await broker.read(DeadLettered))[0])
         async with broker.consume("judge") as judge:
             assert await judge.batch(10) == []
-        (letter,) = await dead.letters(broker)
+        (letter,) = await broker.read(DeadLettered)
         assert letter.seq == 2
         await dead.drop(broker, letter)
-        assert await dead.letters(broker) == []
+        assert await broker.read(DeadLettered) == []
 
 
 def test_the_command(nats_config: NatsConfig, capfd: pytest.CaptureFixture[str]) -> None:
     async def fill() -> None:
         async with Broker.connect(nats_config) as broker:
-            await bury_one(broker, b"\xc1 not an event")
+            await make_dead_letter(broker, b"\xc1 not an event")
 
     anyio.run(fill)
     where = ["--nats-url", nats_config.url]
@@ -158,7 +157,7 @@ async def test_what_fails_max_deliver_times_is_a_dead_letter(
             assert delivery.deliveries == 3
             await delivery.nak()
             assert await messages.batch(1, wait_s=2.0) == []
-        (letter,) = await dead.letters(broker)
+        (letter,) = await broker.read(DeadLettered)
         event = letter.event
         assert isinstance(event, DeadLettered)
         assert (event.reason, event.consumer, event.deliveries) == ("max_deliver", consumer, 4)
@@ -180,12 +179,12 @@ async def test_a_dead_letter_outlives_the_object_that_its_message_named(nats_con
         async with broker.consume("judge") as judge:
             (delivery,) = await judge.batch(1)
             assert delivery._msg is not None
-            await broker.bury(delivery._msg, judge.spec, "max_deliver", "why")
+            await broker.dead_letter(delivery._msg, judge.spec, "max_deliver", "why")
             judge.held.clear()
         await (await broker.js.object_store("CLAIMS_ROLLOUTS")).delete(
             hashlib.sha256(encode(large)).hexdigest()
         )
-        (letter,) = await dead.letters(broker)
+        (letter,) = await broker.read(DeadLettered)
         assert isinstance(letter.event, DeadLettered)
         assert letter.event.payload == encode(large)
         await dead.retry(broker, letter)

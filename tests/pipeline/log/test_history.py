@@ -37,11 +37,11 @@ async def test_a_replica_that_lags_hides_nothing(
             await broker.publish(exchange(seq=seq))
         data = bytes(range(256)) * 2000
         monkeypatch.setattr(broker, "_direct_get", Lagging(broker, held))
-        history = await broker.history("ROLLOUTS", "rollout.exchange.p.t1")
+        history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
         assert [r.event.seq for r in history if isinstance(r.event, ExchangeRecorded)] == list(range(10))
         assert [r.seq async for r in broker.messages("ROLLOUTS", 1, 10)] == list(range(1, 11))
-        assert (await broker.get("ROLLOUTS", 10)).seq == 10
-        last = await broker.last("ROLLOUTS", "rollout.exchange.p.>")
+        assert (await broker.read_at(ExchangeRecorded, 10)).seq == 10
+        last = await broker.read_last(ExchangeRecorded, project="p")
         assert last is not None
         assert last.seq == 10
         await broker.put_object("ADAPTERS", "m@1", data)
@@ -62,8 +62,8 @@ async def test_who_knows_how_many_there_are_spares_the_leaders_word(
             return await ask(stream, request)
 
         monkeypatch.setattr(broker, "leader_get", counted)
-        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1", at_least=5)) == 5
+        assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
         assert asked == []
         monkeypatch.setattr(broker, "_direct_get", Lagging(broker, 3))
-        assert len(await broker.history("ROLLOUTS", "rollout.exchange.p.t1", at_least=5)) == 5
+        assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
         assert asked

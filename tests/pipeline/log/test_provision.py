@@ -11,6 +11,7 @@ import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.pipeline.log.test_broker import completed, exchange
 
@@ -48,7 +49,7 @@ async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
         assert (consumer.config.ack_wait, consumer.config.max_ack_pending) == (33.0, 77)
         # What was acknowledged before stays acknowledged.
         assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
-        assert len(await broker.history("ROLLOUTS", "rollout.exchange.>")) == 50
+        assert len(await broker.read(ExchangeRecorded)) == 50
 
 
 async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
@@ -73,7 +74,7 @@ async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
                     break
                 assert claim is not None
                 # As long as the message is there, so is what it names.
-                assert await broker.read(claim) == large
+                assert await broker.decode(claim) == large
                 await anyio.sleep(0.05)
             while (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)

@@ -19,6 +19,7 @@ from pipeline.events import (
     DeadLettered,
     Event,
     ExchangeRecorded,
+    GroupScored,
     PolicyLoaded,
     TrajectoryOpened,
     decode,
@@ -54,27 +55,27 @@ async def throw(broker: Broker, subject: str, payload: bytes = GARBAGE) -> int:
 
 
 async def buried(broker: Broker) -> list[DeadLettered]:
-    return [r.event for r in await dead.letters(broker) if isinstance(r.event, DeadLettered)]
+    return [r.event for r in await broker.read(DeadLettered)]
 
 
-async def test_reads_pass_it_by_and_bury_it_once(nats_config: NatsConfig) -> None:
+async def test_reads_skip_it_and_make_one_dead_letter_of_it(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.publish(exchange(seq=0))
         seq = await throw(broker, "rollout.exchange.p.t1")
-        before = await broker.last("ROLLOUTS", "rollout.exchange.p.t1")
+        before = await broker.read_last(ExchangeRecorded, project="p", trajectory="t1")
         assert before is not None
         assert before.seq == 1  # the newest that is an event
-        assert await broker.last("ROLLOUTS", "rollout.exchange.p.none") is None
+        assert await broker.read_last(ExchangeRecorded, project="p", trajectory="none") is None
         await throw(broker, "rollout.exchange.p.none")
-        assert await broker.last("ROLLOUTS", "rollout.exchange.p.none") is None
+        assert await broker.read_last(ExchangeRecorded, project="p", trajectory="none") is None
         with pytest.raises(UndecodableError, match=f"message {seq} of ROLLOUTS"):
-            await broker.get("ROLLOUTS", seq)
-        found, last = await broker.history_to("ROLLOUTS", "rollout.exchange.p.t1")
+            await broker.read_at(ExchangeRecorded, seq)
+        found, last, _ = await broker.read_page(ExchangeRecorded, project="p", trajectory="t1")
         assert ([r.seq for r in found], last) == ([1], seq)
     # Another service, and the same one after a restart, find it again: one letter.
     for _ in range(2):
         async with Broker.connect(nats_config) as broker:
-            assert len(await broker.history("ROLLOUTS", "rollout.>")) == 1
+            assert len(await broker.read_stream("ROLLOUTS")) == 1
     async with Broker.connect(nats_config) as broker:
         letters = await buried(broker)
         assert [(x.stream, x.stream_seq, x.consumer, x.reason, x.payload) for x in letters] == [
@@ -108,7 +109,7 @@ async def test_hundreds_are_buried_many_at_a_time(nats_config: NatsConfig) -> No
             plain.__class__ = Counting
             broker = cast(Counting, plain)
             broker.now = broker.most = 0
-            assert await broker.history("POLICY", "policy.>") == []
+            assert await broker.read_stream("POLICY") == []
             assert 8 < broker.most <= 64
             assert [x.stream_seq for x in sorted(await buried(broker), key=lambda x: x.stream_seq)] == list(
                 range(1, 301)
@@ -155,14 +156,14 @@ def test_what_readers_take_is_an_event() -> None:
 async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await throw(broker, "policy.checkpoint.p.m.1")
-        await broker.history("POLICY", "policy.>")
-        (letter,) = await dead.letters(broker)
+        await broker.read_stream("POLICY")
+        (letter,) = await broker.read(DeadLettered)
         await dead.retry(broker, letter)
-        assert await dead.letters(broker) == []
+        assert await broker.read(DeadLettered) == []
         assert (await broker.stream_info("POLICY")).state.messages == 1
     async with Broker.connect(nats_config) as broker:
-        await broker.history("POLICY", "policy.>")  # still there, and still unreadable
-        assert len(await dead.letters(broker)) == 1
+        await broker.read_stream("POLICY")  # still there, and still unreadable
+        assert len(await broker.read(DeadLettered)) == 1
 
 
 async def test_garbage_on_a_subject_that_holds_one_event_does_not_keep_the_event_out(
@@ -232,7 +233,7 @@ async def test_a_run_goes_on_behind_it(nats_config: NatsConfig) -> None:
         await call(other)
         ended = await other.complete("t1", Completion(reward=1.0))
         assert ended.exchanges == 3
-        history = await broker.history("ROLLOUTS", "rollout.exchange.p.t1")
+        history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
         assert [r.event.seq for r in history if isinstance(r.event, ExchangeRecorded)] == [0, 1, 2]
 
 
@@ -246,7 +247,7 @@ async def test_a_judge_looks_up_its_groups(nats_config: NatsConfig) -> None:
             for name, reward in (("a", 0.0), ("b", 1.0)):
                 await broker.publish(msgspec.structs.replace(completed(name), reward=reward))
             with anyio.fail_after(20):
-                while not (scored := await broker.history("GROUPS", "group.scored.>")):
+                while not (scored := await broker.read(GroupScored)):
                     await anyio.sleep(0.02)
             tg.cancel_scope.cancel()
         assert len(scored) == 1
@@ -263,7 +264,7 @@ async def test_traces_and_status(nats_config: NatsConfig) -> None:
             project="p", model="m", step=1, version="m@1", replica="r", gateway="g", adapter_sha256="0"
         )
         ack = await broker.publish(loaded)
-        assert await SpanMaker(broker, content=False).make(await broker.get("POLICY", ack.seq)) == []
+        assert await SpanMaker(broker, content=False).make(await broker.read_at(PolicyLoaded, ack.seq)) == []
         status = await cli._log_status(nats_config)
         assert status["policies"] == {"m": "m@1"}
         assert len(await buried(broker)) == 1

@@ -151,7 +151,7 @@ async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(small_
                 subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
                 await changes.until(lambda: server.restarts == 1 and server.state == "ready")
                 await broker.publish(opened("taken"))
-                assert len(await broker.history("ROLLOUTS", "rollout.opened.>")) > 10
+                assert len(await broker.read(TrajectoryOpened)) > 10
             while supervisor.alarms:
                 await anyio.sleep(0.05)
             state = msgspec.json.decode((small_disk / "state.json").read_bytes())

@@ -16,6 +16,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import (
     CheckpointPublished,
+    DeadLettered,
     GroupDiscarded,
     PolicyLoaded,
     PolicyPromoted,
@@ -25,7 +26,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
 from pipeline.log.deliveries import acknowledge
-from pipeline.log.follow import tail, tail_raw
+from pipeline.log.follow import follow_events, follow_messages
 from pipeline.log.pull import pulling
 from pipeline.security import users
 
@@ -177,17 +178,15 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             await gateway.publish(completed("t"))
             assert (await gateway.publish(completed("t"))).duplicate
             with anyio.fail_after(10):
-                async for raw in tail_raw(gateway, "ROLLOUTS", ["rollout.completed.p.>"], lambda: 1):
+                async for raw in follow_messages(gateway, [TrajectoryCompleted], lambda: 1, project="p"):
                     assert raw.subject == completed("t").subject()
                     break
-            assert [r.event.trajectory for r in await gateway.history("ROLLOUTS", "rollout.opened.>")] == [
-                "big"
-            ]  # type: ignore[union-attr]
+            assert [r.event.trajectory for r in await gateway.read(TrajectoryOpened)] == ["big"]
             await gateway.publish(PolicyPromoted(project="p", model="m", version="m@0", request="r"))
             loaded = PolicyLoaded(project="p", model="m", step=0, version="m@0", replica="r")
             await gateway.publish(loaded)
             with anyio.fail_after(10):
-                async for followed in tail(gateway, "POLICY", ["policy.>"], lambda: 1):
+                async for followed in follow_events(gateway, [PolicyLoaded], lambda: 1):
                     if followed.event == loaded:
                         break
         async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
@@ -213,12 +212,12 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
                 async with pulling(store.client, streams.consumer(name)) as puller:
                     taken = await puller.take(100, 5 if name != "store-dead" else 0.2)
                     for message in taken:
-                        await store.read(message.data)
+                        await store.decode(message.data)
                     await acknowledge(store.client, [m.reply for m in taken])
             message = (await store.js.get_msg("GROUPS", 1)).data
             assert message
         async with Broker.connect(guarded, name="telemetry") as telemetry:
-            assert await telemetry.last("POLICY", "policy.checkpoint.>") is not None
+            assert await telemetry.read_last(CheckpointPublished) is not None
             for name in users.user("telemetry").consumes:
                 async with telemetry.consume(name) as seen:
                     assert await seen.batch(10, wait_s=5)
@@ -226,7 +225,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
 
 
 async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:
-    from pipeline.log.dead_letters import drop, letters, retry
+    from pipeline.log.dead_letters import drop, retry
 
     async with Broker.connect(
         msgspec.structs.replace(guarded, provision=True), name="supervisor"
@@ -235,10 +234,10 @@ async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guard
             await gateway.js.publish("rollout.completed.p.m.bad", b"\xc1garbage")
         async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
             assert await messages.batch(10, wait_s=5) == []
-        (letter,) = await letters(operator)
+        (letter,) = await operator.read(DeadLettered)
         await retry(operator, letter)
         async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
             assert await messages.batch(10, wait_s=5) == []
-        (letter,) = await letters(operator)
+        (letter,) = await operator.read(DeadLettered)
         await drop(operator, letter)
-        assert await letters(operator) == []
+        assert await operator.read(DeadLettered) == []

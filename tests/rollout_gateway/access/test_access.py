@@ -245,8 +245,8 @@ async def test_a_decision_is_by_the_key_that_made_it(
     )
     Caller(gateway, "alice").open(id="mine")
     async with Broker.connect(nats_config) as broker:
-        decided = await broker.last("POLICY", "policy.promoted.>")
-        opened = await broker.last("ROLLOUTS", "rollout.opened.>")
+        decided = await broker.read_last(PolicyPromoted)
+        opened = await broker.read_last(TrajectoryOpened)
     assert decided is not None
     assert isinstance(decided.event, PolicyPromoted)
     assert decided.event.by == "boss"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def recorded(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
-    history = await broker.history("ROLLOUTS", f"rollout.exchange.{PROJECT}.{trajectory}")
+    history = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=trajectory)
     return [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
 
 

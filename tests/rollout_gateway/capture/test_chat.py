@@ -28,7 +28,7 @@ ADDED = ("prompt_token_ids", "token_ids", "prompt_text")
 
 
 async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
-    recorded = await broker.history("ROLLOUTS", f"rollout.exchange.{PROJECT}.{trajectory}")
+    recorded = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=trajectory)
     return [r.event for r in recorded if isinstance(r.event, ExchangeRecorded)]
 
 
@@ -63,7 +63,7 @@ async def test_a_run_is_on_the_log_exactly_as_it_was(
         )  # fmt: skip
         assert json.loads(event.request)["messages"] == ASK["messages"]
         assert json.loads(event.response) == json.loads(reply.model_dump_json(exclude_unset=True))
-        (completed,) = await broker.history("ROLLOUTS", "rollout.completed.>")
+        (completed,) = await broker.read(TrajectoryCompleted)
         assert isinstance(completed.event, TrajectoryCompleted)
         assert (completed.event.reward, completed.event.exchanges, completed.event.group) == (0.5, 1, "g1")
         assert completed.headers["traceparent"].startswith("00-")
@@ -178,7 +178,7 @@ async def test_a_killed_gateway_goes_on_where_it_was(
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "trajectory_completed")
     async with Broker.connect(nats_config) as broker:
         assert [e.seq for e in await exchanges(broker, "long")] == [0, 1]
-        assert len(await broker.history("ROLLOUTS", "rollout.completed.>")) == 1
+        assert len(await broker.read(TrajectoryCompleted)) == 1
 
 
 async def test_a_killed_log_is_a_delay_and_not_a_failure(

@@ -51,7 +51,7 @@ async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> No
     assert "agent-key" not in gateway.log.replace('"agent-key"', "")
     assert opened["api_key"] not in gateway.log
     async with Broker.connect(nats_config) as broker:
-        recorded = [r.event for r in await broker.history("ROLLOUTS", "rollout.>")]
+        recorded = [r.event for r in await broker.read_stream("ROLLOUTS")]
         assert not any(opened["api_key"].encode() in repr(event).encode() for event in recorded)
 
 
@@ -107,7 +107,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
             tg.start_soon(play, client, tasks[number % 2], number % 3 == 0)
     async with Broker.connect(nats_config) as broker:
         with anyio.fail_after(120):
-            while len(done := await broker.history("ROLLOUTS", "rollout.completed.>")) < 6:
+            while len(done := await broker.read(TrajectoryCompleted)) < 6:
                 await anyio.sleep(0.1)  # until the runs have been silent for long enough
         events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
         assert [e.exchanges for e in events] == [turns] * 6
@@ -136,7 +136,7 @@ async def test_inferred_runs_outlive_the_gateway(
     client.chat.completions.create(**{**ASK, "messages": second})
     async with Broker.connect(nats_config) as broker:
         with anyio.fail_after(30):
-            while len(done := await broker.history("ROLLOUTS", "rollout.completed.>")) < 2:
+            while len(done := await broker.read(TrajectoryCompleted)) < 2:
                 await anyio.sleep(0.1)  # until both have been silent for long enough
         events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
         assert [e.exchanges for e in events] == [2, 1]  # the abandoned one is given longer
@@ -178,7 +178,7 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
                 await anyio.sleep(0.1)  # as an agent that was told to wait
     let_in = time.monotonic()
     async with Broker.connect(nats_config) as broker:
-        found = await broker.last("ROLLOUTS", "rollout.opened.>")
+        found = await broker.read_last(TrajectoryOpened)
     assert found is not None
     assert isinstance(found.event, TrajectoryOpened)
     assert found.event.trajectory == again.json()["id"]

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from nats.aio.msg import Msg
 
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import Broker
+from pipeline.log.messages import StoredMessage
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Completion, Registry
 
@@ -27,9 +27,9 @@ class Watched(Broker):
 
     gets: list[int]
 
-    async def direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
-        page, more = await super().direct_get(stream, request)
-        self.gets.append(sum(len(message.data) for message in page))
+    async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
+        page, more = await super()._direct_get(stream, request)
+        self.gets.append(sum(len(message.payload) for message in page))
         return page, more
 
 

@@ -101,7 +101,7 @@ def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeR
 
 
 async def on_the_log(broker: Broker, name: str = "t") -> list[tuple[int, int, str]]:
-    events = [r.event for r in await broker.history("ROLLOUTS", f"rollout.exchange.test.{name}")]
+    events = [r.event for r in await broker.read(ExchangeRecorded, project="test", trajectory=name)]
     return [(e.seq, e.choice, e.replica) for e in events if isinstance(e, ExchangeRecorded)]
 
 

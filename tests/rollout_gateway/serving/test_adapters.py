@@ -39,7 +39,7 @@ def held(server: VllmServer) -> set[str]:
 
 
 async def loads(broker: Broker) -> list[PolicyLoaded]:
-    recorded = await broker.history("POLICY", "policy.loaded.>")
+    recorded = await broker.read(PolicyLoaded)
     return [r.event for r in recorded if isinstance(r.event, PolicyLoaded)]
 
 

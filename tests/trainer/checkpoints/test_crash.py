@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import config as configuration
 from pipeline.config import Config, NatsConfig
-from pipeline.events import CheckpointPublished
+from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -66,7 +66,7 @@ async def fill(broker: Broker, groups: int) -> None:
 
 
 async def published(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.history("POLICY", "policy.checkpoint.>")
+    history = await broker.read(CheckpointPublished)
     return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
 
 
@@ -93,7 +93,7 @@ async def _check(
     events = await published(broker)
     assert [e.step for e in events] == list(range(1, steps + 1))
     assert [e.groups for e in events] == groups
-    discarded = await broker.history("GROUPS", "group.discarded.>")
+    discarded = await broker.read(GroupDiscarded)
     assert len({r.event.group for r in discarded}) == len(discarded)  # type: ignore[union-attr]
     mine = final_weights(config, steps)
     assert mine.keys() == weights.keys()

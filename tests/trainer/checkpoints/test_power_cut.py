@@ -9,9 +9,8 @@ import anyio.to_thread
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import CheckpointPublished, unpack_seqs
+from pipeline.events import CheckpointPublished, GroupScored, unpack_seqs
 from pipeline.log.broker import Broker
-from pipeline.log.place import place_of
 from tests.conftest import NatsServer
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
@@ -101,7 +100,7 @@ async def test_the_disk_gives_back_what_the_log_lost(
         assert len(set(seqs)) < len(seqs)  # else the test proves nothing: a number stands for two groups
         places = {(s, int(unpack_seqs(e.group_times)[0])) for s, e in zip(seqs, events, strict=True)}
         assert len(places) == 8
-        scored = {place_of(r) for r in await broker.history("GROUPS", "group.scored.>")}
+        scored = {r.place for r in await broker.read(GroupScored)}
         assert {tuple(p) for p in scored} & places
 
 

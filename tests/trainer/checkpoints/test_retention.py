@@ -22,7 +22,7 @@ from pipeline.events import (
 )
 from pipeline.log import objects
 from pipeline.log.broker import Broker
-from pipeline.log.history import Recorded
+from pipeline.log.messages import Recorded
 from pipeline.security import users
 from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
@@ -52,7 +52,7 @@ async def publish(broker: Broker, step: int, branch: str = "main") -> Checkpoint
 
 
 async def present(broker: Broker, branch: str = "main") -> set[str]:
-    return {V[i] for i in range(1, 13) if await objects.there(broker, "ADAPTERS", f"p/tiny@{i}/{branch}")}
+    return {V[i] for i in range(1, 13) if await objects.exists(broker, "ADAPTERS", f"p/tiny@{i}/{branch}")}
 
 
 def loaded(version: str, replica: str = "r", incarnation: str = "1") -> PolicyLoaded:
@@ -88,9 +88,7 @@ async def test_what_serves_or_may_have_to_serve_stays(
         retention = Retention(config, broker, learners)
         await retention.look()
         retired = {
-            r.event.version
-            for r in await broker.history("POLICY", "policy.retired.>")
-            if isinstance(r.event, PolicyRetired)
+            r.event.version for r in await broker.read(PolicyRetired) if isinstance(r.event, PolicyRetired)
         }
         assert retired == {V[1], V[8]}
         assert await present(broker) == set(V[1:])  # told first, removed later
@@ -130,7 +128,7 @@ async def test_a_retired_version_that_is_needed_after_all_stays(
         assert await present(broker) == set(V[1:6])  # the time of grace runs
         await broker.publish(loaded(V[1]))
         await retention.look()
-        history = await broker.history("POLICY", "policy.>")
+        history = await broker.read_stream("POLICY")
         policies = Policies("p", ["tiny"])
         for recorded in history:
             policies.apply(recorded)
@@ -158,7 +156,7 @@ async def test_events_that_nothing_needs_go_with_age(
             await retention.look()
 
         async def left() -> list[Recorded]:
-            return await broker.history("POLICY", "policy.>")
+            return await broker.read_stream("POLICY")
 
         before = len(await left())
         assert await retention.trim(0) == 0
@@ -169,7 +167,7 @@ async def test_events_that_nothing_needs_go_with_age(
         assert {e.version for e in events if isinstance(e, PolicyLoaded)} == {V[3], V[4]}
         assert [e.request for e in events if isinstance(e, PolicyPromoted)] == ["2"]
         assert not [e for e in events if isinstance(e, PolicyRetired)]
-        await retention._delete(1)  # an attempt whose answer was lost is repeated
+        await broker.delete("POLICY", 1)  # an attempt whose answer was lost is repeated
 
 
 async def test_what_an_interrupted_upload_left_is_swept(nats_config: NatsConfig) -> None:
@@ -197,9 +195,9 @@ async def test_the_trainer_removes_as_it_trains(
             events = await steps_reach(broker, i + 1)
         await all_acked(broker)
         with anyio.fail_after(30):
-            while await objects.there(broker, "ADAPTERS", events[1].adapter):
+            while await objects.exists(broker, "ADAPTERS", events[1].adapter):
                 await anyio.sleep(0.05)
-        assert [await objects.there(broker, "ADAPTERS", e.adapter) for e in events] == [
+        assert [await objects.exists(broker, "ADAPTERS", e.adapter) for e in events] == [
             False,
             False,
             True,

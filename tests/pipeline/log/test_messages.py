@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
-from pipeline.log.place import Place, holds, place_of, told
+from pipeline.log.messages import Place, parse_ack_subject
 from tests.conftest import NatsServer
 from tests.trainer.checkpoints.test_power_cut import Power
 
@@ -26,18 +26,18 @@ async def test_a_delivery_and_a_read_agree(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker, broker.consume("judge") as messages:
         await broker.publish(completed("t"))
         (delivery,) = await messages.batch(1)
-        place = place_of(await broker.get("ROLLOUTS", delivery.seq))
-        assert place_of(delivery) == place
+        place = (await broker.read_at(TrajectoryCompleted, delivery.seq)).place
+        assert delivery.place == place
         assert place.at > 0
-        assert await holds(broker, "ROLLOUTS", place)
-        assert not await holds(broker, "ROLLOUTS", Place(place.seq, place.at + 1))
-        assert await holds(broker, "ROLLOUTS", Place(place.seq, 0))
+        assert await broker.holds("ROLLOUTS", place)
+        assert not await broker.holds("ROLLOUTS", Place(place.seq, place.at + 1))
+        assert await broker.holds("ROLLOUTS", Place(place.seq, 0))
 
 
 def test_a_reply_subject_of_a_larger_system_is_read_alike() -> None:
     here = "$JS.ACK.S.c.3.17.5.1700000000123456789.0"
     there = "$JS.ACK.hub.ACCOUNT.S.c.3.17.5.1700000000123456789.0.random"
-    assert told(here) == told(there) == (3, Place(17, 1700000000123456))
+    assert parse_ack_subject(here) == parse_ack_subject(there) == (3, Place(17, 1700000000123456))
 
 
 async def test_an_acknowledgement_does_not_swallow_what_came_under_its_number(

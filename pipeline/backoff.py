@@ -1,0 +1,29 @@
+"""Pauses between the attempts at something that fails for a while."""
+
+from __future__ import annotations
+
+import random
+
+import anyio
+
+
+class Backoff:
+    """Pauses that double up to a limit, each with a random part so that many callers do not ask at the same moment."""
+
+    def __init__(self, first_s: float = 0.01, longest_s: float = 0.5) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self._next_s = first_s
+
+    def next_s(self) -> float:
+        """Return the length of the next pause in seconds: half to all of the present limit, which then doubles."""
+        seconds = self._next_s * random.uniform(0.5, 1.0)
+        self._next_s = min(2 * self._next_s, self._longest_s)
+        return seconds
+
+    async def wait(self) -> None:
+        """Sleep for the next pause."""
+        await anyio.sleep(self.next_s())
+
+    def reset(self) -> None:
+        """Begin with the shortest pause again, after a success."""
+        self._next_s = self._first_s

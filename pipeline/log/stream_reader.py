@@ -1,0 +1,260 @@
+"""Reading messages where they lie, undecoded and without a consumer: one message, the messages of a subject, what a stream holds.
+
+A replicated stream has one leader, and only its answer is sure to hold everything that was acknowledged: the other replicas lag by
+milliseconds, and for longer after a restart. So a decision rests on the leader's answer (`STREAM.MSG.GET`). Many messages come by
+the server's batched direct get (NATS ADR-31), which any replica answers; the leader is then asked whether there are more.
+
+Every request is repeated while the log is unavailable, for `nats.publish_deadline_s`. Errors: `BrokerError` and its subclasses.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import api
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.errors import BrokerError, BrokerUnavailableError, StreamMissingError
+from pipeline.log.messages import Place, StoredMessage
+from pipeline.log.retry import retry_while_unavailable
+
+T = TypeVar("T")
+
+LAST_SEQ = 2**63 - 1
+"""No sequence is higher."""
+_BATCH = 1000
+_PAGE_BYTES = 8 * 1024 * 1024
+_NO_MESSAGE = 10037
+_NO_STREAM = 10059
+
+
+class _Stored(msgspec.Struct):
+    """The leader's answer; `data` and `hdrs` are base64."""
+
+    subject: str
+    seq: int
+    time: str
+    data: str = ""
+    hdrs: str = ""
+
+
+class _Answer(msgspec.Struct):
+    message: _Stored | None = None
+    error: dict[str, Any] | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class StreamReader:
+    """Reads over one connection."""
+
+    def __init__(self, client: Client, config: NatsConfig) -> None:
+        self.client = client
+        self.config = config
+        self.js = client.jetstream(timeout=config.ack_timeout_s)
+
+    async def retry(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+        """`retry_while_unavailable`, for `nats.publish_deadline_s`."""
+        return await retry_while_unavailable(call, what, self.config.publish_deadline_s)
+
+    # -- one message ---------------------------------------------------------------------------------------------
+
+    async def leader_get(self, stream: str, request: dict[str, Any]) -> StoredMessage | None:
+        """Return one message from the stream's leader: by `seq`, by `last_by_subj`, or the first from `seq` on of
+        `next_by_subj`. None if the stream holds no such message."""
+        try:
+            data = await self._request(f"STREAM.MSG.GET.{stream}", request, f"a read of {stream}")
+        except nats.js.errors.APIError as error:
+            if error.err_code == _NO_MESSAGE:
+                return None
+            if error.err_code == _NO_STREAM:
+                raise StreamMissingError(stream) from error
+            raise BrokerError(f"a read of {stream} failed: {error.description}") from error
+        found = _decode_answer(data).message
+        if found is None:
+            raise BrokerError(f"a read of {stream} was answered without a message")
+        headers = _parse_headers(base64.b64decode(found.hdrs)) | server_headers(
+            found.seq, found.subject, found.time
+        )
+        return StoredMessage(found.seq, found.subject, headers, base64.b64decode(found.data))
+
+    async def direct_get(self, stream: str, seq: int) -> StoredMessage | None:
+        """Return the message at `seq` from any replica, and from the leader if that replica does not hold it."""
+        page, _ = await self._direct_get(stream, {"seq": seq})
+        return page[0] if page else await self.leader_get(stream, {"seq": seq})
+
+    async def holds(self, stream: str, place: Place) -> bool:
+        """Return whether the message at `place` is in the stream, by its leader. False if retention removed it, too."""
+        found = await self.leader_get(stream, {"seq": place.seq})
+        return found is not None and place.matches(found.place)
+
+    async def delete(self, stream: str, seq: int) -> None:
+        """Delete one message; one that is not there is deleted already."""
+
+        async def once() -> None:
+            try:
+                await self.js.delete_msg(stream, seq)
+            except nats.js.errors.APIError as error:
+                if error.description != "no message found":  # its code, 10057, stands for any failure
+                    raise
+
+        await self.retry(once, f"message {seq} of {stream} was not deleted")
+
+    # -- many messages -------------------------------------------------------------------------------------------
+
+    async def messages(
+        self, stream: str, first: int = 1, last: int = LAST_SEQ, subject: str = ">", *, batch: int = 0
+    ) -> AsyncGenerator[StoredMessage, None]:
+        """Yield what the stream still holds on `subject` (wildcards allowed) from sequence `first` to `last`, in pages of `batch`."""
+        batch = batch or _BATCH
+        while first <= last:
+            page, _ = await self.message_page(stream, subject, first, min(batch, last - first + 1))
+            page = page or await self.next_of_leader(stream, subject, first)
+            for message in page:
+                if message.seq > last:
+                    return
+                if not message.subject.startswith(streams.ALIVE):  # a probe is no event
+                    yield message
+            if not page:
+                return
+            first = page[-1].seq + 1
+
+    async def message_page(
+        self, stream: str, subject: str, first: int, batch: int = 0
+    ) -> tuple[list[StoredMessage], bool]:
+        """Return messages on `subject` from sequence `first` on, as one replica holds them, and whether it holds more."""
+        request = {"seq": first, "next_by_subj": subject, "batch": batch or _BATCH, "max_bytes": _PAGE_BYTES}
+        page, more = await self._direct_get(stream, request)
+        return page, more and bool(page)
+
+    async def next_of_leader(self, stream: str, subject: str, first: int) -> list[StoredMessage]:
+        """Return the first message that the leader holds on `subject` from sequence `first` on, as a list of at most one."""
+        found = await self.leader_get(stream, {"seq": first, "next_by_subj": subject})
+        return [] if found is None else [found]
+
+    async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
+        """Send the server's direct get, batched if `request` says so; return messages and whether there are more.
+
+        Any replica answers, also one that lags. The list is empty if none answers at all: ask the leader then."""
+        return await self.retry(
+            lambda: self._direct_get_once(stream, request), f"a read of {stream} was not answered"
+        )
+
+    async def _direct_get_once(
+        self, stream: str, request: dict[str, Any]
+    ) -> tuple[list[StoredMessage], bool]:
+        inbox = self.client.new_inbox()
+        sub = await self.client.subscribe(inbox)
+        batched = "batch" in request
+        out: list[StoredMessage] = []
+        try:
+            await self.client.publish(
+                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox
+            )
+            while True:
+                message: Msg = await sub.next_msg(timeout=self.config.ack_timeout_s)
+                headers = dict(message.headers or {})
+                status = headers.get("Status")
+                if status == "204":
+                    return out, int(headers.get("Nats-Num-Pending", "0")) > 0
+                if status in ("404", "503"):
+                    return out, False
+                if status is not None:
+                    raise BrokerError(
+                        f"a direct get from {stream} failed: {status} {headers.get('Description', '')}"
+                    )
+                before = out[-1].seq if out else 0
+                if batched and int(headers.get("Nats-Last-Sequence", before)) != before:
+                    if not out:
+                        raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
+                    return (
+                        out,
+                        True,
+                    )  # the connection broke in between: the next page asks again for what it lost
+                out.append(
+                    StoredMessage(
+                        int(headers["Nats-Sequence"]), headers["Nats-Subject"], headers, message.data
+                    )
+                )
+                if not batched:
+                    return out, False
+        except nats.errors.TimeoutError as error:
+            if out:
+                return out, True  # the replica died meanwhile: the next page comes from another one
+            raise BrokerUnavailableError(f"{stream} did not answer a read") from error
+        finally:
+            if not self.client.is_closed:
+                await sub.unsubscribe()
+
+    # -- what is there -------------------------------------------------------------------------------------------
+
+    async def subjects(self, stream: str, subject: str) -> list[str]:
+        """Return the subjects within `subject` (wildcards allowed) that hold a message, without reading messages."""
+        out: list[str] = []
+        while True:
+            info = await self._subjects_info(stream, {"subjects_filter": subject, "offset": len(out)})
+            page = info["state"].get("subjects") or {}
+            out += page
+            if not page or len(out) >= int(info.get("total", 0)):
+                return out
+
+    async def count_on(self, stream: str, subject: str) -> int:
+        """Return how many messages `subject` (no wildcards) holds, without reading them."""
+        info = await self._subjects_info(stream, {"subjects_filter": subject})
+        return int((info["state"].get("subjects") or {}).get(subject, 0))
+
+    async def _subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
+        data = await self._request(f"STREAM.INFO.{stream}", request, f"the list of subjects of {stream}")
+        info: dict[str, Any] = msgspec.json.decode(data)
+        return info
+
+    async def stream_info(self, stream: str) -> api.StreamInfo:
+        """Return the leader's description of a stream. Raises `BrokerError` if there is no such stream."""
+        return await self._info(lambda: self.js.stream_info(stream), f"stream {stream}")
+
+    async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
+        """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer."""
+        return await self._info(
+            lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}"
+        )
+
+    async def _info(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+        try:
+            return await self.retry(call, f"the description of {what} was not answered")
+        except nats.js.errors.NotFoundError as error:
+            raise BrokerError(f"the log has no {what}: run `journeyman up` on it once") from error
+
+    async def _request(self, subject: str, request: dict[str, Any], what: str) -> bytes:
+        """Send a request to JetStream's API. Raises nats-py's `APIError` if it is refused, `BrokerUnavailableError`."""
+
+        async def once() -> bytes:
+            reply = await self.client.request(
+                f"$JS.API.{subject}", msgspec.json.encode(request), timeout=self.config.ack_timeout_s
+            )
+            data = bytes(reply.data)
+            error = _decode_answer(data).error
+            if error is not None:
+                raise nats.js.errors.APIError.from_error(error)
+            return data
+
+        return await self.retry(once, f"{what} was not answered")
+
+
+def server_headers(seq: int, subject: str, time: str) -> dict[str, str]:
+    """Return the headers that a direct get adds to a message, for a message that was read in another way."""
+    return {"Nats-Sequence": str(seq), "Nats-Subject": subject, "Nats-Time-Stamp": time}
+
+
+def _parse_headers(block: bytes) -> dict[str, str]:
+    """Parse a header block: a line with the version, a line for each header, an empty line."""
+    lines = (line.partition(":") for line in block.decode("utf-8", "replace").split("\r\n")[1:] if line)
+    return {name: value.strip() for name, _, value in lines}

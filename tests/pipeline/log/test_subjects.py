@@ -1,0 +1,64 @@
+"""A typed read asks for the very subjects that events are published to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline import streams
+from pipeline.events import (
+    EVENTS,
+    CheckpointPublished,
+    DeadLettered,
+    Event,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    PolicyRetired,
+    TrajectoryCompleted,
+)
+from pipeline.log.subjects import keys_of, stream_of, subject_filter
+
+
+def made(cls: type[Event], **fields: Any) -> Event:
+    """An event whose required fields are names that a subject has to escape, or numbers."""
+    required = [f for f in msgspec.structs.fields(cls) if f.required]
+    values = {"step": 7, "stream": "ROLLOUTS"}
+    return cls(**{f.name: values.get(f.name, "a.b") for f in required} | fields)
+
+
+OPTIONAL = {GroupScored: {"split": "val"}, CheckpointPublished: {"branch": "other.one"}}
+
+
+@pytest.mark.parametrize("cls", EVENTS, ids=lambda cls: cls.__name__)
+def test_keys_of_an_event_give_its_subject(cls: type[Event]) -> None:
+    for event in (made(cls), made(cls, **OPTIONAL.get(cls, {}))):
+        assert subject_filter(cls, **keys_of(event)) == event.subject()
+        assert stream_of(cls) == streams.stream_of(event.subject())
+
+
+@pytest.mark.parametrize(
+    ("cls", "keys", "subject"),
+    [
+        (ExchangeRecorded, {}, "rollout.exchange.>"),
+        (ExchangeRecorded, {"project": "p"}, "rollout.exchange.p.>"),
+        (ExchangeRecorded, {"project": "p", "trajectory": "t.1"}, "rollout.exchange.p.t%2E1"),
+        (TrajectoryCompleted, {"project": "p", "trajectory": "t"}, "rollout.completed.p.*.t"),
+        (GroupDiscarded, {"project": "p", "model": "m", "group": "g"}, "group.discarded.p.m.g.>"),
+        (CheckpointPublished, {"project": "p", "model": "m"}, "policy.checkpoint.p.m.>"),
+        (CheckpointPublished, {"project": "p", "model": "m", "branch": "main"}, "policy.checkpoint.p.m.*"),
+        (CheckpointPublished, {"project": "p", "model": "m", "branch": "b"}, "policy.checkpoint.p.m.*.b"),
+        (CheckpointPublished, {"project": "p", "model": "m", "step": 3}, "policy.checkpoint.p.m.3"),
+        (PolicyRetired, {"project": "p", "model": "m"}, "policy.retired.p.m"),
+        (DeadLettered, {}, "dead.>"),
+    ],
+)
+def test_keys_that_are_left_out_match_anything(cls: type[Event], keys: dict[str, Any], subject: str) -> None:
+    assert subject_filter(cls, **keys) == subject
+
+
+def test_a_key_that_is_not_in_the_subject_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"rollout\.exchange has no group"):
+        subject_filter(ExchangeRecorded, group="g")
