@@ -36,7 +36,7 @@ from pipeline.log.broker import Broker
 from store import columns, sql
 from store.catalog import Catalog, FileName, live
 from store.compaction import Compactor
-from store.target import LocalTarget
+from store.local import LocalTarget
 from tests.conftest import NatsServer
 
 RESULT = Path(__file__).parent / "results" / "store.json"

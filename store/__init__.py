@@ -1,14 +1,20 @@
 """Every event to Parquet, and SQL over it.
 
-| module | what lives there |
+| module or room | what lives there |
 | --- | --- |
-| `columns` | events to Arrow tables, without a Python object per token |
-| `catalog` | file names, which files are live, which sequences they hold |
-| `target` | where files go: written whole or not at all |
+| `service` | the service: a writer for each consumer, compaction |
 | `writer` | one consumer to files: decode, write, then acknowledge |
-| `compaction` | few large files instead of many small ones; the end of what is kept |
-| `heal` | a damaged file, written again from the log |
-| `service` | the process: one writer per consumer of the table |
+| `columns` | events to Arrow tables |
+| `rebuild` | events from Parquet |
+| `catalog` | file names, which files are live, which sequences they hold |
+| `target` | what the store needs of a place for files; its errors |
+| `local`, `objects` | a folder, and object storage |
+| `location` | opens the place that the settings name |
+| `compaction` | merges small files, deletes old ones |
+| `repair` | writes damaged files again from the log |
 | `views` | the documented views |
-| `sql` | DuckDB over the files; the `journeyman sql` command |
+| `sql` | DuckDB over the files; `journeyman sql` |
+| `replay` | `journeyman replay`: groups of the history on a branch |
+| `diff` | `journeyman diff`: two sets of verdicts compared |
+| `docs` | generates docs/store.md and the answers of docs/questions.md |
 """

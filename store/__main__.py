@@ -1,4 +1,4 @@
-"""`python -m store`: see `store.service`."""
+"""`python -m store --config <toml>`: the store service."""
 
 from pipeline.running.service import main
 from store.service import serve

@@ -1,8 +1,8 @@
-"""Which files there are and what they hold. The file names and the files are the whole truth; nothing else is kept.
+"""Which files there are and which events they hold. File names and files are the only state.
 
 A name is `<stream>-<first>-<last>-<at>[-c<level>].parquet`: the lowest and highest stream sequence in it, the stream time of
 its first row in hexadecimal microseconds, and how often it was compacted. An event is identified by sequence and stream time
-together: a stream that was deleted and made again, or a log that lost its end in a power cut, counts the same numbers again.
+together: a stream that was deleted and made again, or a log that lost its end in a power cut, uses the same sequences again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from store.target import DamagedFileError, Target
 log = get_logger("store.catalog")
 
 REPLACES = "journeyman.replaces"
-"""Footer key: JSON list of the files of the same folder whose rows this compacted file holds."""
+"""Footer key: the files of the same folder whose rows this compacted file holds, as a JSON list."""
 
 _NAME = re.compile(
     r"(?P<stream>[A-Z]+)-(?P<first>\d+)-(?P<last>\d+)-(?P<at>[0-9a-f]+)(?:-c(?P<level>\d+))?\.parquet"
@@ -35,17 +35,19 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, order=True)
 class FileName:
-    """A file's name, read."""
+    """The parts of a file's name."""
 
     stream: str
     first: int
     last: int
     at: int
-    """Stream time of the first row, microseconds."""
+    """Stream time of the first row in microseconds."""
     level: int = 0
+    """How often its rows were compacted."""
 
     @classmethod
     def parse(cls, name: str) -> FileName | None:
+        """The parts of `name`; `None` where it is no name of the store's."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -63,7 +65,7 @@ class FileName:
 
 
 class Intervals:
-    """A set of integers kept as disjoint ranges: a stream's sequences, of which nearly all are neighbours."""
+    """A set of integers, kept as disjoint ranges. Made for stream sequences, which are nearly all adjacent."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -74,11 +76,11 @@ class Intervals:
         return i >= 0 and value <= self._ends[i]
 
     def __len__(self) -> int:
-        """How many ranges."""
+        """The number of ranges."""
         return len(self._starts)
 
     def add(self, first: int, last: int) -> None:
-        """Every integer from `first` to `last`, both included."""
+        """Add the integers from `first` to `last`, both included."""
         i = bisect.bisect_left(self._ends, first - 1)
         j = bisect.bisect_right(self._starts, last + 1)
         if i < j:
@@ -87,6 +89,7 @@ class Intervals:
         self._ends[i:j] = [last]
 
     def update(self, values: npt.NDArray[np.int64]) -> None:
+        """Add all values."""
         if not len(values):
             return
         ordered = np.unique(values)
@@ -98,12 +101,13 @@ class Intervals:
 
 
 def live(target: Target, tag: str) -> list[str]:
-    """Files to read: all but those whose rows a compacted file beside them holds. Raises `DamagedFileError`."""
+    """The files that readers read: all but those whose rows are in a compacted file of the same folder. Raises
+    `DamagedFileError`."""
     while True:
         try:
             return _live(target, tag)
         except FileNotFoundError:
-            continue  # compaction took a file between the listing and the look; list again
+            continue  # compaction removed a file after it was listed
 
 
 def _live(target: Target, tag: str) -> list[str]:
@@ -123,7 +127,7 @@ def replaced_by(target: Target, tag: str, name: str) -> list[str]:
 
 
 class Catalog:
-    """The sequences that files hold, by stream; the writers of one process share it."""
+    """The sequences that files hold, by stream. The writers of one process share it."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -131,7 +135,7 @@ class Catalog:
         self._rows = functools.lru_cache(maxsize=32)(self._read_rows)
 
     def load(self) -> list[tuple[str, FileName]]:
-        """Read which sequences there are. Damaged files are set aside and returned (tag, name), to be fetched again."""
+        """Read the sequences of all files. Damaged files are set aside and returned as (tag, name), to be repaired."""
         damaged: list[tuple[str, FileName]] = []
         files = rows = 0
         for tag in schema.tables():
@@ -142,7 +146,7 @@ class Catalog:
                 try:
                     seqs = self._read_rows(tag, name)[0]
                 except DamagedFileError as error:
-                    damaged.append((tag, self._aside(tag, parsed, error)))
+                    damaged.append((tag, self._set_aside(tag, parsed, error)))
                     continue
                 files += 1
                 rows += len(seqs)
@@ -155,26 +159,27 @@ class Catalog:
             try:
                 return live(self.target, tag)
             except DamagedFileError as error:
-                # A compacted file without a readable footer: its inputs may still be there, and are live again then.
+                # Without its footer, a compacted file replaces nothing: its inputs are live again if they still exist.
                 name = error.path.rpartition("/")[2]
                 parsed = FileName.parse(name)
                 assert parsed is not None
-                damaged.append((tag, self._aside(tag, parsed, error)))
+                damaged.append((tag, self._set_aside(tag, parsed, error)))
 
-    def _aside(self, tag: str, name: FileName, error: DamagedFileError) -> FileName:
+    def _set_aside(self, tag: str, name: FileName, error: DamagedFileError) -> FileName:
         aside = self.target.set_aside(tag, str(name))
         log.error("damaged file set aside", file=aside, why=str(error), first=name.first, last=name.last)
         return name
 
     def held(self, stream: str) -> Intervals:
+        """The sequences of a stream that files hold."""
         return self._held.setdefault(stream, Intervals())
 
     def add(self, tag: str, name: FileName, seqs: Sequence[int]) -> None:
-        """A file was written."""
+        """Take note of a file that was written with these sequences."""
         self.held(name.stream).update(np.asarray(seqs, dtype=np.int64))
 
     def already(self, stream: str, events: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Which of these (sequence, stream time in microseconds) are in files."""
+        """The subset of `events`, given as (sequence, stream time in microseconds), that files hold."""
         held = self.held(stream)
         suspects = {e for e in events if e[0] in held}
         if not suspects:
@@ -184,10 +189,10 @@ class Catalog:
             try:
                 return suspects & self._find(stream, wanted)
             except FileNotFoundError:
-                continue  # compaction took a file meanwhile: look at what replaced it
+                continue  # compaction removed a file: search the one that replaced it
 
     def _find(self, stream: str, wanted: npt.NDArray[np.int64]) -> set[tuple[int, int]]:
-        """(sequence, stream time) of the rows with these sequences."""
+        """(sequence, stream time) of the rows that have one of these sequences."""
         found: set[tuple[int, int]] = set()
         for tag in schema.tables():
             if streams.stream_of(tag) != stream:

@@ -1,7 +1,7 @@
 """Events to Arrow tables.
 
-Token ids, logprobs and masks are packed arrays already: a list column is made by joining the packed bytes of all rows and
-counting their lengths, so no token ever becomes a Python number.
+Events hold token ids, logprobs and masks as packed arrays. A list column is made by joining the packed bytes of all rows and
+counting their lengths, so that no token becomes a Python number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCALARS = {
 
 
 class UnstorableError(ValueError):
-    """An event that decodes and still fits no table, such as a packed array of a length that is no multiple."""
+    """An event that can be decoded and fits no table, for example because a packed array has half an item."""
 
 
 @functools.cache
@@ -52,16 +52,16 @@ def arrow_type(column: Column) -> pa.DataType:
 
 @functools.cache
 def arrow_schema(tag: str) -> pa.Schema:
-    """Every column nullable: older files lack newer columns, and readers fill them with null."""
+    """The Arrow schema of a tag. Every column is nullable, as older files lack newer columns."""
     return pa.schema([pa.field(c.name, arrow_type(c)) for c in schema.tables()[tag]])
 
 
 def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
-    """Packed arrays, one a row, as a list column without touching a single value."""
+    """A list column from packed arrays of `dtype`, one per row. Raises `UnstorableError` where an array ends within an item."""
     size = np.dtype(dtype).itemsize
     lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
     if size > 1 and (lengths % size).any():
-        raise UnstorableError(f"a packed array of {dtype} whose length is no multiple of {size}")
+        raise UnstorableError(f"the length of a packed array of {dtype} is no multiple of {size} bytes")
     offsets = np.zeros(len(values) + 1, dtype=np.int32)
     np.cumsum(lengths // size, out=offsets[1:])
     data = pa.py_buffer(b"".join(values))
@@ -71,7 +71,7 @@ def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
 
 
 def _text(values: Sequence[bytes]) -> pa.Array:
-    """UTF-8 bytes as text; what is not UTF-8 is kept readable rather than refused."""
+    """UTF-8 bytes as text. Bytes that are not UTF-8 are replaced, so that the event can be stored."""
     try:
         return pa.array(values, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
@@ -79,7 +79,7 @@ def _text(values: Sequence[bytes]) -> pa.Array:
 
 
 def _plain(value: Any) -> Any:
-    """A struct inside an event as what pyarrow takes: dicts, and maps as pairs."""
+    """A value inside an event in the form that pyarrow takes: structs as dicts, maps as pairs."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, tuple):
@@ -110,9 +110,9 @@ def _builders(tag: str) -> tuple[tuple[str, Callable[[list[Any]], pa.Array]], ..
 def table(
     tag: str, rows: Sequence[AnyEvent], seqs: Sequence[int], ats: Sequence[int], traces: Sequence[str]
 ) -> pa.Table:
-    """Events of one tag with their stream sequence, stream time (microseconds) and trace parent.
+    """Events of one tag as a table, with their stream sequences, stream times (microseconds) and trace parents.
 
-    Raises `UnstorableError` where a row does not fit; `fits` finds which."""
+    Raises `UnstorableError` where a row does not fit; `fits` tells which."""
     arrays = [pa.array(seqs, pa.int64()), pa.array(ats, pa.timestamp("us")), pa.array(traces, pa.string())]
     try:
         for name, build in _builders(tag):
@@ -123,7 +123,7 @@ def table(
 
 
 def fits(event: AnyEvent) -> str:
-    """Why `event` can't be stored; empty if it can."""
+    """Why `event` can't be stored; empty where it can."""
     try:
         table(events.wire_name(event), [event], [0], [0], [""])
     except UnstorableError as error:
@@ -131,12 +131,8 @@ def fits(event: AnyEvent) -> str:
     return ""
 
 
-def empty(tag: str) -> pa.Table:
-    return arrow_schema(tag).empty_table()
-
-
 def conform(tag: str, table: pa.Table) -> pa.Table:
-    """An older file's rows with today's columns: those it lacks are null."""
+    """The rows of an older file with the columns of the current schema; columns that the file lacks are null."""
     arrays = [
         table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(table.num_rows, f.type)
         for f in arrow_schema(tag)

@@ -1,8 +1,9 @@
-"""Few large files instead of many small ones, and the end of what is kept.
+"""Merges small files into large ones, and deletes files that are older than `store.keep_days`.
 
-A compacted file lists in its footer the files whose rows it holds. The moment it has its name, readers that look take it and
-leave those out (`catalog.live`); readers that looked before still have the old ones, which go only after a time of grace. So
-nobody sees a row twice or misses one, and a death at any point leaves either the old files or the new one in force.
+A compacted file lists in its footer the files whose rows it holds. From the moment it has its name, readers take it and leave those
+out (`catalog.live`). Readers that listed files before that still find the old ones, which are deleted only after
+`store.compact_grace_s`. So no reader sees a row twice or misses one, and after a crash at any point either the old files are live
+or the new one.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ _DAY_S = 86_400.0
 
 
 class Compactor:
-    """The background work of one store process."""
+    """Compacts the files of one store process."""
 
     def __init__(self, catalog: Catalog, config: StoreConfig) -> None:
         self._catalog, self._target, self._config = catalog, catalog.target, config
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compact every `store.compact_s` seconds until cancelled."""
         while True:
             await anyio.sleep(self._config.compact_s)
-            # A thread can't be taken back half-way: a stop waits for the file at hand.
+            # A thread can't be stopped: a cancellation waits for the end of the round.
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self.once)
 
     def once(self) -> None:
-        """One round over every tag: merge, then remove what was replaced long enough ago or is too old to keep."""
+        """One round over every tag: merge, then delete files that were replaced long enough ago or are too old."""
         for tag in schema.tables():
             self._merge(tag)
             self._remove_replaced(tag)
@@ -56,7 +57,7 @@ class Compactor:
             start = min(inputs)
             name = FileName(start.stream, first, last, start.at, max(f.level for f in inputs) + 1)
             names = [str(f) for f in inputs]
-            # What those had replaced must stay replaced when their own footers are gone.
+            # The files that the inputs replaced must stay replaced after the inputs are deleted.
             before = [n for f in inputs if f.level for n in replaced_by(self._target, tag, str(f))]
             footer = {"journeyman.event": tag, REPLACES: json.dumps(sorted({*names, *before}))}
             self._target.write(tag, str(name), self._rows(tag, names), footer)
@@ -64,7 +65,7 @@ class Compactor:
             log.info("compacted", tag=tag, files=len(names), into=str(name))
 
     def _due(self, tag: str) -> Iterator[list[FileName]]:
-        """Runs of small neighbours, each worth merging."""
+        """Runs of small files with adjacent sequences, each long enough to merge."""
         small = [
             f
             for n in live(self._target, tag)
@@ -85,11 +86,11 @@ class Compactor:
             yield run
 
     def _readable(self, tag: str, name: str) -> bool:
-        """A file with a column that this version does not know was written by a newer one: it is left as it is."""
+        """Whether this version knows all columns of the file. A file of a newer version is left as it is."""
         return set(self._target.column_names(tag, name)) <= set(columns.arrow_schema(tag).names)
 
     def _rows(self, tag: str, names: list[str]) -> Iterator[pa.Table]:
-        """All rows, in tables of about 64 MiB: memory stays bounded whatever is merged."""
+        """All rows of the files, in tables of about 64 MiB, which bounds memory."""
         waiting: list[pa.Table] = []
         size = 0
         for name in names:
@@ -112,7 +113,7 @@ class Compactor:
             gone = [n for n in replaced_by(self._target, tag, name) if n in names]
             if not gone or now - self._target.modified(tag, name) < self._config.compact_grace_s:
                 continue
-            # Lowest level first: a file that replaces others must outlive them.
+            # Lowest level first: a file must outlive the files that it replaces.
             for i, old in enumerate(sorted(gone, key=lambda n: (FileName.parse(n) or parsed).level)):
                 self._target.remove(tag, old)
                 if i == 0:
@@ -126,6 +127,6 @@ class Compactor:
             if parsed is None or parsed.at >= limit_us or self._target.newest(tag, name) >= limit_us:
                 continue
             if parsed.level and set(replaced_by(self._target, tag, name)) & set(self._target.names(tag)):
-                continue  # next round: what it replaced has to go first
+                continue  # the files that it replaced go first, in the next round
             self._target.remove(tag, name)
-            log.info("let go", tag=tag, file=name, keep_days=self._config.keep_days)
+            log.info("file deleted after keep_days", tag=tag, file=name, keep_days=self._config.keep_days)

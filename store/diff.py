@@ -1,11 +1,11 @@
-"""`journeyman diff`: two verdict sets over the same groups, compared by what they would teach.
+"""`journeyman diff`: compares two sets of verdicts over the same groups by the advantages that they give.
 
     journeyman diff --a branch=main --b branch=colder
     journeyman diff --a judge=3f2c… --b judge=91ab… --format json
 
-A side is chosen by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that model's verdicts
-instead of the groups' final rewards), or several of them joined by commas. Groups and trajectories that both sides hold are
-compared: signs of advantages that flip, Spearman's rank correlation within groups, groups without variance on each side.
+A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that model's verdicts
+instead of the groups' final rewards), or several of them joined by commas. The groups and trajectories that both sides have are
+compared: advantages whose sign flips, Spearman's rank correlation within groups, groups without variance on each side.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _KEYS = ("branch", "judge", "judge_model")
 
 
 def side(text: str) -> dict[str, str]:
-    """`"branch=main,judge=…"` as a filter. Raises `ConfigError` for an unknown key."""
+    """A side such as `"branch=main,judge=…"` as a filter: column to value. Raises `ConfigError` for an unknown key."""
     out = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or key not in _KEYS:
-            raise ConfigError(f"{part!r} chooses no side: write {' or '.join(k + '=…' for k in _KEYS)}")
+            raise ConfigError(f"{part!r} selects nothing: write {' or '.join(k + '=…' for k in _KEYS)}")
         out[key] = value
     return out
 
 
 def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Group id to trajectory to reward (or judge model's score), of scored members; a later scoring of a group wins."""
+    """The rewards of scored members, or a judge model's scores, by group and trajectory. The latest scoring of a group counts."""
     conditions = " AND ".join(f"{key} = ?" for key in chosen)
     if "judge_model" in chosen:
         query = (
@@ -60,7 +60,7 @@ def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> di
 
 
 def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Ranks from 0, equal values sharing the mean of theirs."""
+    """Ranks from 0. Equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     mean_rank: npt.NDArray[np.float64] = (ends - counts + ends - 1) / 2
@@ -78,7 +78,8 @@ def _flat(values: npt.NDArray[np.float64]) -> bool:
 
 
 def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """What differs, over the trajectories of the groups that both sides hold; null where nothing can be said."""
+    """The differences over the trajectories and groups that both sides have. A value is `None` where there is nothing to
+    compare."""
     groups = trajectories = flips = flat_a = flat_b = gained = lost = 0
     correlations: list[float] = []
     gaps: list[float] = []
@@ -115,9 +116,13 @@ def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> d
     }
 
 
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman diff", description="Two verdict sets over the same groups."
+        prog="journeyman diff", description="Compare two sets of verdicts over the same groups."
     )
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
@@ -128,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where the sides share no group or the store is at fault, 2 for unusable settings."""
+    """Run the command. Returns 0; 1 where the sides share no group or the store fails; 2 where an argument or setting is wrong."""
     args = _parser().parse_args(argv)
     try:
         with sql.connect(sql.run_config(args.run_dir, args.config)) as connection:
@@ -142,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.format == "json":
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     else:
-        sys.stdout.write(sql.table_text(["what", "value"], list(result.items())))
+        sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
     if not result["groups"]:
         sys.stderr.write("journeyman: the two sides share no group of two trajectories or more\n")
         return 1

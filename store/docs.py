@@ -1,9 +1,9 @@
-"""Keeps docs/store.md and docs/questions.md true.
+"""Generates the list of views in docs/store.md and the answers in docs/questions.md.
 
-    python -m store.docs                              # the table of views in docs/store.md
-    python -m store.docs --run-dir runs/demo          # and the outputs in docs/questions.md, from that run
+    python -m store.docs                              # the views in docs/store.md
+    python -m store.docs --run-dir runs/demo          # the answers in docs/questions.md too, from that run
 
-A question's query stands in a `sql` block; the `text` block below it is what `journeyman sql` answers.
+In docs/questions.md a `sql` block holds a query, and the `text` block below it what `journeyman sql` prints for it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def views_section() -> str:
 
 
 def store_page(page: str) -> str:
-    """The page with today's views between its marks. Raises `ValueError` where a mark is missing."""
+    """The page with the current views between its marks. Raises `ValueError` where a mark is missing."""
     before, mark, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (mark and end):
-        raise ValueError("docs/store.md has lost the marks around its views")
+        raise ValueError(f"docs/store.md lacks the marks around its views: restore {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n{views_section()}\n{END}{after}"
 
 
@@ -48,11 +48,10 @@ def queries(page: str) -> list[str]:
 
 
 def answered(page: str, connection: duckdb.DuckDBPyConnection) -> str:
-    """The page with every query's answer as it is now."""
+    """The page with the current answer of every query."""
 
     def answer(match: re.Match[str]) -> str:
-        result = connection.sql(match["query"])
-        text = sql.table_text(result.columns, result.fetchall())
+        text = sql.table_text(connection.sql(match["query"]))
         return f"```sql\n{match['query']}```\n\n```text\n{text}```\n"
 
     return _QUESTION.sub(answer, page)

@@ -1,10 +1,10 @@
-"""S3-compatible object storage as the store's target.
+"""The store's files in S3-compatible object storage.
 
 An object appears when its upload is complete, so no temporary name is needed: a file is made in memory and uploaded with one call.
-A death before the end leaves parts of an upload that no reader sees. Reading goes through pyarrow's own S3 client, for DuckDB
-too (as a filesystem under `journeyman-s3://`), so nothing is downloaded at run time: DuckDB's own S3 support is an extension.
+A crash before the end leaves parts of an upload that no reader sees. All reads use pyarrow's S3 client, DuckDB's too (as the
+filesystem `journeyman-s3://`): DuckDB's own S3 support is an extension that would be downloaded at run time.
 
-Where the objects lie is `store.dir`, `s3://<bucket>/<prefix>`; who may, the AWS_* variables or files that every S3 client reads.
+`store.dir` is `s3://<bucket>/<prefix>`. Credentials come from the AWS_* variables or files that every S3 client reads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pyarrow import fs
 from pipeline import crash
 from pipeline.config import Config, ConfigError
 from store import target
-from store.target import DAMAGED, OBJECTS, SUFFIX, DamagedFileError, Target
+from store.target import DAMAGED, SUFFIX, DamagedFileError, Target
 
+_SCHEME = "s3://"
 _PROTOCOL = "journeyman-s3"
 
 
 class _ForDuckDB(ArrowFSWrapper):  # type: ignore[misc]
-    """The S3 client as DuckDB takes one."""
+    """The S3 client as an fsspec filesystem, which is what DuckDB takes."""
 
     protocol = _PROTOCOL
     cachable = False
@@ -40,9 +41,9 @@ class _ForDuckDB(ArrowFSWrapper):  # type: ignore[misc]
 
 def _client(config: Config) -> fs.S3FileSystem:
     settings: dict[str, Any] = {
-        # A small file is one request, complete or not there.
+        # A small file is then one request.
         "allow_delayed_open": True,
-        # The names of the tags are prefixes: no objects need to stand for them.
+        # Folders are prefixes of names: no objects need to be made for them.
         "check_directory_existence_before_creation": False,
     }
     if config.store.s3_endpoint:
@@ -54,20 +55,22 @@ def _client(config: Config) -> fs.S3FileSystem:
 
 
 class ObjectTarget(Target):
-    """A prefix of a bucket; the bucket has to be there. Raises `ConfigError` where `store.dir` names none."""
+    """A prefix of an existing bucket. Raises `ConfigError` where `store.dir` names no bucket."""
 
     def __init__(self, config: Config) -> None:
-        self.root = config.store.dir.removeprefix(OBJECTS).strip("/")
+        self.root = config.store.dir.removeprefix(_SCHEME).strip("/")
         if not self.root:
-            raise ConfigError(f"store.dir: {config.store.dir!r} names no bucket")
+            raise ConfigError(
+                f"store.dir: {config.store.dir!r} names no bucket: write s3://<bucket>/<prefix>"
+            )
         self._lock = config.path("store.lock")
         self._fs = _client(config)
         self._infos: dict[tuple[str, str], fs.FileInfo] = {}
-        """Of the files that were listed last. They never change, so it is enough to ask once."""
+        """Of the files that were listed last. Files never change, so each is looked up once."""
         self._footers: dict[tuple[str, str], dict[str, str]] = {}
 
     def __str__(self) -> str:
-        return OBJECTS + self.root
+        return _SCHEME + self.root
 
     def exists(self) -> bool:
         found: list[fs.FileInfo] = self._fs.get_file_info(fs.FileSelector(self.root, allow_not_found=True))
@@ -75,7 +78,7 @@ class ObjectTarget(Target):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Guards against a second process on this machine and run; object storage has no locks."""
+        """Locks out a second process of this run on this machine. Object storage has no locks, so others are not noticed."""
         with target.locked_file(self._lock, str(self)):
             yield
 
@@ -111,7 +114,7 @@ class ObjectTarget(Target):
         return info
 
     def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-        """In memory first: a stream into S3 that an exception breaks off would be closed, and with it complete."""
+        """The file is made in memory first: an exception would close a stream into S3, and thereby complete the object."""
         sink = pa.BufferOutputStream()
         target.write_parquet(sink, tag, tables, metadata)
         content = sink.getvalue()
@@ -121,12 +124,12 @@ class ObjectTarget(Target):
         crash.point("store.after_rename")
         self._forget(tag, name)
 
-    def heals(self, error: OSError) -> bool:
-        """The storage may come back, or let us in."""
+    def is_retryable(self, error: OSError) -> bool:
+        """Object storage can come back, and its access rights can be mended."""
         return True
 
     def check(self, tag: str, name: str) -> None:
-        """One small read, only at the first look at a file: what S3 holds it holds whole."""
+        """Reads the footer once per file: S3 holds complete objects only."""
         self.metadata(tag, name)
 
     def metadata(self, tag: str, name: str) -> dict[str, str]:
@@ -140,7 +143,7 @@ class ObjectTarget(Target):
             return pq.ParquetFile(self._fs.open_input_file(self._key(tag, name)))
         except FileNotFoundError:
             raise
-        except pa.ArrowInvalid as error:  # what the network does is an OSError, and no fault of the file
+        except pa.ArrowInvalid as error:  # a failure of the network is an OSError
             raise DamagedFileError(self.url(tag, name), str(error)) from error
 
     def size(self, tag: str, name: str) -> int:
@@ -159,4 +162,4 @@ class ObjectTarget(Target):
         self._fs.copy_file(key, key + DAMAGED)
         self._fs.delete_file(key)
         self._forget(tag, name)
-        return f"{OBJECTS}{key}{DAMAGED}"
+        return f"{_SCHEME}{key}{DAMAGED}"

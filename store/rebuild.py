@@ -1,4 +1,4 @@
-"""Events out of Parquet again, equal to those that went in: what replay and export read."""
+"""Events from Parquet, equal to the events that were stored. `journeyman replay` reads history through it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _micros(value: datetime) -> int:
 
 
 def events(cls: type[E], table: pa.Table) -> list[E]:
-    """The rows of a tag's table as events; a column that is null (older than the field) gives the field's default."""
+    """The rows of a tag's table as events. A null, which a file older than the field has, gives the field's default."""
     columns = schema.columns(cls)
     rows = table.select([c.name for c in columns]).to_pylist()
     return [
@@ -55,7 +55,7 @@ def events(cls: type[E], table: pa.Table) -> list[E]:
 
 
 def trajectory(connection: duckdb.DuckDBPyConnection, project: str, name: str) -> Iterator[Event]:
-    """A run's events in the order in which they happened: opened, exchanges, completed."""
+    """The events of a trajectory in their order: opened, exchanges, completed."""
     for cls, order in (
         (TrajectoryOpened, "log_seq"),
         (ExchangeRecorded, "seq, choice"),

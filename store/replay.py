@@ -1,12 +1,12 @@
-"""`journeyman replay`: groups of history onto a branch of their own, to be trained on or judged again.
+"""`journeyman replay`: publishes groups of the history on a branch, to be trained or judged again.
 
     journeyman replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
     journeyman replay --branch again --project shop --model support --dry-run
 
-A replayed group is a `group.scored` event with the same members and verdicts, its branch, `origin` (where it came from) and
-`offline = true`. The trajectories stay where they are, with the logprobs they were sampled with; those that the log has let go
-of are put back from Parquet, exchanges first, onto the subjects where readers look for them. The predicate is SQL over the
-view `groups`. Run twice, it changes nothing: a group is on a branch once.
+A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (where it came from) and
+`offline = true`. Its trajectories keep their place on the log and the logprobs that they were sampled with. Events of theirs that
+the log no longer holds are published again from Parquet, under their old subjects. The predicate is SQL over the view `groups`.
+A group is on a branch once, so a second run changes nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from store.target import StoreError
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A group of history and the sequence it has in GROUPS."""
+class StoredGroup:
+    """A group of the history and its sequence in GROUPS."""
 
     group: GroupScored
     seq: int
@@ -51,9 +51,9 @@ def choose(
     until: str = "",
     where: str = "true",
     limit: int = 0,
-) -> list[Chosen]:
+) -> list[StoredGroup]:
     """Scored groups of branch `source`, oldest first. `since` and `until` are SQL timestamps, UTC; `where` is SQL over the
-    view `groups`. Raises `duckdb.Error` where the predicate is none."""
+    view `groups`. Raises `duckdb.Error` where the predicate is no valid SQL."""
     query = f"""
         SELECT s.* FROM group_scored s
         JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream_seq = s.log_seq
@@ -68,11 +68,11 @@ def choose(
         query += f" LIMIT {int(limit)}"
     table: pa.Table = connection.sql(query, params=values).to_arrow_table()
     rows = zip(rebuild.events(GroupScored, table), table["log_seq"].to_pylist(), strict=True)
-    return [Chosen(group, seq) for group, seq in rows]
+    return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def onto(chosen: Chosen, branch: str, ends: Mapping[str, int]) -> GroupScored:
-    """The same group as an event of `branch`; `ends` says where the members' `rollout.completed` lie now."""
+def onto(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
+    """The group as an event of `branch`. `ends` gives, by trajectory, the sequence that its `rollout.completed` has now."""
     group = chosen.group
     origin = group.origin or f"{group.branch}/{chosen.seq}"
     members = tuple(
@@ -87,10 +87,10 @@ def onto(chosen: Chosen, branch: str, ends: Mapping[str, int]) -> GroupScored:
 async def put_back(
     broker: Broker, connection: duckdb.DuckDBPyConnection, group: GroupScored
 ) -> tuple[int, dict[str, int]]:
-    """What the log no longer holds of a group's trajectories, from Parquet; returns how many events, and where each
-    trajectory's end lies now.
+    """Publish the events of a group's trajectories that the log no longer holds. Returns how many, and by trajectory the
+    sequence that its `rollout.completed` has now.
 
-    They are marked as no consumer's: whoever follows the log has had them once; only those who read a trajectory's history
+    The events carry a header that makes every consumer skip them: consumers had them once. Readers of a trajectory's history
     find them."""
     put, ends = 0, {}
     for member in group.members:
@@ -118,9 +118,10 @@ def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
 
 
 async def replay(
-    nats: NatsConfig, connection: duckdb.DuckDBPyConnection, groups: Sequence[Chosen], branch: str
+    nats: NatsConfig, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], branch: str
 ) -> dict[str, int]:
-    """Put `groups` onto `branch`; counts of what was new, what was there already and what had to be put back."""
+    """Publish `groups` on `branch`. Returns the number of new groups, of groups that were there already, and of events of their
+    trajectories that were published again."""
     counts = {"groups": 0, "already": 0, "put_back": 0}
     async with Broker.connect(nats, name="replay") as broker:
         for chosen in groups:
@@ -132,7 +133,9 @@ async def replay(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="journeyman replay", description="Groups of history onto a branch.")
+    parser = argparse.ArgumentParser(
+        prog="journeyman replay", description="Publish groups of the history on a branch."
+    )
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
     parser.add_argument("--run-dir", help="run whose history is replayed; default: the newest")
     parser.add_argument("--config", help="settings of that run")
@@ -144,12 +147,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--until", default="")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")
     parser.add_argument("--limit", type=int, default=0)
-    parser.add_argument("--dry-run", action="store_true", help="say which groups, publish nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print which groups would be replayed, and publish nothing"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 with a line on stderr where something is at fault, 2 for unusable settings."""
+    """Run the command. Returns 0; 1 where the store, the log or the query fails; 2 where an argument or a setting is wrong."""
     args = _parser().parse_args(argv)
     logs.configure("replay", "WARNING")
     try:
@@ -166,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> dict[str, Any]:
     if check_name(args.branch) == args.from_branch or args.branch == "main":
-        raise ConfigError(f"--branch {args.branch}: a replay goes onto a branch of its own")
+        raise ConfigError(
+            f"--branch {args.branch}: name a branch other than main and the one that is replayed"
+        )
     for name in ("since", "until"):
         _check_time(name, getattr(args, name))
     config = sql.run_config(args.run_dir, args.config)
@@ -191,7 +198,7 @@ def _check_time(name: str, text: str) -> None:
     with duckdb.connect() as connection:
         (row,) = connection.execute("SELECT TRY_CAST(? AS TIMESTAMP)", [text]).fetchall()
     if text and row[0] is None:
-        raise ConfigError(f"--{name} {text!r} is no time: write it as 2026-11-01 or 2026-11-01 12:00")
+        raise ConfigError(f"--{name} {text!r} is no time: write 2026-11-01 or 2026-11-01 12:00 (UTC)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The store process: one writer per consumer of the table, all into one folder."""
+"""The store service: a writer for each of the store's consumers, all into one place, and compaction."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pipeline.log.broker import Broker
 from pipeline.running.service import Ready
 from store.catalog import Catalog
 from store.compaction import Compactor
-from store.heal import heal
-from store.target import open_target
+from store.location import open_target
+from store.repair import repair
 from store.writer import Writer, store_consumers
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Until cancelled. Raises `StoreBusyError` where another process writes to the folder."""
+    """Write the log to files until cancelled; `ready` is called once all consumers are followed.
+
+    Raises `StoreBusyError` where another process writes to the same place."""
     target = open_target(config)
     with target.locked():
         catalog = Catalog(target)
         async with Broker.connect(config.nats, name="store") as broker:
             damaged = await anyio.to_thread.run_sync(catalog.load)
             if damaged:
-                await heal(broker, catalog, damaged)
+                await repair(broker, catalog, damaged)
             async with anyio.create_task_group() as tg:
                 for spec in store_consumers():
                     await tg.start(Writer(broker, catalog, config.store, spec).run)

@@ -1,15 +1,18 @@
-"""SQL over the store: DuckDB in memory, with the views of `store.views` over the Parquet files.
+"""SQL over the store: DuckDB in memory, with the views of `store.views` over the Parquet files. The command `journeyman sql`.
 
     journeyman sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
     journeyman sql --format csv --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
 
-In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was made;
-`refresh` shows it those of now.
+In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was made,
+or when `refresh` was called last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +25,8 @@ from pipeline.config import Config, ConfigError, NatsConfig, load
 from pipeline.events import schema
 from pipeline.events.schema import Column
 from store.catalog import live
-from store.target import StoreError, Target, open_target
+from store.location import open_target
+from store.target import StoreError, Target
 from store.views import VIEWS
 
 _TYPES = {
@@ -39,11 +43,14 @@ _TYPES = {
     "list<int64>": "BIGINT[]",
 }
 
-_WIDEST = 60
+_CELL_WIDTH = 60
+_UNLIMITED = 2**31 - 1
+_LONG = ("varchar", "blob", "list", "array", "struct", "map")
+"""Types whose values are cut: DuckDB prints a long value on many lines."""
 
 
 class NoStoreError(StoreError):
-    """There is no store where one was looked for."""
+    """There is no store at the place that was asked for."""
 
 
 def sql_type(column: Column) -> str:
@@ -67,11 +74,13 @@ def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
 
 
 def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
-    """Let `connection` see the files that are there now."""
+    """Let `connection` see the files that are there now. Raises as `connect` does."""
     config = run_dir if isinstance(run_dir, Config) else _config_of(Path(run_dir))
     target = open_target(config)
     if not target.exists():
-        raise NoStoreError(f"there is no store at {target}: has anything run there yet?")
+        raise NoStoreError(
+            f"there is no store at {target}: name another run with --run-dir, or start one with `journeyman up`"
+        )
     target.attach(connection)
     for tag in schema.tables():
         connection.execute(table_sql(target, tag))
@@ -80,11 +89,13 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
 
 
 def table_name(tag: str) -> str:
+    """The name of a tag's table: `rollout.exchange` is `rollout_exchange`."""
     return tag.replace(".", "_")
 
 
 def table_sql(target: Target, tag: str) -> str:
-    """The view over one tag's files: every column of today's schema, null where a file is older than the column."""
+    """The statement that creates the view over one tag's files. It has every column of the current schema, null where a file is
+    older than the column."""
     columns = schema.tables()[tag]
     nothing = "SELECT " + ", ".join(f'NULL::{sql_type(c)} AS "{c.name}"' for c in columns) + " WHERE false"
     names = live(target, tag)
@@ -95,7 +106,7 @@ def table_sql(target: Target, tag: str) -> str:
         return view + nothing
     files = ", ".join(_quoted(target.url(tag, n)) for n in names)
     wanted = ", ".join(f'"{c.name}"' for c in columns)
-    # Names are quoted; columns come from the schema.
+    # The names are quoted, the columns come from the schema.
     every = f"SELECT * FROM ({nothing}) UNION ALL BY NAME SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608
     return f"{view}SELECT {wanted} FROM ({every})"  # noqa: S608
 
@@ -105,18 +116,18 @@ def _quoted(text: str) -> str:
 
 
 def _config_of(run_dir: Path) -> Config:
-    """The settings a run was started with, or the default ones for a folder without."""
+    """The settings that a run was started with; the defaults for a folder without any."""
     saved = run_dir / "config.toml"
     config = load(saved) if saved.is_file() else Config()
     return msgspec.structs.replace(config, run_dir=str(run_dir))
 
 
 def newest_run(root: Path = Path("runs")) -> Path:
-    """The run whose store was written to last. Raises `NoStoreError`."""
+    """The run under `root` whose store was written to last. Raises `NoStoreError`."""
     stores = [p for p in root.glob("*/store") if p.is_dir()]
     if not stores:
         raise NoStoreError(
-            f"no run with a store under {root.resolve()}: say which with --run-dir, or start one with `journeyman up`"
+            f"no run under {root.resolve()} has a store: name one with --run-dir, or start one with `journeyman up`"
         )
     return max(stores, key=_last_written).parent
 
@@ -137,31 +148,29 @@ def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) ->
 
         pq.write_table(result.to_arrow_table(), out, compression="zstd")
         return
+    if form == "table":
+        out.write(table_text(result).encode())
+        return
     names, rows = result.columns, result.fetchall()
     if form == "json":
         records = [dict(zip(names, row, strict=True)) for row in rows]
         text = b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records)
         out.write(b"[" + text + b"]\n")
-    elif form == "csv":
-        out.write(_csv(names, rows).encode())
     else:
-        out.write(table_text(names, rows).encode())
+        out.write(_csv(names, rows).encode())
 
 
 def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    import csv
-    import io
-
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows([_cell(v, "") for v in row] for row in rows)
+    writer.writerows([_cell(v) for v in row] for row in rows)
     return text.getvalue()
 
 
-def _cell(value: Any, null: str) -> str:
+def _cell(value: Any) -> str:
     if value is None:
-        return null
+        return ""
     if isinstance(value, dict | list | tuple):
         return msgspec.json.encode(value, enc_hook=str).decode()
     if isinstance(value, bytes):
@@ -169,33 +178,28 @@ def _cell(value: Any, null: str) -> str:
     return str(value)
 
 
-def _short(text: str) -> str:
-    text = text.replace("\n", "⏎")
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+def table_text(result: duckdb.DuckDBPyRelation) -> str:
+    """The result as DuckDB prints it, with all rows and columns. Each cell is one line of at most 60 characters."""
+    cells = ", ".join(
+        _one_line(i, name) if kind.id in _LONG else f"#{i}"
+        for i, (name, kind) in enumerate(zip(result.columns, result.types, strict=True), 1)
+    )
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        result.project(cells).show(
+            max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅"
+        )
+    return text.getvalue().rstrip() + "\n"
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def table_text(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns, numbers to the right, then the number of rows."""
-    cells = [[_short(f"{v:.6g}" if isinstance(v, float) else _cell(v, "∅")) for v in row] for row in rows]
-    widths = [max([len(n), *(len(c[i]) for c in cells)]) for i, n in enumerate(names)]
-    right = [bool(rows) and all(_is_number(r[i]) for r in rows) for i in range(len(names))]
-
-    def line(values: Sequence[str]) -> str:
-        parts = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)]
-        return "  ".join(parts).rstrip()
-
-    count = f"({len(rows)} row{'' if len(rows) == 1 else 's'})"
-    return "\n".join([line(names), "  ".join("─" * w for w in widths), *map(line, cells), count, ""])
+def _one_line(column: int, name: str) -> str:
+    text = f"replace(#{column}::VARCHAR, chr(10), '⏎')"
+    cut = f"CASE WHEN length({text}) > {_CELL_WIDTH} THEN left({text}, {_CELL_WIDTH - 1}) || '…' ELSE {text} END"
+    return cut + ' AS "' + name.replace('"', '""') + '"'
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="journeyman sql", description="SQL over everything that ever happened."
-    )
+    parser = argparse.ArgumentParser(prog="journeyman sql", description="SQL over the history of a run.")
     parser.add_argument("query", help="SQL; the views are in docs/store.md")
     parser.add_argument("--run-dir", help="run to ask; default: the one under runs/ that was written to last")
     parser.add_argument("--config", help="settings of the run to ask")
@@ -204,26 +208,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_config(run_dir: str | None, config: str | None) -> Config:
-    """Which run a command means, from its options."""
+    """The settings of the run that a command's options name; the newest run where they name none."""
     if config:
         return load(config)
     return _config_of(Path(run_dir) if run_dir else newest_run())
 
 
 def run_nats(config: Config, url: str | None = None) -> NatsConfig:
-    """The log of a run: `url`, else the server of its settings, else the one `journeyman up` started for it."""
+    """The log of a run: `url`, else the server of its settings, else the one that `journeyman up` started for it. Raises
+    `ConfigError` where there is none."""
     if url or config.nats.url:
         return msgspec.structs.replace(config.nats, url=url or config.nats.url)
     state = config.path("state.json")
     if not state.is_file():
         raise ConfigError(
-            f"{config.run_dir} names no NATS server: give --nats-url, or start it with `journeyman up`"
+            f"{config.run_dir} names no NATS server: name one with --nats-url, or start the run with `journeyman up`"
         )
     return msgspec.structs.replace(config.nats, url=msgspec.json.decode(state.read_bytes())["urls"]["nats"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 with a line on stderr where the query or the store is at fault."""
+    """Run the command. Returns 0; 1, with a line on stderr, where the query or the store fails."""
     args = parse_args(argv)
     try:
         with connect(run_config(args.run_dir, args.config)) as connection:

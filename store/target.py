@@ -1,11 +1,11 @@
-"""Where the files go: each is written whole or not at all, and is durable before its name exists."""
+"""What the store needs of a place for its files, and its errors.
+
+`store.local` and `store.objects` implement it; `store.location` opens the one that the settings name."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import crash
-from pipeline.config import Config
 from store import columns
 
 if TYPE_CHECKING:
@@ -25,32 +23,29 @@ if TYPE_CHECKING:
 
 SUFFIX = ".parquet"
 DAMAGED = ".damaged"
-OBJECTS = "s3://"
-"""How `store.dir` begins where it names object storage."""
-_TEMPORARY = ".tmp-"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Appended to the name of a file that is set aside."""
 
 
 class StoreError(Exception):
-    """Root of what the store raises."""
+    """Base of the store's errors."""
 
 
 class StoreBusyError(StoreError):
-    """Another process writes to this folder."""
+    """Another store process writes to the same place."""
 
 
 class DamagedFileError(StoreError):
-    """A file that is no whole Parquet file; `path` names it."""
+    """A file that is no complete Parquet file; `path` names it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"{path} is damaged ({why}): restart the store, which sets it aside and fetches its events from the log again"
+            f"{path} is damaged ({why}): restart the store, which sets the file aside and reads its events from the log again"
         )
         self.path = path
 
 
 class Target(ABC):
-    """A place with one folder per event tag. Files are immutable: each name is written once, whole, and never changed."""
+    """A place with one folder per event tag. A file is written once, completely, and never changed."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -61,16 +56,16 @@ class Target(ABC):
 
     @abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """The only writer, while it lasts; raises `StoreBusyError` where there is one. Leftovers of a writer that died go
-        first."""
+        """Holds the lock of the only writer. Removes what a dead writer left incomplete. Raises `StoreBusyError` where another
+        process holds the lock."""
 
     @abstractmethod
     def url(self, tag: str, name: str) -> str:
-        """What DuckDB reads the file by, once `attach` was called."""
+        """The path or URL by which DuckDB reads the file, after `attach`."""
 
     @abstractmethod
     def attach(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Let `connection` read the urls. Safe to repeat."""
+        """Let `connection` read the URLs. Safe to repeat."""
 
     @abstractmethod
     def names(self, tag: str) -> list[str]:
@@ -78,19 +73,19 @@ class Target(ABC):
 
     @abstractmethod
     def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-        """The file appears whole and durable, or not at all; one row group a table. Raises `OSError`."""
+        """Write a file with one row group per table. It appears complete and durable, or not at all. Raises `OSError`."""
 
     @abstractmethod
-    def heals(self, error: OSError) -> bool:
-        """Whether a failed write may succeed later without anyone's doing more than mending its cause."""
+    def is_retryable(self, error: OSError) -> bool:
+        """Whether a write that failed with `error` can succeed later without a restart of the store."""
 
     @abstractmethod
     def check(self, tag: str, name: str) -> None:
-        """Raises `DamagedFileError` where the file does not begin and end as a Parquet file does."""
+        """Raise `DamagedFileError` where the file does not begin and end as a Parquet file does."""
 
     @abstractmethod
     def size(self, tag: str, name: str) -> int:
-        """Bytes."""
+        """Size of the file in bytes."""
 
     @abstractmethod
     def modified(self, tag: str, name: str) -> float:
@@ -98,22 +93,22 @@ class Target(ABC):
 
     @abstractmethod
     def remove(self, tag: str, name: str) -> None:
-        """Safe to repeat."""
+        """Delete a file. Safe to repeat."""
 
     @abstractmethod
     def set_aside(self, tag: str, name: str) -> str:
-        """Take a damaged file out of the way, under a name that no reader lists; returns that name."""
+        """Rename a damaged file so that no reader lists it; returns the new name."""
 
     @abstractmethod
     def _open(self, tag: str, name: str) -> pq.ParquetFile:
-        """Raises `FileNotFoundError`, `DamagedFileError`."""
+        """Open a file. Raises `FileNotFoundError`, `DamagedFileError`."""
 
     def metadata(self, tag: str, name: str) -> dict[str, str]:
-        """What `write` was given beside the table; raises `DamagedFileError`."""
+        """The metadata that `write` was given. Raises `DamagedFileError`."""
         return {k.decode(): v.decode() for k, v in (self._open(tag, name).metadata.metadata or {}).items()}
 
     def read(self, tag: str, name: str, names: list[str] | None = None) -> pa.Table:
-        """The file's table, or these columns of it; raises `DamagedFileError`."""
+        """The file's table, or the columns `names` of it. Raises `DamagedFileError`."""
         try:
             return self._open(tag, name).read(columns=names)
         except FileNotFoundError:
@@ -122,10 +117,11 @@ class Target(ABC):
             raise DamagedFileError(self.url(tag, name), str(error)) from error
 
     def column_names(self, tag: str, name: str) -> list[str]:
+        """Names of the file's columns."""
         return list(self._open(tag, name).schema_arrow.names)
 
     def newest(self, tag: str, name: str) -> int:
-        """The highest stream time in the file, microseconds, from its statistics."""
+        """The highest stream time in the file in microseconds, from its statistics."""
         footer = self._open(tag, name).metadata
         at = [footer.row_group(0).column(i).path_in_schema for i in range(footer.num_columns)].index("log_at")
         groups = (footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups))
@@ -134,7 +130,7 @@ class Target(ABC):
 
 @contextlib.contextmanager
 def locked_file(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock of `path`; raises `StoreBusyError` where another process holds it."""
+    """Hold the lock file `path`. Raises `StoreBusyError`, which names `what`, where another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -144,110 +140,8 @@ def locked_file(path: Path, what: str) -> Iterator[None]:
         yield
 
 
-class LocalTarget(Target):
-    """A folder of this machine."""
-
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
-
-    def __str__(self) -> str:
-        return str(self.root)
-
-    def exists(self) -> bool:
-        return self.root.is_dir()
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        with locked_file(self.root / ".lock", str(self)):
-            for leftover in self.root.glob(f"*/{_TEMPORARY}*"):
-                leftover.unlink()
-            yield
-
-    def path(self, tag: str, name: str) -> Path:
-        return self.root / tag / name
-
-    def url(self, tag: str, name: str) -> str:
-        return str(self.path(tag, name))
-
-    def attach(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """DuckDB reads this machine's files by itself."""
-
-    def names(self, tag: str) -> list[str]:
-        try:
-            entries = [p.name for p in (self.root / tag).iterdir()]
-        except FileNotFoundError:
-            return []
-        return sorted(n for n in entries if n.endswith(SUFFIX) and not n.startswith("."))
-
-    def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-        """Temporary name, fsync, rename, fsync of the folder. Leaves nothing behind where it fails."""
-        folder = self.root / tag
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / (_TEMPORARY + name)
-        try:
-            write_parquet(str(temporary), tag, tables, metadata)
-            _fsync(temporary)
-            crash.point("store.before_rename")
-            temporary.replace(folder / name)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        crash.point("store.after_rename")
-        _fsync(folder)
-
-    def heals(self, error: OSError) -> bool:
-        """A full disk may get room again."""
-        return error.errno in _FULL
-
-    def check(self, tag: str, name: str) -> None:
-        """A few microseconds."""
-        path = self.path(tag, name)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 12:
-                raise DamagedFileError(str(path), f"{size} bytes")
-            if file.read(4) != b"PAR1":
-                raise DamagedFileError(str(path), "its first bytes are not Parquet's")
-            file.seek(-8, os.SEEK_END)
-            end = file.read(8)
-            if end[4:] != b"PAR1" or int.from_bytes(end[:4], "little") > size - 12:
-                raise DamagedFileError(str(path), "its end is missing")
-
-    def _open(self, tag: str, name: str) -> pq.ParquetFile:
-        path = self.path(tag, name)
-        try:
-            return pq.ParquetFile(str(path), memory_map=False)
-        except FileNotFoundError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedFileError(str(path), str(error)) from error
-
-    def size(self, tag: str, name: str) -> int:
-        return self.path(tag, name).stat().st_size
-
-    def modified(self, tag: str, name: str) -> float:
-        return self.path(tag, name).stat().st_mtime
-
-    def remove(self, tag: str, name: str) -> None:
-        self.path(tag, name).unlink(missing_ok=True)
-
-    def set_aside(self, tag: str, name: str) -> str:
-        aside = self.path(tag, name + DAMAGED)
-        self.path(tag, name).replace(aside)
-        return str(aside)
-
-
-def open_target(config: Config) -> Target:
-    """Where `store.dir` says. Raises `ConfigError`."""
-    if config.store.dir.startswith(OBJECTS):
-        from store.objects import ObjectTarget
-
-        return ObjectTarget(config)
-    return LocalTarget(config.path(config.store.dir))
-
-
 def write_parquet(where: Any, tag: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-    """To a path or an Arrow stream; zstd at level 1; packed numbers are byte-stream-split, short text is dictionary-encoded."""
+    """Write tables to a path or an Arrow stream: zstd at level 1, packed numbers byte-stream-split, short text dictionary-encoded."""
     split, dictionary = columns.split_columns(tag)
     with pq.ParquetWriter(
         where,
@@ -261,11 +155,3 @@ def write_parquet(where: Any, tag: str, tables: Iterable[pa.Table], metadata: di
         for table in tables:
             writer.write_table(table)
         writer.add_key_value_metadata(metadata)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

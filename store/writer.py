@@ -1,7 +1,7 @@
-"""One consumer to files: take deliveries, build tables, write, and only then acknowledge.
+"""One consumer to files: take deliveries, build tables, write files, then acknowledge.
 
-Exactly once comes from three facts: files appear whole or not at all; an event is acknowledged after its file is durable; and
-what comes again although a file holds it is recognised by its sequence and stream time, acknowledged and left out.
+Three facts give exactly-once: a file appears completely or not at all; an event is acknowledged after its file is durable; an event
+that is delivered again after that is recognised by its sequence and stream time, acknowledged and left out.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _RETRY = streams.RETRY_HEADER.encode()
 _FETCH = 2_000
 _RETRY_S = 1.0
 _REMAKE_S = 2.0
-_GOODBYE_S = 8.0
+_FINAL_WRITE_S = 8.0
+"""The writer may take this long to write what it holds when it is stopped."""
 
 
 @dataclass
 class Rows:
-    """Decoded events of one tag, column by column as far as the envelope goes."""
+    """Decoded events of one tag with the columns of their envelope."""
 
     events: list[AnyEvent] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
@@ -49,16 +50,18 @@ class Rows:
 
 
 @dataclass
-class Part:
-    """What one flush writes and acknowledges."""
+class WriteBatch:
+    """The events that one flush writes and acknowledges."""
 
     tags: dict[str, Rows] = field(default_factory=dict)
-    taken: dict[tuple[int, int], Pulled] = field(default_factory=dict)
-    """(sequence, stream time) to the newest message that brought it."""
+    messages: dict[tuple[int, int], Pulled] = field(default_factory=dict)
+    """(sequence, stream time) to the newest delivery of the event."""
     size: int = 0
+    """Bytes of the encoded events."""
     began: float = 0.0
-    life: int = 0
-    """How often the connection had been made anew when its first message came."""
+    """`time.monotonic()` when its first message came."""
+    reconnects: int = 0
+    """How often the connection had been remade when its first message came."""
 
 
 def position(message: Pulled) -> tuple[int, int]:
@@ -67,19 +70,19 @@ def position(message: Pulled) -> tuple[int, int]:
 
 
 class Writer:
-    """The durable consumer `spec` to Parquet."""
+    """Writes what the durable consumer `spec` delivers to Parquet files."""
 
     def __init__(
         self, broker: Broker, catalog: Catalog, config: StoreConfig, spec: streams.ConsumerSpec
     ) -> None:
         self._broker, self._catalog, self._config, self.spec = broker, catalog, config, spec
-        self._part = Part()
-        self._writing: Part | None = None
+        self._filling = WriteBatch()
+        self._writing: WriteBatch | None = None
         self._slot = anyio.Semaphore(1)
         self.written = 0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; what was taken by then is written first."""
+        """Write until cancelled. What was taken by then is written before it returns."""
         async with pulling(self._broker.client, self.spec, _FETCH) as puller:
             task_status.started()
             try:
@@ -90,64 +93,63 @@ class Writer:
                         if self._due():
                             await (
                                 self._slot.acquire()
-                            )  # bounds memory to one part in the making and one in writing
-                            part, self._part = self._part, Part()
-                            self._writing = part
-                            tg.start_soon(self._write, part)
+                            )  # bounds memory: one batch is filled while one is written
+                            batch, self._filling = self._filling, WriteBatch()
+                            self._writing = batch
+                            tg.start_soon(self._write, batch)
             finally:
-                with anyio.move_on_after(_GOODBYE_S, shield=True):
+                with anyio.move_on_after(_FINAL_WRITE_S, shield=True):
                     if self._writing is not None:
-                        # Cancelled before or while it was acknowledged: its files may be there, or not yet.
+                        # It was cancelled before or during its acknowledgement; its files may be missing.
                         await self._finish(self._writing)
                         self._writing = None
                     await self._accept(puller.take_nowait())
-                    await self._finish(self._part)
+                    await self._finish(self._filling)
 
     async def _keep_alive(self) -> None:
-        """What waits here (for a full disk, say) is not redelivered: only deaths count as deliveries that failed."""
+        """Keep held messages from being redelivered while they wait, for a full disk for example: a redelivery counts as a death
+        of the store."""
         interval = self.spec.ack_wait_s / 3
         while True:
             await anyio.sleep(interval)
-            for part in (self._writing, self._part):
-                if part is not None and part.taken and time.monotonic() - part.began > interval:
-                    for message in list(part.taken.values()):
+            for batch in (self._writing, self._filling):
+                if batch is not None and batch.messages and time.monotonic() - batch.began > interval:
+                    for message in list(batch.messages.values()):
                         await self._broker.client.publish(message.reply, Msg.Ack.Progress)
 
     def _due(self) -> bool:
-        part, config = self._part, self._config
-        if not part.taken:
-            return False
-        return (
-            len(part.taken) >= config.flush_rows
-            or part.size >= config.flush_bytes
-            or time.monotonic() - part.began >= config.flush_s
+        batch, config = self._filling, self._config
+        return bool(batch.messages) and (
+            len(batch.messages) >= config.flush_rows
+            or batch.size >= config.flush_bytes
+            or time.monotonic() - batch.began >= config.flush_s
         )
 
     async def _take(self, puller: Puller) -> None:
-        part = self._part
-        room = max(1, self._config.flush_rows - len(part.taken))
+        batch = self._filling
+        room = max(1, self._config.flush_rows - len(batch.messages))
         wait_s = self._config.flush_s
-        if part.taken:
-            wait_s = max(0.01, part.began + wait_s - time.monotonic())
+        if batch.messages:
+            wait_s = max(0.01, batch.began + wait_s - time.monotonic())
         try:
-            batch = await puller.take(room, wait_s)
+            delivered = await puller.take(room, wait_s)
         except ConsumerGoneError as error:
-            await self._await_consumer(error)
+            await self._restore_consumer(error)
             return
-        await self._accept(batch)
+        await self._accept(delivered)
 
-    async def _await_consumer(self, gone: ConsumerGoneError) -> None:
-        """The stream or its consumer was deleted: what is in memory is kept and written; the rest is made anew."""
+    async def _restore_consumer(self, gone: ConsumerGoneError) -> None:
+        """Make the consumer, and its stream, again where they were deleted. What is in memory stays there and is written."""
         while True:
             try:
-                if await self._there():
-                    return  # made anew, or only its server was away for a moment
+                if await self._consumer_exists():
+                    return  # it was made again, or only its server was away
                 log.error(
                     "consumer gone",
                     consumer=self.spec.name,
                     stream=self.spec.stream,
                     why=str(gone),
-                    detail="made anew; what its stream held and no file holds is lost to the store",
+                    detail="it is made again; events that were on its stream and are in no file are lost to the store",
                 )
                 # The server removes a deleted stream's folder in the background, and a stream of that name made meanwhile
                 # loses its files with it (seen with nats-server 2.15.1).
@@ -160,42 +162,41 @@ class Writer:
                 OSError,
                 TimeoutError,
             ) as error:
-                log.warning("log away", consumer=self.spec.name, why=str(error) or type(error).__name__)
-                await anyio.sleep(_RETRY_S)  # paces the question to a server that is away
+                log.warning(
+                    "log unavailable", consumer=self.spec.name, why=str(error) or type(error).__name__
+                )
+                await anyio.sleep(_RETRY_S)  # paces the retry
 
-    async def _there(self) -> bool:
+    async def _consumer_exists(self) -> bool:
         try:
             await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
         except nats.js.errors.NotFoundError:
             return False
         return True
 
-    async def _accept(self, batch: Sequence[Pulled]) -> None:
-        if not batch:
+    async def _accept(self, delivered: Sequence[Pulled]) -> None:
+        """Add deliveries to the batch that is being filled; acknowledge those that files hold already."""
+        if not delivered:
             return
-        part = self._part
-        if not part.taken:
-            part.began = time.monotonic()
-            part.life = self._broker.client.stats["reconnects"]
-        places = [position(m) for m in batch]
-        # Told apart in one go, without an await in between: a write that ends meanwhile moves rows from memory to files.
-        known = self._catalog.already(self.spec.stream, places)
-        writing = self._writing.taken if self._writing is not None else {}
-        fresh = [
-            (place, message)
-            for place, message in zip(places, batch, strict=True)
-            if place not in known and place not in writing
-        ]
-        if known:
-            old = [m.reply for place, m in zip(places, batch, strict=True) if place in known]
-            await acknowledge(self._broker.client, old)
+        batch = self._filling
+        if not batch.messages:
+            batch.began = time.monotonic()
+            batch.reconnects = self._broker.client.stats["reconnects"]
+        placed = [(position(m), m) for m in delivered]
+        # No await until `fresh` is known: a write that ends meanwhile would move rows from memory to files.
+        stored = self._catalog.already(self.spec.stream, [place for place, _ in placed])
+        writing = self._writing.messages if self._writing is not None else {}
+        fresh = [(place, m) for place, m in placed if place not in stored and place not in writing]
+        if stored:
+            await acknowledge(self._broker.client, [m.reply for place, m in placed if place in stored])
         for place, message in fresh:
-            if place in part.taken:
-                part.taken[place] = message  # came again while it waits here
+            if place in batch.messages:
+                batch.messages[place] = message  # delivered again while it waits here
             else:
-                await self._admit(part, place, message)
+                await self._add(batch, place, message)
 
-    async def _admit(self, part: Part, place: tuple[int, int], message: Pulled) -> None:
+    async def _add(self, batch: WriteBatch, place: tuple[int, int], message: Pulled) -> None:
+        """Decode one message into the batch. One that can't be decoded, or was delivered too often, becomes a dead letter."""
         if message.header(_RETRY) not in ("", self.spec.name):
             await acknowledge(self._broker.client, [message.reply])
             return
@@ -212,55 +213,56 @@ class Writer:
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self._broker.dead_letter(message, self.spec, "undecodable", str(error))
             return
-        rows = part.tags.setdefault(wire_name(event), Rows())
+        rows = batch.tags.setdefault(wire_name(event), Rows())
         rows.events.append(event)
         rows.seqs.append(place[0])
         rows.ats.append(place[1])
         rows.traces.append(message.header(b"traceparent"))
-        message.data = b""  # the event holds it: twice would be much memory
-        part.taken[place] = message
-        part.size += size
+        message.data = b""  # frees the memory: the event holds it
+        batch.messages[place] = message
+        batch.size += size
 
-    async def _write(self, part: Part) -> None:
-        await self._finish(part)
+    async def _write(self, batch: WriteBatch) -> None:
+        await self._finish(batch)
         self._writing = None
         self._slot.release()
 
-    async def _finish(self, part: Part) -> None:
-        """Files, then acknowledgements. Safe to repeat from the start."""
+    async def _finish(self, batch: WriteBatch) -> None:
+        """Write the files of a batch, then acknowledge its messages. Safe to repeat from the start."""
         crash.point("store.before_write")
-        for tag in list(part.tags):
-            if await self._write_tag(part, tag):
-                del part.tags[tag]
-                crash.point("store.between_tags")
-        messages = [m.reply for m in part.taken.values()] if await self._is_there(part) else []
+        for tag in list(batch.tags):
+            await self._write_tag(batch, tag)
+            del batch.tags[tag]
+            crash.point("store.between_tags")
+        messages = [m.reply for m in batch.messages.values()] if await self._log_holds(batch) else []
         crash.point("store.before_ack")
         half = len(messages) // 2
         await acknowledge(self._broker.client, messages[:half])
         crash.point("store.half_acked")
         await acknowledge(self._broker.client, messages[half:])
         crash.point("store.after_ack")
-        part.taken = {}
+        batch.messages = {}
 
-    async def _is_there(self, part: Part) -> bool:
-        """Whether the log still holds what was taken. Where a power cut took its end, an acknowledgement would be another
-        message's; what is there still is delivered again, and recognised."""
-        if not part.taken or part.life == self._broker.client.stats["reconnects"]:
+    async def _log_holds(self, batch: WriteBatch) -> bool:
+        """Whether the log still holds the batch's events. After a power cut took its end, an acknowledgement could be that of
+        another event with the same sequence. Events that are left unacknowledged are delivered again and recognised."""
+        if not batch.messages or batch.reconnects == self._broker.client.stats["reconnects"]:
             return True
-        return await self._broker.holds(self.spec.stream, Place(*max(part.taken)))
+        return await self._broker.holds(self.spec.stream, Place(*max(batch.messages)))
 
-    async def _write_tag(self, part: Part, tag: str) -> bool:
-        rows = part.tags[tag]
+    async def _write_tag(self, batch: WriteBatch, tag: str) -> None:
+        """Write the events of one tag; events that fit no table become dead letters. Repeats while the disk is full."""
+        rows = batch.tags[tag]
         while rows.events:
             try:
-                # To the end even if cancelled: half-finished work in a thread can't be taken back.
+                # Not cancelled in the middle: a thread can't be stopped.
                 with anyio.CancelScope(shield=True):
                     name = await anyio.to_thread.run_sync(self._write_file, tag, rows)
             except columns.UnstorableError:
-                await self._bury_unstorable(part, rows)
+                await self._drop_unstorable(batch, rows)
                 continue
             except OSError as error:
-                if not self._catalog.target.heals(error):
+                if not self._catalog.target.is_retryable(error):
                     raise
                 log.error(
                     "not written",
@@ -268,12 +270,11 @@ class Writer:
                     why=str(error),
                     detail=f"{len(rows.events)} events of {tag} wait; they are not acknowledged and stay in the log",
                 )
-                await anyio.sleep(_RETRY_S)  # paces the retry; nothing says when its cause is gone
+                await anyio.sleep(_RETRY_S)  # paces the retry: nothing tells when the cause is gone
                 continue
             self._catalog.add(tag, name, rows.seqs)
             self.written += len(rows.seqs)
-            return True
-        return True
+            return
 
     def _write_file(self, tag: str, rows: Rows) -> FileName:
         table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
@@ -282,26 +283,29 @@ class Writer:
         self._catalog.target.write(tag, str(name), [table], {"journeyman.event": tag})
         return name
 
-    async def _bury_unstorable(self, part: Part, rows: Rows) -> None:
-        """One event that fits no table must not stop the others."""
+    async def _drop_unstorable(self, batch: WriteBatch, rows: Rows) -> None:
+        """Move the events that fit no table from `rows` to the dead letters, so that the others are written."""
         reasons = [columns.fits(event) for event in rows.events]
         for i, reason in reversed(list(enumerate(reasons))):
             if not reason:
                 continue
-            message = part.taken.pop((rows.seqs[i], rows.ats[i]))
+            message = batch.messages.pop((rows.seqs[i], rows.ats[i]))
             message.data = await self._payload(rows.seqs[i], rows.events[i])
             await self._broker.dead_letter(message, self.spec, "unstorable", reason)
             for values in (rows.events, rows.seqs, rows.ats, rows.traces):
                 values.pop(i)
         if not any(reasons):
-            raise columns.UnstorableError("events that fit one by one and not together")
+            raise columns.UnstorableError(
+                "events that fit a table one by one do not fit together: report this as a bug"
+            )
 
     async def _payload(self, seq: int, event: AnyEvent) -> bytes:
-        """What the log holds at `seq`; made anew from the event where it has let go of it."""
+        """The message at `seq` as the log holds it, or the encoded event where the log no longer does."""
         async for message in self._broker.messages(self.spec.stream, seq, seq):
             return message.payload
         return encode(event)
 
 
 def store_consumers() -> Sequence[streams.ConsumerSpec]:
+    """The consumers that the store writes out."""
     return [c for c in streams.CONSUMERS if c.name.startswith("store-")]

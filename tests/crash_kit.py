@@ -60,11 +60,11 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from pipeline.security import signing, users
 from store import sql
-from store.target import LocalTarget
+from store.local import LocalTarget
 from tests.conftest import free_port
 from tests.crash_nursery import SERVICES
 from tests.kits.scoring_server import ScoringServer
-from tests.store.test_crash import stored
+from tests.store.kit import stored_events
 from tests.trainer import kit
 
 SEED = 20261121
@@ -479,7 +479,7 @@ async def check(
 ) -> None:
     """Log and files tell one story, and it is the agents'."""
     log = await in_log(broker)
-    found = stored(LocalTarget(config.path("store")))
+    found = stored_events(LocalTarget(config.path("store")))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == set(log)
     assert not list(config.path("store").glob("*/.tmp-*"))

@@ -20,8 +20,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from rollout_gateway.serving.policies import Policies
 from store import replay, sql
-from tests.store.conftest import StoreProcess
-from tests.store.test_writer import until_acked
+from tests.store.kit import StoreProcess, until_acked
 from tests.trainer import kit
 from trainer.service import train
 

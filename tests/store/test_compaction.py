@@ -14,8 +14,8 @@ from pipeline.config import StoreConfig
 from store import columns, sql
 from store.catalog import Catalog, FileName, live
 from store.compaction import Compactor
-from store.target import LocalTarget
-from tests.store.conftest import exchange
+from store.local import LocalTarget
+from tests.store.kit import exchange
 
 TAG = "rollout.exchange"
 QUICK = StoreConfig(compact_files=3, compact_grace_s=0.0)

@@ -32,14 +32,12 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     decode,
-    schema,
 )
 from pipeline.log.broker import Broker
-from store.catalog import live
-from store.target import Target, open_target
+from store.location import open_target
 from tests.conftest import NatsServer
-from tests.store.conftest import exchange
 from tests.store.crash_child import quick_consumers
+from tests.store.kit import exchange, stored_events
 
 pytestmark = pytest.mark.anyio
 
@@ -161,16 +159,6 @@ async def one_life(
     return f"{where.partition(':')[0]} {codes[0]}"
 
 
-def stored(target: Target) -> Counter[tuple[str, int]]:
-    """(stream, sequence) of every row of every file that readers see."""
-    found: Counter[tuple[str, int]] = Counter()
-    for tag in schema.tables():
-        for name in live(target, tag):
-            seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
-            found.update((streams.stream_of(tag), s) for s in seqs)
-    return found
-
-
 async def in_log(broker: Broker) -> set[tuple[str, int]]:
     """(stream, sequence) of every message that is an event: what is not one is a dead letter instead."""
     found: set[tuple[str, int]] = set()
@@ -216,7 +204,7 @@ async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
         os.kill(lives.pid, signal.SIGTERM)
         assert await anyio.to_thread.run_sync(lives.end) == 0
         expected = await in_log(broker)
-    found = stored(open_target(Config(run_dir=str(tmp_path), store=StoreConfig(**where_to))))
+    found = stored_events(open_target(Config(run_dir=str(tmp_path), store=StoreConfig(**where_to))))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == expected
     assert not list(tmp_path.glob("store/*/.tmp-*"))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from store import docs, sql
-from tests.store.conftest import run_of_one_step
-from tests.store.test_sql import fill
+from tests.store.kit import fill, run_of_one_step
 
 QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")
 
@@ -41,5 +40,5 @@ def test_answers_are_put_below_their_questions(tmp_path: Path) -> None:
     page = "# t\n\n```sql\nSELECT count(*) AS n FROM exchanges\n```\n\n```text\nold\n```\nend\n"
     with sql.connect(tmp_path) as connection:
         once = docs.answered(page, connection)
-        assert "n\n─\n4\n(1 row)" in once
+        assert "│     4 │" in once
         assert docs.answered(once, connection) == once

@@ -13,11 +13,10 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from store import target as target_module
 from store.catalog import live
-from store.target import LocalTarget, StoreBusyError, write_parquet
-from tests.store.conftest import StoreProcess, exchange, publish
-from tests.store.test_writer import stored, until_acked
+from store.local import LocalTarget
+from store.target import StoreBusyError, write_parquet
+from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 TAG = "rollout.exchange"
@@ -48,7 +47,7 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     def to_a_full_disk(_: str, tag: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
         write_parquet("/dev/full", tag, tables, metadata)
 
-    monkeypatch.setattr(target_module, "write_parquet", to_a_full_disk)
+    monkeypatch.setattr("store.local.write_parquet", to_a_full_disk)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(20)])
         async with running_store():
@@ -56,7 +55,7 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
             assert str(tmp_path / "store") in fields["folder"]
             assert "20 events" in fields["detail"]
             assert await broker.lag("store-rollouts") == 20
-            monkeypatch.setattr(target_module, "write_parquet", write_parquet)
+            monkeypatch.setattr("store.local.write_parquet", write_parquet)
             await until_acked(broker)
     assert stored(tmp_path / "store", TAG) == list(range(1, 21))
 

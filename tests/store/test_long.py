@@ -11,9 +11,8 @@ from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from store.catalog import live
-from store.target import LocalTarget
-from tests.store.conftest import StoreProcess, exchange
-from tests.store.test_writer import until_acked
+from store.local import LocalTarget
+from tests.store.kit import StoreProcess, exchange, until_acked
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,7 @@ from pipeline.events import Event, ExchangeRecorded, GroupScored, TrajectoryComp
 from pipeline.log.broker import Broker
 from store import diff, rebuild, replay, sql
 from store.columns import table
-from tests.store.conftest import StoreProcess, publish, run_of_one_step
-from tests.store.test_writer import stored, until_acked
+from tests.store.kit import StoreProcess, publish, run_of_one_step, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 

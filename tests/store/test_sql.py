@@ -10,31 +10,13 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import streams
-from pipeline.events import CheckpointPublished, Event, GroupScored, Member, pack_seqs, schema, wire_name
-from store import columns, sql
+from pipeline.events import CheckpointPublished, GroupScored, Member, pack_seqs, schema, wire_name
+from store import sql
 from store.catalog import FileName
-from store.target import DamagedFileError, LocalTarget
+from store.local import LocalTarget
+from store.target import DamagedFileError
 from store.views import VIEWS
-from tests.store.conftest import exchange, run_of_one_step
-
-
-def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
-    """A store that holds `events`, one file a tag, sequences counted per stream."""
-    target = LocalTarget(run_dir / "store")
-    by_tag: dict[str, list[tuple[int, Event]]] = {}
-    counts: dict[str, int] = {}
-    for event in events:
-        tag = wire_name(event)
-        stream = streams.stream_of(tag)
-        counts[stream] = counts.get(stream, 0) + 1
-        by_tag.setdefault(tag, []).append((counts[stream], event))
-    for tag, rows in by_tag.items():
-        seqs = [s for s, _ in rows]
-        trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
-        table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
-        target.write(tag, str(FileName(streams.stream_of(tag), seqs[0], seqs[-1], seqs[0])), [table], {})
-    return target
+from tests.store.kit import exchange, fill, run_of_one_step
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -142,10 +124,8 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
     fill(tmp_path, [*groups, scored(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9)])
     asked = "SELECT step, reward_mean, reward_mean_all FROM steps ORDER BY step"
     assert rows(tmp_path, asked) == [(1, 0.5, 0.75), (2, 0.75, 0.875), (3, None, None)]
-    assert rows(tmp_path, "SELECT split, count(*) FROM groups GROUP BY 1 ORDER BY 1") == [
-        ("train", 5),
-        ("val", 1),
-    ]
+    asked = "SELECT split, count(*), avg((NOT has_signal)::INT) FROM groups GROUP BY 1 ORDER BY 1"
+    assert rows(tmp_path, asked) == [("train", 5, 0.6), ("val", 1, None)]  # validation never trains
 
 
 def test_doubles_are_not_hidden(tmp_path: Path) -> None:
@@ -185,10 +165,21 @@ def test_a_damaged_file_is_named(run_dir: Path) -> None:
         sql.connect(run_dir)
 
 
+TABLE = """\
+┌───────┬─────────┐
+│   n   │    b    │
+│ int32 │ boolean │
+├───────┼─────────┤
+│     1 │ true    │
+│     ∅ │ false   │
+└───────┴─────────┘
+"""
+
+
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
-        ("table", "n  b\n─  ─────\n1  True\n∅  False\n(2 rows)\n"),
+        ("table", TABLE),
         ("csv", "n,b\n1,True\n,False\n"),
         ("json", '[{"n":1,"b":true},\n {"n":null,"b":false}]\n'),
     ],
@@ -198,6 +189,16 @@ def test_formats(form: str, expected: str) -> None:
     with duckdb.connect() as connection:
         sql.write_result(connection.sql("SELECT * FROM (VALUES (1, true), (NULL, false)) t(n, b)"), form, out)
     assert out.getvalue().decode() == expected
+
+
+def test_a_table_shows_every_row_and_column_and_cuts_long_cells() -> None:
+    with duckdb.connect() as connection:
+        wide = ", ".join(f"repeat('x', 5000) || chr(10) AS c{i}, range(5000) AS l{i}" for i in range(15))
+        text = sql.table_text(connection.sql(f"SELECT {wide}, 1 AS n, 2 AS n FROM range(300)"))
+    shown = [line for line in text.splitlines() if line.startswith("│ xxxx")]
+    assert len(shown) == 300
+    assert all(f" {kind}{i} " in text for i in range(15) for kind in "cl")
+    assert {len(line) for line in shown} == {30 * 63 + 2 * 8 + 1}
 
 
 def test_parquet_output_reads_back() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,6 @@ import anyio
 import duckdb
 import pyarrow as pa
 import pytest
-from pyarrow import fs
 
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
@@ -22,10 +18,19 @@ from pipeline.log.broker import Broker
 from store import columns, rebuild, sql
 from store.catalog import Catalog, FileName, live
 from store.compaction import Compactor
+from store.local import LocalTarget
+from store.location import open_target
 from store.objects import ObjectTarget
-from store.target import DamagedFileError, LocalTarget, StoreBusyError, Target, open_target
-from tests.store.conftest import StoreProcess, exchange, publish, run_of_one_step
-from tests.store.test_writer import until_acked
+from store.target import DamagedFileError, StoreBusyError, Target
+from tests.store.kit import (
+    StoreProcess,
+    create_bucket,
+    exchange,
+    publish,
+    run_of_one_step,
+    serving_s3,
+    until_acked,
+)
 
 TAG = "rollout.exchange"
 
@@ -205,37 +210,21 @@ async def test_object_storage_that_is_away_is_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("store.writer._RETRY_S", 0.05)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.store.s3_server"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        settings = object_store | {"s3_endpoint": url}
-        # No bucket yet: what is written is refused until it is there.
-        async with Broker.connect(nats_config) as broker:
-            async with running_store(**settings) as config:
-                await publish(broker, [exchange("t", seq) for seq in range(9)])
-                with anyio.fail_after(30):
-                    while not any(r.getMessage() == "not written" for r in caplog.records):
-                        await anyio.sleep(0.02)
-                assert await broker.lag("store-rollouts") == 9
-                client = fs.S3FileSystem(
-                    endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True
-                )
-                await anyio.to_thread.run_sync(client.create_dir, "journeyman")
-                await until_acked(broker)
-            with sql.connect(config) as connection:
-                assert connection.sql("SELECT count(*) FROM exchanges").fetchall() == [(9,)]
-    finally:
-        process.stdin.close()
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
-        process.stdout.close()
+    with serving_s3() as url:
+        # No bucket yet: writes are refused until it exists.
+        async with (
+            Broker.connect(nats_config) as broker,
+            running_store(**object_store | {"s3_endpoint": url}) as config,
+        ):
+            await publish(broker, [exchange("t", seq) for seq in range(9)])
+            with anyio.fail_after(30):
+                while not any(r.getMessage() == "not written" for r in caplog.records):
+                    await anyio.sleep(0.02)
+            assert await broker.lag("store-rollouts") == 9
+            await anyio.to_thread.run_sync(create_bucket, url)
+            await until_acked(broker)
+        with sql.connect(config) as connection:
+            assert connection.sql("SELECT count(*) FROM exchanges").fetchall() == [(9,)]
 
 
 def test_a_bucket_has_to_be_named(tmp_path: Path) -> None:

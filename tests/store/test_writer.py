@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import anyio
-import nats.js.errors
 import pytest
 
 from pipeline import streams
@@ -15,33 +14,11 @@ from pipeline.events import DeadLettered, decode, encode, schema
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
 from store.catalog import Catalog, FileName, live
-from store.target import LocalTarget
+from store.local import LocalTarget
 from tests.pipeline.log.test_dead_letters import deliver_in_vain
-from tests.store.conftest import StoreProcess, exchange, publish, run_of_one_step
+from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, stored, until_acked
 
 pytestmark = pytest.mark.anyio
-
-
-def stored(folder: Path, tag: str) -> list[int]:
-    """Stream sequences of all rows, in file order."""
-    target = LocalTarget(folder)
-    return [
-        s for name in live(target, tag) for s in target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
-    ]
-
-
-async def until_acked(broker: Broker) -> None:
-    """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
-    with anyio.fail_after(20):
-        for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
-            while True:
-                try:
-                    info = await broker.js.consumer_info(spec.stream, spec.name)
-                except nats.js.errors.NotFoundError:
-                    continue  # about to be made anew
-                if not info.num_pending and not info.num_ack_pending:
-                    break
-                await anyio.sleep(0.02)
 
 
 async def test_every_event_lands_once_and_is_acknowledged(

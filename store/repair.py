@@ -1,4 +1,4 @@
-"""A damaged file is no loss while the log still holds its events: they are fetched and written again."""
+"""Writes the events of damaged files again, as far as the log still holds them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import Catalog, FileName
 
-log = get_logger("store.heal")
+log = get_logger("store.repair")
 
 _PAGE = 1_000
+"""Sequences that are read from the log at once."""
+_ROWS = 20_000
+"""Events of a file that is written again."""
 
 
-async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileName]]) -> int:
-    """Write what the damaged files held and nothing else holds; returns how many events. What the log has let go of is
-    said, file by file."""
-    healed = 0
+async def repair(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileName]]) -> int:
+    """Write again what the files of `damaged` (tag, name) held and no other file holds. Returns the number of events written.
+
+    An error is logged for each file of which the log no longer holds everything."""
+    written = 0
     for tag, name in damaged:
         rows: list[Recorded[AnyEvent]] = []
         first = name.first
@@ -36,15 +40,15 @@ async def heal(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileNa
         missing = [r for r in rows if (r.seq, r.place.at) not in known]
         for part in _pages(missing):
             await anyio.to_thread.run_sync(_write, catalog, tag, part)
-        healed += len(missing)
+        written += len(missing)
         if state.first_seq > name.first or state.last_seq < name.last:
             log.error(
                 "events lost with a damaged file",
                 file=str(name),
-                detail=f"the log holds {state.first_seq} to {state.last_seq} of {name.stream} only: restore the file from a backup",
+                detail=f"{name.stream} holds sequences {state.first_seq} to {state.last_seq} only: restore the file from a backup",
             )
-        log.info("damaged file healed from the log", tag=tag, file=str(name), events=len(missing))
-    return healed
+        log.info("damaged file repaired from the log", tag=tag, file=str(name), events=len(missing))
+    return written
 
 
 async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIterator[Recorded[AnyEvent]]:
@@ -52,13 +56,13 @@ async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIt
         try:
             event = await broker.decode(message.payload)
         except (msgspec.DecodeError, HistoryGoneError):
-            continue  # a dead letter already
+            continue  # it is among the dead letters
         yield Recorded(event, stream, message.seq, message.subject, message.headers)
 
 
 def _pages(rows: list[Recorded[AnyEvent]]) -> Iterator[list[Recorded[AnyEvent]]]:
-    for i in range(0, len(rows), 20_000):
-        yield rows[i : i + 20_000]
+    for i in range(0, len(rows), _ROWS):
+        yield rows[i : i + _ROWS]
 
 
 def _write(catalog: Catalog, tag: str, rows: list[Recorded[AnyEvent]]) -> None:

@@ -1,0 +1,37 @@
+"""The documented views over the files: purpose, columns and SQL of each. docs/store.md is generated from here.
+
+Below the views lies one table per event tag with every column of docs/events.md, named as the tag with an underscore for the
+dot (`rollout_exchange`). The views do not hide duplicates: the writer keeps an event from being stored twice. `group` is a word
+of SQL, so the column is called `group_id`.
+
+| module | what lives there |
+| --- | --- |
+| `view` | what a view is |
+| `rollouts` | runs, calls, messages |
+| `groups` | groups, verdicts, rewards, the cost of judging |
+| `training` | checkpoints, delivery, lineage, staleness, steps |
+| `losses` | runs that never trained, dead letters |
+"""
+
+from store.views.groups import GROUPS, JUDGE_COST, REWARDS, VERDICTS
+from store.views.losses import DEAD, STARVATION
+from store.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
+from store.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
+from store.views.view import View
+
+VIEWS: tuple[View, ...] = (  # each after the views that it reads
+    TRAJECTORIES,
+    EXCHANGES,
+    MESSAGES,
+    GROUPS,
+    VERDICTS,
+    REWARDS,
+    CHECKPOINTS,
+    ADAPTERS,
+    LINEAGE,
+    STALENESS,
+    STEPS,
+    STARVATION,
+    JUDGE_COST,
+    DEAD,
+)

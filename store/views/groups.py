@@ -1,0 +1,116 @@
+"""Views of groups: what was scored, by whom, at what cost."""
+
+from __future__ import annotations
+
+from store.views.view import View, documented
+
+GROUPS = View(
+    "groups",
+    "One row per group that was scored, or discarded with its reason.",
+    documented(
+        "project model group_id branch split task status judge size reward_mean reward_min reward_max "
+        "has_signal closed_by origin offline reason decided_by decided_at stream_seq",
+        status="`scored` or `discarded`.",
+        size="Number of trajectories.",
+        reward_mean="Mean reward of the scored members.",
+        reward_min="Lowest reward of them.",
+        reward_max="Highest reward of them.",
+        has_signal="Whether these rewards differ by more than 1e-6, without which a group is not trained; null for validation groups, which are never trained.",
+        closed_by="`size`, `timeout` or `replay`.",
+        origin="Branch and sequence that it was replayed from.",
+        reason="Why it was discarded.",
+        decided_by="Service that discarded it.",
+        decided_at="When it was scored or discarded, UTC.",
+        stream_seq="Sequence in GROUPS.",
+    ),
+    """
+        WITH scored AS (
+          SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
+        )
+        SELECT project, model, "group" AS group_id, branch, split, task, 'scored' AS status, judge, len(members) AS size,
+          list_avg(rewards) AS reward_mean, list_min(rewards) AS reward_min, list_max(rewards) AS reward_max,
+          CASE split WHEN 'train' THEN list_max(rewards) - list_min(rewards) > 1e-6 END AS has_signal, closed_by, origin, offline,
+          NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at, log_seq AS stream_seq
+        FROM scored
+        UNION ALL
+        SELECT project, model, "group", branch, split, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL, NULL, NULL,
+          NULL, NULL, reason, "by", "at", log_seq
+        FROM group_discarded
+        """,
+)
+
+VERDICTS = View(
+    "verdicts",
+    "One row per trajectory that a judge scored.",
+    documented(
+        "project model group_id branch judge verdict judge_model rubric rubric_hash trajectory score "
+        "explanation position cost_usd latency_s attempts left_out scored_at",
+        verdict="Number of the verdict in its group, from 0.",
+        rubric_hash="Hash of the rubric.",
+        score="Score from 0 to 1.",
+        explanation="The judge's explanation.",
+        position="Place in which the judge saw the run, from 0; null where it is unknown.",
+        cost_usd="Cost of the verdict over the whole group.",
+        latency_s="Seconds that the verdict took.",
+        attempts="Calls until the reply could be read.",
+        left_out="Bytes of the group that did not fit into the judge's prompt.",
+    ),
+    """
+        WITH each AS (
+          SELECT *, unnest(verdicts) AS verdict_, generate_subscripts(verdicts, 1) - 1 AS verdict FROM group_scored
+        ), scored AS (SELECT *, unnest(verdict_.scores) AS score_ FROM each)
+        SELECT project, model, "group" AS group_id, branch, judge, verdict, verdict_.judge_model AS judge_model,
+          verdict_.rubric AS rubric, verdict_.rubric_hash AS rubric_hash, score_.trajectory AS trajectory,
+          score_.score AS score, score_.explanation AS explanation,
+          list_position(verdict_."order", score_.trajectory) - 1 AS position, verdict_.cost_usd AS cost_usd,
+          verdict_.latency_s AS latency_s, verdict_.attempts AS attempts, verdict_.left_out AS left_out,
+          "at" AS scored_at
+        FROM scored
+        """,
+)
+
+REWARDS = View(
+    "rewards",
+    "One row per member of a scored group: what training gets.",
+    documented(
+        "project model group_id branch judge trajectory reward components centered outcome split exchanges "
+        "first_step last_step offline scored_at",
+        components="The rewards that were composed, by name.",
+        centered="Reward minus the mean of the group's scored members; its sign is that of the advantage.",
+        exchanges="Number of calls of the run.",
+    ),
+    """
+        WITH each AS (
+          SELECT *, list_avg([m.reward FOR m IN members IF m.outcome = 'scored']) AS mean, unnest(members) AS m
+          FROM group_scored
+        )
+        SELECT project, model, "group" AS group_id, branch, judge, m.trajectory AS trajectory, m.reward AS reward,
+          m.components AS components, m.reward - mean AS centered, m.outcome AS outcome, m.split AS split,
+          m.exchanges AS exchanges, m.first_step AS first_step, m.last_step AS last_step, offline, "at" AS scored_at
+        FROM each
+        """,
+)
+
+JUDGE_COST = View(
+    "judge_cost",
+    "The cost of judging, by day and judge.",
+    documented(
+        "day project model judge judge_model rubric verdicts cost_usd prompt_tokens completion_tokens "
+        "mean_latency_s retries",
+        day="Day, UTC.",
+        verdicts="Number of verdicts.",
+        cost_usd="Their cost.",
+        prompt_tokens="Tokens that the judge read.",
+        completion_tokens="Tokens that the judge wrote.",
+        mean_latency_s="Mean seconds of a verdict.",
+        retries="Calls beyond the first, summed over the verdicts.",
+    ),
+    """
+        WITH each AS (SELECT "at", project, model, judge, unnest(verdicts) AS said FROM group_scored)
+        SELECT "at"::DATE AS day, project, model, judge, said.judge_model AS judge_model, said.rubric AS rubric,
+          count(*) AS verdicts, sum(said.cost_usd) AS cost_usd, sum(said.prompt_tokens)::BIGINT AS prompt_tokens,
+          sum(said.completion_tokens)::BIGINT AS completion_tokens, avg(said.latency_s) AS mean_latency_s,
+          sum(said.attempts - 1)::BIGINT AS retries
+        FROM each GROUP BY ALL
+        """,
+)

@@ -1,0 +1,58 @@
+"""What a documented view is, and the columns that have one meaning in many views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEVER = "TIMESTAMP '1970-01-01'"
+"""A time that was not recorded."""
+
+_COMMON = {
+    "project": "Namespace.",
+    "model": "Serving name of the policy.",
+    "trajectory": "Id of the run.",
+    "group_id": "Id of the group: attempts at one task.",
+    "branch": "Branch of the history; `main` unless replayed.",
+    "task": "Task of the group.",
+    "split": "`train` or `val`; `val` is never trained.",
+    "outcome": "`scored`, `no_result` or `masked`.",
+    "reward": "Final reward, after composition.",
+    "offline": "Whether the group was sampled for another training run.",
+    "first_step": "Lowest policy step that sampled in the run.",
+    "last_step": "Highest policy step that sampled in the run.",
+    "seq": "Number of the call in its run, from 0.",
+    "choice": "Index of the choice, where the client asked for several.",
+    "policy_version": "Policy version that sampled, `<model>@<step>`.",
+    "sampled_tokens": "Number of sampled tokens.",
+    "judge": "Hash of the judge configuration.",
+    "judge_model": "Model that judged; `agent` where the agents' rewards were used.",
+    "rubric": "Name of the rubric.",
+    "version": "Policy version, `<model>@<step>`.",
+    "step": "Step of the version.",
+    "parent": "Version that it was trained from.",
+    "batch_id": "Hash of parent, groups and training settings.",
+    "trace_id": "Trace of the run, where it was traced.",
+    "replica": "Inference server.",
+    "scored_at": "When the group was scored, UTC.",
+    "published_at": "When the checkpoint was published, UTC.",
+    "metrics": "Metrics of the step.",
+    "detail": "The reason in words.",
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """A documented view."""
+
+    name: str
+    purpose: str
+    columns: dict[str, str]
+    """Name to meaning, in order."""
+    sql: str
+
+
+def documented(names: str, **meanings: str) -> dict[str, str]:
+    """The columns `names`, separated by spaces, with their meanings: those given here, else the common ones.
+
+    Raises `KeyError` where a column has no meaning."""
+    return {name: meanings.get(name) or _COMMON[name] for name in names.split()}

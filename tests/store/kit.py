@@ -1,0 +1,234 @@
+"""Events of every kind, stores that hold them, and what a store holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import nats.js.errors
+from pyarrow import fs
+
+from pipeline import streams
+from pipeline.config import Config
+from pipeline.events import (
+    CheckpointPublished,
+    DeadLettered,
+    Event,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    Member,
+    PolicyLoaded,
+    PolicyPromoted,
+    Score,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+    Verdict,
+    pack_ids,
+    pack_logprobs,
+    pack_seqs,
+    schema,
+    wire_name,
+)
+from pipeline.log.broker import Broker
+from store import columns
+from store.catalog import FileName, live
+from store.local import LocalTarget
+from store.target import Target
+
+StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
+
+
+def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> ExchangeRecorded:
+    request = (
+        b'{"messages": [{"role": "system", "content": "play"}, {"role": "user", "content": "go %d"}]}' % seq
+    )
+    response = b'{"choices": [{"message": {"role": "assistant", "content": "x"}}]}'
+    values: dict[str, Any] = {
+        "project": "p",
+        "trajectory": trajectory,
+        "seq": seq,
+        "model": "m",
+        "policy_version": f"m@{step}",
+        "step": step,
+        "group": "g0",
+        "request": request,
+        "response": response,
+        "prompt_ids": pack_ids([1, 2, seq]),
+        "sampled_ids": pack_ids([3, 4]),
+        "logprobs": pack_logprobs([-0.5, -0.25]),
+        "started_at": 1_000_000,
+    }
+    return ExchangeRecorded(**(values | more))
+
+
+def run_of_one_step() -> list[Event]:
+    """Two trajectories of two calls, their group, its step, its load: everything that happens once."""
+    made: list[Event] = []
+    for name in ("t0", "t1"):
+        made.append(TrajectoryOpened(project="p", trajectory=name, model="m", group="g0", task="win"))
+        made += [exchange(name, seq) for seq in range(2)]
+        made.append(
+            TrajectoryCompleted(
+                project="p",
+                trajectory=name,
+                model="m",
+                group="g0",
+                exchanges=2,
+                reward=float(name == "t0"),
+                rewards={"win": 1.0},
+                metrics={"turns": 2.0},
+            )
+        )
+    made.append(
+        GroupScored(
+            project="p",
+            group="g0",
+            model="m",
+            task="win",
+            judge="j",
+            members=tuple(Member(trajectory=t, reward=r, exchanges=2) for t, r in (("t0", 1.0), ("t1", 0.0))),
+            verdicts=(
+                Verdict(
+                    judge_model="judge/1",
+                    rubric="general",
+                    rubric_hash="h",
+                    order=("t1", "t0"),
+                    cost_usd=0.25,
+                    prompt_tokens=10,
+                    completion_tokens=5,
+                    scores=(
+                        Score(trajectory="t0", score=0.9, explanation="wins"),
+                        Score(trajectory="t1", score=0.1),
+                    ),
+                ),
+            ),
+        )
+    )
+    made.append(
+        CheckpointPublished(
+            project="p",
+            model="m",
+            step=1,
+            version="m@1",
+            parent="m@0",
+            batch_id="b",
+            groups=("g0",),
+            group_seqs=pack_seqs([1]),
+            config_hash="c",
+            adapter="a",
+            adapter_sha256="s",
+            adapter_bytes=3,
+            metrics={"loss": 0.5},
+        )
+    )
+    made.append(
+        PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1)
+    )
+    made.append(PolicyPromoted(project="p", model="m", version="m@1", request="q"))
+    made.append(
+        GroupDiscarded(
+            project="p",
+            group="g9",
+            model="m",
+            trajectories=("t8", "t9"),
+            reason="stale",
+            by="trainer",
+            duration_s=4.0,
+        )
+    )
+    made.append(
+        DeadLettered(
+            project="p",
+            stream="ROLLOUTS",
+            stream_seq=7,
+            original_subject="rollout.x",
+            consumer="judge",
+            reason="undecodable",
+            payload=b"\xc1",
+        )
+    )
+    return made
+
+
+async def publish(broker: Broker, events: Iterable[Event]) -> None:
+    for event in events:
+        await broker.publish(event)
+
+
+def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
+    """A store that holds `events`, one file a tag, sequences counted per stream."""
+    target = LocalTarget(run_dir / "store")
+    by_tag: dict[str, list[tuple[int, Event]]] = {}
+    counts: dict[str, int] = {}
+    for event in events:
+        tag = wire_name(event)
+        stream = streams.stream_of(tag)
+        counts[stream] = counts.get(stream, 0) + 1
+        by_tag.setdefault(tag, []).append((counts[stream], event))
+    for tag, rows in by_tag.items():
+        seqs = [s for s, _ in rows]
+        trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
+        table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
+        target.write(tag, str(FileName(streams.stream_of(tag), seqs[0], seqs[-1], seqs[0])), [table], {})
+    return target
+
+
+def stored(folder: Path, tag: str) -> list[int]:
+    """Stream sequences of all rows, in file order."""
+    target = LocalTarget(folder)
+    return [
+        s for name in live(target, tag) for s in target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
+    ]
+
+
+async def until_acked(broker: Broker) -> None:
+    """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
+    with anyio.fail_after(20):
+        for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
+            while True:
+                try:
+                    info = await broker.js.consumer_info(spec.stream, spec.name)
+                except nats.js.errors.NotFoundError:
+                    continue  # about to be made anew
+                if not info.num_pending and not info.num_ack_pending:
+                    break
+                await anyio.sleep(0.02)
+
+
+def stored_events(target: Target) -> Counter[tuple[str, int]]:
+    """(stream, sequence) of every row of every file that readers see."""
+    found: Counter[tuple[str, int]] = Counter()
+    for tag in schema.tables():
+        for name in live(target, tag):
+            seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
+            found.update((streams.stream_of(tag), s) for s in seqs)
+    return found
+
+
+@contextmanager
+def serving_s3() -> Iterator[str]:
+    """URL of an S3-compatible server without buckets."""
+    command = [sys.executable, "-m", "tests.store.s3_server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.stdin.close()
+            process.wait(20)
+
+
+def create_bucket(url: str) -> None:
+    """Make the bucket `journeyman` at the S3-compatible server `url`."""
+    client = fs.S3FileSystem(
+        endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True
+    )
+    client.create_dir("journeyman")
