@@ -143,7 +143,7 @@ async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
                     model="openai/scorer",
                     api_base=json.loads(line)["url"],
                     concurrency=concurrency,
-                    judgings=JUDGINGS,
+                    passes=JUDGINGS,
                 )
                 save(Config(nats=settings, run_dir=folder, judge=judge), config)
                 if kill:

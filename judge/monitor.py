@@ -121,7 +121,7 @@ class Watch:
             for name, ruler in self._rulers.items():
                 await self.check(name, ruler)
             self.write()
-            await anyio.sleep(self._config.anchor_every_s)
+            await anyio.sleep(self._config.anchors.every_s)
 
     async def check(self, name: str, ruler: LlmRuler) -> None:
         """Judge the anchors once and raise the alarm where agreement is lost."""
@@ -136,7 +136,7 @@ class Watch:
             else:
                 pairs.append((group.rewards, scores))
         found = agreement(pairs)
-        alarm = not pairs or found.kendall_tau < self._config.anchor_min_tau
+        alarm = not pairs or found.kendall_tau < self._config.anchors.min_tau
         self.anchor_runs.append(
             {
                 "at": now_us(),

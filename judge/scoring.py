@@ -72,9 +72,9 @@ def judge_hash(config: JudgeConfig) -> str:
             "fallbacks": config.fallbacks,
             "rubrics": [load_rubric(config.rubric).hash]
             + [load_rubric(r.rubric).hash for r in config.rewards if r.kind == "ruler"],
-            "judgings": config.judgings,
+            "judgings": config.passes,
             "agreement": config.agreement,
-            "temperature": config.temperature,
+            "temperature": config.request.temperature,
             "context_tokens": config.context_tokens,
             "params": scoring_params(config),
             "prompt": PROMPT_VERSION,

@@ -47,7 +47,7 @@ async def serve(config: Config, ready: Ready) -> None:
         broker.consume("judge") as messages,
     ):
         judge = Judge(broker, config, composer, judge_hash(config.judge))
-        anchors = read_labelled(Path(config.judge.anchors)) if config.judge.anchors else []
+        anchors = read_labelled(Path(config.judge.anchors.file)) if config.judge.anchors.file else []
         async with anyio.create_task_group() as tg:
             if composer is not None:
                 watch = Watch(

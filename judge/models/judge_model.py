@@ -1,7 +1,7 @@
 """The judge model of the settings: picks the client and adapts requests to what the model accepts.
 
 A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it
-(`judge.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved for replies.
+(`judge.request.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved for replies.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class JudgeModel:
     def __init__(self, config: JudgeConfig, client: Client) -> None:
         self._config, self._client = config, client
         self._turns = anyio.CapacityLimiter(config.concurrency)
-        self._structured = config.structured != "text"
-        self._max_tokens = config.max_tokens
+        self._structured = config.request.structured != "text"
+        self._max_tokens = config.request.max_tokens
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
         parameters: dict[str, Any] = {}
-        if self._config.temperature is not None:
-            parameters["temperature"] = self._config.temperature
+        if self._config.request.temperature is not None:
+            parameters["temperature"] = self._config.request.temperature
         reserved = self._max_tokens
-        if reserved < self._config.max_tokens:
+        if reserved < self._config.request.max_tokens:
             parameters["max_tokens"] = reserved
         structured = schema is not None and self._structured
         if structured:
@@ -54,7 +54,7 @@ class JudgeModel:
                 raise
         except RefusedError as error:
             about_schema = any(word in str(error).lower() for word in _SCHEMA_WORDS)
-            if not (structured and self._config.structured == "auto" and about_schema):
+            if not (structured and self._config.request.structured == "auto" and about_schema):
                 raise
             log.warning("no structured output", model=self._config.model, detail=str(error)[:300])
             self._structured = False
@@ -63,8 +63,8 @@ class JudgeModel:
     def _reserve_less(self, messages: Messages, reserved: int) -> bool:
         """Halve the tokens reserved for replies if they, and not the prompt, take most of the context.
 
-        Return whether the call is worth repeating. A limit set in `judge.params` is never changed."""
-        own = {**self._config.params, **self._config.model_params.get(self._config.model, {})}
+        Return whether the call is worth repeating. A limit set in `judge.request.params` is never changed."""
+        own = {**self._config.request.params, **self._config.request.model_params.get(self._config.model, {})}
         prompt_tokens = sum(len(m["content"].encode()) for m in messages) // 3
         if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reserved:
             return False

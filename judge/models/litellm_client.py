@@ -42,8 +42,8 @@ class LiteLlmClient:
         names = [config.model, *config.fallbacks]
         self._router = self._litellm.Router(
             model_list=[self._deployment(name) for name in names],
-            num_retries=config.retries,
-            timeout=config.request_timeout_s,
+            num_retries=config.request.retries,
+            timeout=config.request.timeout_s,
             fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
             disable_cooldowns=len(names) == 1,
         )
@@ -63,7 +63,7 @@ class LiteLlmClient:
             return name.partition("/")[0]
 
     def _deployment(self, name: str) -> dict[str, Any]:
-        # A parameter that the model does not take is left out, unless `judge.params` sets `drop_params = false`.
+        # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params = false`.
         parameters: dict[str, Any] = {"model": name, "drop_params": True}
         same_provider = self._provider(name) == self._provider(self._config.model)
         if same_provider:  # key and address are sent to no other provider
@@ -75,8 +75,8 @@ class LiteLlmClient:
                 parameters["api_key"] = (
                     "none"  # OpenAI's client insists on one; a server without keys ignores it
                 )
-        if self._config.max_tokens:
-            parameters["max_tokens"] = self._config.max_tokens
+        if self._config.request.max_tokens:
+            parameters["max_tokens"] = self._config.request.max_tokens
         own = of_model(self._config, name, same_provider=same_provider)
         if "max_completion_tokens" in own:
             parameters.pop("max_tokens", None)

@@ -40,7 +40,7 @@ class OpenAiClient:
         from openai.resources.chat.completions import AsyncCompletions
 
         known = inspect.signature(AsyncCompletions.create).parameters
-        return {*config.params, *config.model_params.get(config.model, {})} <= known.keys()
+        return {*config.request.params, *config.request.model_params.get(config.model, {})} <= known.keys()
 
     def __init__(self, config: JudgeConfig, key: str) -> None:
         """`key` may be empty. Raises `ConfigError` if a parameter refers to a missing environment variable."""
@@ -49,13 +49,13 @@ class OpenAiClient:
         self._openai = openai
         self._name = config.model.removeprefix(_PREFIX)
         self._parameters = of_model(config, config.model, same_provider=True)
-        if config.max_tokens and "max_completion_tokens" not in self._parameters:
-            self._parameters.setdefault("max_tokens", config.max_tokens)
+        if config.request.max_tokens and "max_completion_tokens" not in self._parameters:
+            self._parameters.setdefault("max_tokens", config.request.max_tokens)
         self._client = openai.AsyncOpenAI(
             api_key=key or "none",  # the client insists on one; a server without keys ignores it
             base_url=config.api_base,
-            max_retries=config.retries,
-            timeout=config.request_timeout_s,
+            max_retries=config.request.retries,
+            timeout=config.request.timeout_s,
         )
 
     async def aclose(self) -> None:

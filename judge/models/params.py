@@ -1,4 +1,4 @@
-"""`judge.params` and `judge.model_params`: any parameter of litellm's `completion`, with secrets from the environment only."""
+"""`judge.request.params` and `judge.request.model_params`: any parameter of litellm's `completion`, with secrets from the environment only."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ def api_key(config: JudgeConfig) -> str:
 def of_model(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
     """Return the parameters for the model `name`, with references to the environment resolved.
 
-    `judge.model_params` of the model come first. `judge.params` are added if `same_provider`: they may hold secrets of the judge
+    `judge.request.model_params` of the model come first. `judge.request.params` are added if `same_provider`: they may hold secrets of the judge
     model's provider. Raises `ConfigError` naming a parameter that cannot be used, or a missing variable."""
-    tables = {"judge.params": config.params}
-    tables |= {f"judge.model_params.{model}": table for model, table in config.model_params.items()}
-    for model in config.model_params:
+    tables = {"judge.request.params": config.request.params}
+    tables |= {
+        f"judge.request.model_params.{model}": table for model, table in config.request.model_params.items()
+    }
+    for model in config.request.model_params:
         if model not in (config.model, *config.fallbacks):
             raise ConfigError(
-                f"judge.model_params: {model} is neither judge.model nor one of judge.fallbacks"
+                f"judge.request.model_params: {model} is neither judge.model nor one of judge.fallbacks"
             )
     for where, table in tables.items():
         if reserved := next((key for key in table if key in RESERVED), ""):
             raise ConfigError(f"{where}.{reserved}: the judge sets this parameter itself; remove it")
-    own = config.model_params.get(name, {})
-    shared = config.params if same_provider else {}
+    own = config.request.model_params.get(name, {})
+    shared = config.request.params if same_provider else {}
     return {
-        **{k: _resolve(v, f"judge.params.{k}") for k, v in shared.items() if k not in own},
-        **{k: _resolve(v, f"judge.model_params.{name}.{k}") for k, v in own.items()},
+        **{k: _resolve(v, f"judge.request.params.{k}") for k, v in shared.items() if k not in own},
+        **{k: _resolve(v, f"judge.request.model_params.{name}.{k}") for k, v in own.items()},
     }
 
 
 def scoring_params(config: JudgeConfig) -> dict[str, Any]:
     """Return the parameters that can change scores, by model and as written. They are part of the judge's identity."""
-    tables = {"": config.params, **config.model_params}
+    tables = {"": config.request.params, **config.request.model_params}
     found = {n: {k: v for k, v in t.items() if not _CONNECTION.match(k)} for n, t in tables.items()}
     return {n: t for n, t in found.items() if t}
 

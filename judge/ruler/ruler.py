@@ -147,7 +147,7 @@ class LlmRuler:
         """Judge once. Raises `JudgingError` where no judging gave scores. `measure`: let it count in `measured`."""
         by_id = {t.trajectory: t for t in transcripts}
         # The order is drawn from the group, so that judging the same history again shows the same lists.
-        drawn = orders(sorted(by_id), self._config.judgings, random.Random("/".join(sorted(by_id))))
+        drawn = orders(sorted(by_id), self._config.passes, random.Random("/".join(sorted(by_id))))
         done: list[tuple[Judging, ...]] = []
         verdicts: list[Verdict] = []
         failures: list[str] = []
@@ -335,5 +335,5 @@ async def _off_loop(characters: int, work: Callable[[*Args], T], *args: *Args) -
 
 def _excerpt(reply: ModelReply) -> str:
     if reply.cut_off:
-        return f"the reply was cut off after {reply.completion_tokens} tokens (judge.max_tokens): {reply.text.strip()[:200]!r}"
+        return f"the reply was cut off after {reply.completion_tokens} tokens (judge.request.max_tokens): {reply.text.strip()[:200]!r}"
     return repr(reply.text.strip()[:200])

@@ -16,7 +16,7 @@ names the key. docs/configuration.md is generated from the docstrings of the sec
 
 from pipeline.config.files import config_hash, load, nats_of_run, save
 from pipeline.config.gateway import GatewayConfig, KeyConfig
-from pipeline.config.judge import JudgeConfig, RewardConfig
+from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig
 from pipeline.config.nats import NatsConfig
 from pipeline.config.overrides import with_values
 from pipeline.config.retention import RetentionConfig
@@ -39,10 +39,12 @@ from pipeline.errors import ConfigError
 
 __all__ = [
     "PROCESSES",
+    "AnchorConfig",
     "Config",
     "ConfigError",
     "GatewayConfig",
     "JudgeConfig",
+    "JudgeRequestConfig",
     "KeyConfig",
     "LoraConfig",
     "LossConfig",

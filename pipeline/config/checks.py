@@ -81,14 +81,17 @@ def check(config: Config) -> None:
     _check_urls(config)
     _check_access(config)
     _check_names(config)
-    tables = {"judge.params": config.judge.params, "judge.model_params": config.judge.model_params}
+    tables = {
+        "judge.request.params": config.judge.request.params,
+        "judge.request.model_params": config.judge.request.model_params,
+    }
     if name := next(written_out(config.vllm.env, "vllm.env"), ""):
         raise ConfigError(
-            f"{name}: a secret does not belong into settings; set the variable where `journeyman up` is started"
+            f"{name}: a secret does not belong in the settings; set the variable where `journeyman up` is started"
         )
     for name in (n for where, table in tables.items() for n in written_out(table, where)):
         raise ConfigError(
-            f'{name}: a secret does not belong into settings; name its variable instead: "${{NAME}}"'
+            f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"'
         )
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):

@@ -1,4 +1,4 @@
-"""`[judge]` and `[[judge.rewards]]`: groups and their scores."""
+"""`[judge]`, `[judge.request]`, `[judge.anchors]` and `[[judge.rewards]]`: groups and their scores."""
 
 from __future__ import annotations
 
@@ -11,81 +11,98 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """One part of a composed reward."""
 
     name: str
-    """Under which the part is kept in `components`."""
+    """Name of the part in `components` of a scored group."""
     kind: Literal["agent", "metric", "python", "ruler"] = "agent"
-    """`agent`: what the agent reported (under `name` in its named rewards, else its reward); `metric`: its metric
-    `name`; `python`: a function; `ruler`: the judge model with `rubric`."""
+    """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's metric `name`.
+    `python`: a function. `ruler`: the judge model with `rubric`."""
     weight: float = 1.0
+    """Weight in `judge.combine`."""
     entry: str = ""
-    """`package.module:function` of kind `python`; it gets the trajectory as a dict and returns a number."""
+    """Kind `python`: the function as `package.module:function`. It takes the trajectory as a dict and returns a number."""
     rubric: str = ""
-    """As `judge.rubric`, for kind `ruler`."""
+    """Kind `ruler`: the rubric, as in `judge.rubric`."""
     timeout_s: Positive = 10.0
-    """Of one call of the function; its processes are killed then."""
+    """Longest duration of one call of the function. Its processes are killed after that."""
     memory_mb: Count = 1024
-    """Memory that all processes of one call may hold together, and address space of each."""
+    """Memory that all processes of one call may use together, in MiB, and the address space of each."""
     processes: Count = 64
     """Processes and threads that one call may have at once."""
     isolate: Literal["auto", "require", "off"] = "auto"
-    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable); where bubblewrap
-    is missing it runs without, and a warning says so. `require`: where bubblewrap is missing the judge does not start.
-    `off`: the function runs without a sandbox. docs/judging.md says what each promises."""
+    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable). If bubblewrap is not
+    installed it runs without a sandbox, and the judge logs a warning. `require`: without bubblewrap the judge does not start.
+    `off`: the function runs without a sandbox. docs/judging.md says what each of them guarantees."""
     readable: tuple[str, ...] = ()
-    """Files and folders that the function may read in its sandbox besides Python and the modules of the search path."""
+    """Files and folders that the function may read in its sandbox, besides Python and the modules of the search path."""
+
+
+class JudgeRequestConfig(Section, frozen=True, kw_only=True):
+    """One call to the judge model."""
+
+    timeout_s: Positive = 120.0
+    """Longest duration of one call."""
+    retries: Natural = 2
+    """How often a call is repeated if the provider fails."""
+    structured: Literal["auto", "schema", "text"] = "auto"
+    """Whether the call carries the JSON schema of the answer. `auto`: until the provider refuses it."""
+    temperature: NotNegative | None = None
+    """Sampling temperature. Not set: it is not sent."""
+    max_tokens: Natural = 8192
+    """Longest reply in tokens, a reasoning model's thinking included. 0: no limit is sent."""
+    params: dict[str, Any] = {}
+    """Further parameters of litellm's `completion` for the judge model and for fallbacks of the same provider, for example
+    `reasoning_effort`, `extra_headers`, `api_version`, `tenant_id`. `${NAME}` in a string is replaced by the environment
+    variable. Give secrets in this way only."""
+    model_params: dict[str, dict[str, Any]] = {}
+    """Parameters of single models, by litellm name of the judge model or of a fallback. They come before those in `params`."""
+
+
+class AnchorConfig(Section, frozen=True, kw_only=True):
+    """Anchor groups: groups with known rewards that the judge scores again and again, so that its drift shows."""
+
+    file: str = ""
+    """JSONL file of the groups and their rewards. Empty: none."""
+    every_s: Positive = 3600.0
+    """Time between two runs over the anchor groups."""
+    min_tau: Correlation = 0.5
+    """Kendall tau below which a run raises the alarm: an error in the log and in `judge.json`."""
 
 
 class JudgeConfig(Section, frozen=True, kw_only=True):
-    """Groups and scores."""
+    """Groups and their scores."""
 
     group_size: Count = 8
+    """Trajectories in a group, unless the agent names another number when it opens a trajectory."""
     min_size: Several = 2
     """A group that times out with fewer scorable members is discarded."""
     timeout_s: Positive = 600.0
-    """From a group's first completed trajectory to its closing without the missing ones."""
+    """Time from a group's first completed trajectory until the group is closed without the missing ones."""
     model: str = ""
-    """litellm name of the judge model; empty: only rewards that agents gave count."""
+    """litellm name of the judge model. Empty: only rewards that agents report count."""
     api_base: str = ""
+    """URL of the judge model's server. Empty: the provider's own."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key; the key itself is never in a file."""
+    """Name of the environment variable that holds the API key. The key itself is in no file."""
     fallbacks: tuple[str, ...] = ()
-    """litellm names of models to ask, in this order, where the first can't be reached."""
+    """litellm names of models to call, in this order, if the judge model can't be reached."""
     rubric: str = ""
-    """File with the rubric, or the name of one that comes with Journeyman; empty: the general one."""
+    """Path of a rubric, or the name of one that comes with Journeyman. Empty: `general`."""
     concurrency: Count = 16
     """Calls to the judge model at once."""
-    judgings: Count = 2
-    """At most so many judgings of a group, each in another order; from the second on it ends once they agree."""
+    passes: Count = 2
+    """Most passes over one group. Each pass shows the trajectories in another order. From the second pass on, judging ends when
+    two passes agree."""
     agreement: NotNegative = 0.1
-    """Mean absolute difference of scores up to which two judgings agree."""
-    structured: Literal["auto", "schema", "text"] = "auto"
-    """Whether the answer's JSON schema is sent along; `auto`: until the provider refuses it."""
-    temperature: NotNegative | None = None
-    """Sent only where set."""
-    max_tokens: Natural = 8192
-    """Tokens that one reply may have, a reasoning model's thinking included; it ends a reply that would never end. 0: not
-    sent."""
-    params: dict[str, Any] = {}
-    """Further parameters of litellm's `completion` for the judge model, and for fallbacks of the same provider: for example
-    `reasoning_effort`, `extra_headers`, `api_version`, `tenant_id`. A string may hold `${NAME}`, which becomes the environment
-    variable's value; secrets are given in this way only."""
-    model_params: dict[str, dict[str, Any]] = {}
-    """By litellm name of the judge model or of a fallback: its own parameters, before those in `params`."""
-    request_timeout_s: Positive = 120.0
-    retries: Natural = 2
-    """Times that one call is repeated by the router when the provider fails."""
+    """Mean absolute difference of scores up to which two passes agree."""
     attempts: Count = 4
-    """Calls for one judging until every score could be read."""
+    """Most calls in one pass until every score can be read from a reply."""
     retry_for_s: NotNegative = 3600.0
-    """How long a group that could not be judged is tried again before it is discarded as unscored."""
+    """How long a group that could not be judged is retried before it is discarded as unscored."""
     context_tokens: Prompt = 100_000
-    """Tokens of one call's prompt at most: today's judge models take 128,000 or more, reply included. Longer groups are judged
-    in overlapping subsets, longer trajectories cut. It is halved by itself where the model refuses a prompt as too long."""
-    rewards: tuple[RewardConfig, ...] = ()
-    """What the final reward is made of; empty: agents' own rewards where all have one, else the judge model's."""
+    """Longest prompt of one call, in tokens. Longer groups are judged in overlapping subsets, longer trajectories are cut. The
+    judge halves it if the model refuses a prompt as too long."""
     combine: Literal["mean", "sum", "product", "min"] = "mean"
-    """How `rewards` become one: weighted mean, weighted sum, product, or the smallest."""
-    anchors: str = ""
-    """JSONL file of groups with known rewards, judged again and again so that the judge's drift shows."""
-    anchor_every_s: Positive = 3600.0
-    anchor_min_tau: Correlation = 0.5
-    """An anchor run with a Kendall tau below this raises the alarm: an error in the log and in `judge.json`."""
+    """How `rewards` become one number: weighted mean, weighted sum, product, or the smallest."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Parts of the final reward. Empty: the agents' own rewards if every member of the group has one, else the judge model's."""
+    request: JudgeRequestConfig = JudgeRequestConfig()
+    anchors: AnchorConfig = AnchorConfig()

@@ -36,5 +36,16 @@ MOVED = {
     "trainer.gpu_memory_share": "trainer.memory.gpu_share",
     "trainer.packing": "trainer.memory.packing",
     "trainer.attention": "trainer.memory.attention",
+    "judge.judgings": "judge.passes",
+    "judge.request_timeout_s": "judge.request.timeout_s",
+    "judge.retries": "judge.request.retries",
+    "judge.structured": "judge.request.structured",
+    "judge.temperature": "judge.request.temperature",
+    "judge.max_tokens": "judge.request.max_tokens",
+    "judge.params": "judge.request.params",
+    "judge.model_params": "judge.request.model_params",
+    "judge.anchors": "judge.anchors.file",
+    "judge.anchor_every_s": "judge.anchors.every_s",
+    "judge.anchor_min_tau": "judge.anchors.min_tau",
 }
 """Old dotted name to new dotted name."""

@@ -160,6 +160,8 @@ def _named(message: str, tree: Any, root: Any, where: str) -> str:
         allowed += [kind.__name__ for kind in _choices(_type_at(root, keys)) if isinstance(kind, type)]
         message = f"{message}, expected {' or '.join(map(str, allowed))}"
     dotted = ".".join([*section, *keys])
+    if dotted in MOVED:  # a name that is a table now
+        return f"settings: {dotted} is now {MOVED[dotted]}"
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 

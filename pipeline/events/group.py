@@ -163,7 +163,7 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     sign_flips: float | None = None
     """Share of anchor trajectories whose advantage has the wrong sign."""
     alarm: bool = False
-    """The judge has left the bound `judge.anchor_min_tau`."""
+    """The judge has left the bound `judge.anchors.min_tau`."""
 
     def subject(self) -> str:
         names = (self.project, self.ruler, self.kind)

@@ -55,7 +55,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     own: list[str] = []
     if process == "judge":
         own += [config.judge.api_key_env] if config.judge.api_key_env else []
-        own += [*references(config.judge.params), *references(config.judge.model_params)]
+        own += [*references(config.judge.request.params), *references(config.judge.request.model_params)]
         for model in (config.judge.model, *config.judge.fallbacks):
             own += _provider(model)
     if process == "gateway" and config.gateway.key_secret_env:

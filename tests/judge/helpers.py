@@ -12,7 +12,7 @@ from judge.models.chat import ContextWindowError, Messages, ModelError, ModelRep
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
-from pipeline.config import JudgeConfig
+from pipeline.config import JudgeConfig, with_values
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
 from tests.kits.scoring_server import Answer
 
@@ -71,5 +71,5 @@ def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any)
     async def load(member: TrajectoryCompleted) -> Transcript:
         return known[member.trajectory]
 
-    config = JudgeConfig(model="test/judge", **settings)
+    config = with_values(JudgeConfig(model="test/judge"), settings)
     return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7))

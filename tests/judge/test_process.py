@@ -15,7 +15,7 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.config import Config, JudgeConfig, NatsConfig, save
+from pipeline.config import Config, JudgeConfig, NatsConfig, save, with_values
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: Any) -> Path:
     path = folder / "config.toml"
     settings = {"model": "openai/scorer", "api_base": server.url, "concurrency": 4, **judge}
-    save(Config(nats=nats, run_dir=str(folder), judge=JudgeConfig(**settings)), path)
+    save(Config(nats=nats, run_dir=str(folder), judge=with_values(JudgeConfig(), settings)), path)
     return path
 
 
@@ -122,7 +122,7 @@ async def test_a_model_that_never_answers_leaves_a_recorded_group(
     nats_config: NatsConfig, tmp_path: Path
 ) -> None:
     async with ScoringServer(lambda _: 500).run() as server, Broker.connect(nats_config) as broker:
-        config = configure(tmp_path, nats_config, server, retry_for_s=1.0, retries=0)
+        config = configure(tmp_path, nats_config, server, retry_for_s=1.0, **{"request.retries": 0})
         await play(broker, 1)
         async with judge_process(config):
             with anyio.fail_after(120):

@@ -16,7 +16,7 @@ import pytest
 from judge.commands.cli import main
 from judge.commands.score import Attempt, GroupToScore, score_group
 from judge.scoring import UnscoredError, judge_hash
-from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, with_values
 from tests.kits.scoring_server import ScoringServer
 
 pytestmark = [
@@ -45,7 +45,11 @@ GROUP: dict[str, Any] = {
 
 
 def settings(server: ScoringServer, **fields: Any) -> Config:
-    return Config(judge=JudgeConfig(model="openai/scorer", api_base=server.url, **{"retries": 0, **fields}))
+    return Config(
+        judge=with_values(
+            JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields}
+        )
+    )
 
 
 async def test_a_group_of_one_s_own_is_scored() -> None:

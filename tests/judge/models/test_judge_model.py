@@ -16,7 +16,7 @@ from judge.models.chat import ContextWindowError, ModelError
 from judge.models.judge_model import JudgeModel, open_judge_model
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
-from pipeline.config import ConfigError, JudgeConfig
+from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, with_values
 from tests.kits.scoring_server import Answer, ScoringServer
 
 pytestmark = [
@@ -33,7 +33,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def settings(server: ScoringServer, **fields: Any) -> JudgeConfig:
-    return JudgeConfig(model="openai/scorer", api_base=server.url, **{"retries": 0, **fields})
+    return with_values(
+        JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields}
+    )
 
 
 Open = Callable[..., Awaitable[JudgeModel]]
@@ -60,7 +62,7 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.usefixtures("client")
 async def test_a_reply_comes_with_what_it_took(open_model: Open) -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
-        reply = await (await open_model(settings(server, temperature=0.0)))(HELLO, SCHEMA)
+        reply = await (await open_model(settings(server, **{"request.temperature": 0.0})))(HELLO, SCHEMA)
         assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == (
             "fine",
             "scorer",
@@ -92,7 +94,7 @@ async def test_a_provider_that_refuses_the_schema_is_asked_without(open_model: O
 async def test_a_failing_provider_is_tried_again_then_an_error(open_model: Open) -> None:
     answers = iter([500, 503, "fine", 500, 500, 500])
     async with ScoringServer(lambda _: next(answers)).run() as server:
-        model = await open_model(settings(server, retries=2))
+        model = await open_model(settings(server, **{"request.retries": 2}))
         assert (await model(HELLO, None)).text == "fine"
         with pytest.raises(ModelError, match="InternalServerError"):
             await model(HELLO, None)
@@ -111,8 +113,10 @@ async def test_a_reply_is_bounded_and_parameters_travel(
     }
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         await (await open_model(settings(server)))(HELLO, None)
-        await (await open_model(settings(server, params=params, max_tokens=0)))(HELLO, None)
-        await (await open_model(settings(server, params={"max_tokens": 7})))(HELLO, None)
+        await (await open_model(settings(server, **{"request.params": params, "request.max_tokens": 0})))(
+            HELLO, None
+        )
+        await (await open_model(settings(server, **{"request.params": {"max_tokens": 7}})))(HELLO, None)
         usual, own, less = server.requests
         assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
         assert (own["seed"], own["chat_template_kwargs"], "max_tokens" in own) == (3, {"a": 1}, False)
@@ -124,7 +128,7 @@ async def test_a_prompt_that_is_too_long_is_an_error_of_its_own(open_model: Open
     refusal = "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens."
     async with ScoringServer(lambda _: 400, refusal=refusal).run() as server:
         with pytest.raises(ContextWindowError, match="maximum context length"):
-            await (await open_model(settings(server, max_tokens=100)))(HELLO, SCHEMA)
+            await (await open_model(settings(server, **{"request.max_tokens": 100})))(HELLO, SCHEMA)
 
 
 @pytest.mark.usefixtures("client")
@@ -150,7 +154,9 @@ async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply(open_mo
             await model([{"role": "user", "content": "x" * 20_000}], SCHEMA)
         assert server.requests[-1]["max_tokens"] == 2048
         with pytest.raises(ContextWindowError):
-            await (await open_model(settings(server, params={"max_tokens": 5000})))(HELLO, SCHEMA)
+            await (await open_model(settings(server, **{"request.params": {"max_tokens": 5000}})))(
+                HELLO, SCHEMA
+            )
 
 
 @pytest.mark.usefixtures("client")
@@ -163,7 +169,7 @@ async def test_a_reply_that_was_cut_off_says_so(open_model: Open) -> None:
 async def test_a_slow_provider_is_given_up(open_model: Open) -> None:
     async with ScoringServer(delay_s=30).run() as server:
         with pytest.raises(ModelError, match="Timeout"):
-            await (await open_model(settings(server, request_timeout_s=0.3)))(HELLO, None)
+            await (await open_model(settings(server, **{"request.timeout_s": 0.3})))(HELLO, None)
 
 
 @pytest.mark.usefixtures("client")
@@ -199,21 +205,27 @@ async def test_calls_at_once_are_bounded(open_model: Open) -> None:
     ("fields", "direct"),
     [
         ({}, True),
-        ({"model": "openai/gpt-oss-20b", "params": {"seed": 1, "extra_body": {"top_k": 1}}}, True),
-        ({"model": "openai/Qwen/Qwen3-8B", "model_params": {"openai/Qwen/Qwen3-8B": {"top_p": 0.5}}}, True),
+        ({"model": "openai/gpt-oss-20b", "request.params": {"seed": 1, "extra_body": {"top_k": 1}}}, True),
+        (
+            {
+                "model": "openai/Qwen/Qwen3-8B",
+                "request.model_params": {"openai/Qwen/Qwen3-8B": {"top_p": 0.5}},
+            },
+            True,
+        ),
         ({"api_base": ""}, False),
         ({"model": "anthropic/x"}, False),
         ({"model": "openai/gpt-5-mini"}, False),  # litellm knows its price and parameters
         ({"model": "openai/o3"}, False),
         ({"fallbacks": ("openai/y",)}, False),
-        ({"params": {"drop_params": False}}, False),
-        ({"params": {"organization": "x"}}, False),
+        ({"request.params": {"drop_params": False}}, False),
+        ({"request.params": {"organization": "x"}}, False),
     ],
 )
 def test_an_address_that_speaks_openai_s_language_is_called_directly(
     fields: dict[str, Any], direct: bool
 ) -> None:
-    config = JudgeConfig(**{"model": "openai/scorer", "api_base": "http://127.0.0.1:1/v1", **fields})
+    config = with_values(JudgeConfig(model="openai/scorer", api_base="http://127.0.0.1:1/v1"), fields)
     assert OpenAiClient.supports(config) is direct
 
 
@@ -230,7 +242,9 @@ async def test_a_body_that_is_no_completion_is_an_error(open_model: Open) -> Non
     ):
         tg.start_soon(listener.serve, not_json)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        config = JudgeConfig(model="openai/x", api_base=f"http://127.0.0.1:{port}/v1", retries=0)
+        config = JudgeConfig(
+            model="openai/x", api_base=f"http://127.0.0.1:{port}/v1", request=JudgeRequestConfig(retries=0)
+        )
         with pytest.raises(ModelError, match="call of x: "):
             await (await open_model(config))(HELLO, None)
         tg.cancel_scope.cancel()
@@ -247,11 +261,11 @@ async def test_a_fallback_answers_for_a_model_that_fails(open_model: Open) -> No
 
 async def test_what_a_model_does_not_take_is_left_out_or_an_error(open_model: Open) -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
-        asked = settings(server, params={"reasoning_effort": "low"})
+        asked = settings(server, **{"request.params": {"reasoning_effort": "low"}})
         asked = msgspec.structs.replace(asked, model="openai/gpt-4o-mini")
         assert (await (await open_model(asked))(HELLO, None)).text == "fine"
         assert "reasoning_effort" not in server.requests[0]
-        strict = msgspec.structs.replace(asked, params={"reasoning_effort": "low", "drop_params": False})
+        strict = with_values(asked, {"request.params": {"reasoning_effort": "low", "drop_params": False}})
         with pytest.raises(ModelError, match="does not support parameters"):
             await (await open_model(strict))(HELLO, None)
         takes = msgspec.structs.replace(strict, model="openai/gpt-5-mini")
@@ -282,7 +296,9 @@ async def test_azure_is_asked_as_an_application_of_a_tenant(
     }
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         config = JudgeConfig(
-            model="azure/mine", api_base=server.url.removesuffix("/v1"), retries=0, params=params
+            model="azure/mine",
+            api_base=server.url.removesuffix("/v1"),
+            request=JudgeRequestConfig(retries=0, params=params),
         )
         assert (await (await open_model(config))(HELLO, None)).text == "fine"
         assert server.headers[0]["authorization"] == "Bearer t-2"
@@ -298,7 +314,9 @@ async def test_azure_is_asked_with_an_identity_of_the_environment(
     params = {"api_version": "2025-04-01-preview", "azure_ad_token": "${ENTRA_TOKEN}"}
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         config = JudgeConfig(
-            model="azure/mine", api_base=server.url.removesuffix("/v1"), retries=0, params=params
+            model="azure/mine",
+            api_base=server.url.removesuffix("/v1"),
+            request=JudgeRequestConfig(retries=0, params=params),
         )
         assert (await (await open_model(config))(HELLO, None)).text == "fine"
         assert server.headers[0]["authorization"] == "Bearer t-1"

@@ -1,4 +1,4 @@
-"""`judge.params`: everything litellm takes, and no secret in the settings."""
+"""`judge.request.params`: everything litellm takes, and no secret in the settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from judge.models.params import of_model
 from judge.scoring import judge_hash
-from pipeline.config import Config, ConfigError, JudgeConfig, load, save
+from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, load, save, with_values
 
 
 def test_references_become_what_the_environment_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,17 +19,14 @@ def test_references_become_what_the_environment_holds(monkeypatch: pytest.Monkey
         "tenant_id": "os.environ/TENANT", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer ${TOKEN}"},
         "tags": ["${TENANT}", "os.environ"], "top_k": 3,
     }  # fmt: skip
-    assert of_model(JudgeConfig(model="azure/x", params=params), "azure/x", same_provider=True) == {
+    assert of_model(JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params)), "azure/x", same_provider=True) == {
         "tenant_id": "t-1", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer s3cret"},
         "tags": ["t-1", "os.environ"], "top_k": 3,
     }  # fmt: skip
 
 
 def test_a_fallback_elsewhere_gets_its_own_parameters_only() -> None:
-    config = JudgeConfig(
-        model="azure/x", fallbacks=("azure/y", "anthropic/z"), params={"api_version": "1", "reasoning_effort": "low"},
-        model_params={"anthropic/z": {"thinking": {"type": "enabled"}}, "azure/y": {"reasoning_effort": "high"}},
-    )  # fmt: skip
+    config = JudgeConfig(model="azure/x", fallbacks=("azure/y", "anthropic/z"), request=JudgeRequestConfig(params={"api_version": "1", "reasoning_effort": "low"}, model_params={"anthropic/z": {"thinking": {"type": "enabled"}}, "azure/y": {"reasoning_effort": "high"}}))  # fmt: skip
     assert of_model(config, "azure/y", same_provider=True) == {"api_version": "1", "reasoning_effort": "high"}
     assert of_model(config, "anthropic/z", same_provider=False) == {"thinking": {"type": "enabled"}}
 
@@ -37,65 +34,71 @@ def test_a_fallback_elsewhere_gets_its_own_parameters_only() -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"params": {"stream": True}}, r"judge\.params\.stream: the judge sets this parameter itself"),
-        ({"model_params": {"x/y": {"n": 2}}, "fallbacks": ("x/y",)}, r"judge\.model_params\.x/y\.n"),
-        ({"model_params": {"x/z": {}}}, "x/z is neither judge.model nor one of judge.fallbacks"),
         (
-            {"params": {"api_key": "${NO_SUCH_VARIABLE}"}},
-            r"judge\.params\.api_key: the environment has no NO_SUCH_VARIABLE",
+            {"request.params": {"stream": True}},
+            r"judge\.request\.params\.stream: the judge sets this parameter itself",
+        ),
+        (
+            {"request.model_params": {"x/y": {"n": 2}}, "fallbacks": ("x/y",)},
+            r"judge\.request\.model_params\.x/y\.n",
+        ),
+        ({"request.model_params": {"x/z": {}}}, "x/z is neither judge.model nor one of judge.fallbacks"),
+        (
+            {"request.params": {"api_key": "${NO_SUCH_VARIABLE}"}},
+            r"judge\.request\.params\.api_key: the environment has no NO_SUCH_VARIABLE",
         ),
     ],
 )
 def test_a_parameter_that_can_t_be_used_is_named(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        of_model(JudgeConfig(model="m/x", **fields), "m/x", same_provider=True)
+        of_model(with_values(JudgeConfig(model="m/x"), fields), "m/x", same_provider=True)
 
 
 @pytest.mark.parametrize(
     ("table", "name"),
     [
-        ('params = {api_key = "sk-1"}', "judge.params.api_key"),
+        ('params = {api_key = "sk-1"}', "judge.request.params.api_key"),
         (
             'params = {extra_headers = {Authorization = "Bearer x"}}',
-            "judge.params.extra_headers.Authorization",
+            "judge.request.params.extra_headers.Authorization",
         ),
-        ('params = {extra_headers = {"X-Api-Key" = "x"}}', "judge.params.extra_headers.X-Api-Key"),
-        ('params = {client_secret = "x"}', "judge.params.client_secret"),
-        ('params = {list = [{azure_ad_token = "x"}]}', "judge.params.list.azure_ad_token"),
-        ("params = {vertex_credentials = '{\"private_key\": 1}'}", "judge.params.vertex_credentials"),
+        ('params = {extra_headers = {"X-Api-Key" = "x"}}', "judge.request.params.extra_headers.X-Api-Key"),
+        ('params = {client_secret = "x"}', "judge.request.params.client_secret"),
+        ('params = {list = [{azure_ad_token = "x"}]}', "judge.request.params.list.azure_ad_token"),
+        ("params = {vertex_credentials = '{\"private_key\": 1}'}", "judge.request.params.vertex_credentials"),
         (
             'model_params = {"a/b" = {aws_secret_access_key = "x"}}',
-            "judge.model_params.a/b.aws_secret_access_key",
+            "judge.request.model_params.a/b.aws_secret_access_key",
         ),
     ],
 )
 def test_a_secret_in_the_settings_is_refused_before_they_are_saved(
     tmp_path: Path, table: str, name: str
 ) -> None:
-    (tmp_path / "x.toml").write_text(f"[judge]\n{table}\n")
-    with pytest.raises(ConfigError, match="a secret does not belong into settings") as refused:
+    (tmp_path / "x.toml").write_text(f"[judge.request]\n{table}\n")
+    with pytest.raises(ConfigError, match="a secret does not belong in the settings") as refused:
         load(tmp_path / "x.toml")
     assert str(refused.value).startswith(name)
 
 
 def test_parameters_survive_saving(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(
-        '[judge.params]\nreasoning_effort = "low"\nmax_tokens = 100\nvertex_credentials = "/run/key.json"\n'
+        '[judge.request.params]\nreasoning_effort = "low"\nmax_tokens = 100\nvertex_credentials = "/run/key.json"\n'
         'extra_headers = {Authorization = "Bearer ${TOKEN}"}\n'
     )
-    config = load(tmp_path / "x.toml", ["judge.params.top_k=3"])
+    config = load(tmp_path / "x.toml", ["judge.request.params.top_k=3"])
     save(config, tmp_path / "y.toml")
     assert load(tmp_path / "y.toml") == config
-    assert config.judge.params["top_k"] == 3
+    assert config.judge.request.params["top_k"] == 3
 
 
 def test_what_changes_scores_names_the_judge_and_what_does_not_does_not() -> None:
     def named(**fields: Any) -> str:
-        return judge_hash(JudgeConfig(model="m/x", fallbacks=("m/y",), **fields))
+        return judge_hash(with_values(JudgeConfig(model="m/x", fallbacks=("m/y",)), fields))
 
     plain = named()
-    assert named(params={"reasoning_effort": "high"}) != plain
-    assert named(model_params={"m/y": {"top_p": 0.5}}) != plain
+    assert named(**{"request.params": {"reasoning_effort": "high"}}) != plain
+    assert named(**{"request.model_params": {"m/y": {"top_p": 0.5}}}) != plain
     same = {
         "extra_headers": {"a": "b"},
         "tenant_id": "t",
@@ -103,14 +106,14 @@ def test_what_changes_scores_names_the_judge_and_what_does_not_does_not() -> Non
         "timeout": 3,
         "api_version": "1",
     }
-    assert named(params=same) == plain
-    assert named(max_tokens=100) == plain
+    assert named(**{"request.params": same}) == plain
+    assert named(**{"request.max_tokens": 100}) == plain
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("judge.max_tokens=-1", r"judge\.max_tokens: expected `int` >= 0"),
+        ("judge.request.max_tokens=-1", r"judge\.request\.max_tokens: expected `int` >= 0"),
         ("judge.context_tokens=10", r"judge\.context_tokens: expected `int` >= 1000"),
     ],
 )

@@ -479,5 +479,5 @@ async def test_no_reply_costs_a_group_or_gives_a_score_to_the_wrong_trajectory(p
                 reply = reply.replace(pool_id, name).replace(pool_id.upper(), name.upper())
             return reply
 
-        scores, _ = await ruler(Model(answer), judgings=1).judge(transcripts)
+        scores, _ = await ruler(Model(answer), passes=1).judge(transcripts)
         assert scores == pytest.approx(truth), reply

@@ -76,7 +76,7 @@ async def test_a_single_trajectory_can_be_judged_too() -> None:
 
 async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
     model = Model(per_call(without_first, Scorer()))
-    judge = ruler(model, judgings=1)
+    judge = ruler(model, passes=1)
     scores, (verdict,) = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
     assert (verdict.attempts, verdict.prompt_tokens, judge.measured.asked_again) == (2, 200, 1)
@@ -96,14 +96,14 @@ async def test_a_half_answer_on_another_scale_is_asked_for_as_a_whole() -> None:
         return json.dumps([{"id": s["id"], "score": round(s["score"] * 10)} for s in said[1:]])
 
     model = Model(per_call(in_tens, Scorer()))
-    scores, _ = await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    scores, _ = await ruler(model, passes=1).judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
 
 
 @pytest.mark.parametrize("reply", ["I would rather not.", "", "[0.1, 0.2]", '{"scores": []}'])
 async def test_a_reply_without_scores_is_tried_again_from_the_start(reply: str) -> None:
     model = Model(per_call(lambda _: reply, Scorer()))
-    scores, (verdict,) = await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    scores, (verdict,) = await ruler(model, passes=1).judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
     assert verdict.attempts == 2
 
@@ -114,7 +114,7 @@ async def test_a_judging_that_fails_leaves_the_group_to_the_other() -> None:
     def answer(request: dict[str, Any]) -> Answer:
         return "no" if broken and broken.pop() else Scorer()(request)
 
-    judge = ruler(Model(answer), attempts=1, judgings=3, agreement=0.0)
+    judge = ruler(Model(answer), attempts=1, passes=3, agreement=0.0)
     scores, verdicts = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
     assert (len(verdicts), judge.measured.failed_judgings) == (1, 2)
@@ -138,11 +138,11 @@ async def test_a_model_that_comes_back_scores_the_group_after_all() -> None:
 
 async def test_judging_ends_early_on_agreement_and_goes_on_without() -> None:
     model = Model(Scorer())
-    await ruler(model, judgings=5).judge(TRANSCRIPTS)
+    await ruler(model, passes=5).judge(TRANSCRIPTS)
     assert len(model.requests) == 2
     scorers = iter([Scorer(), lambda r: _reversed(r), Scorer(), Scorer(), Scorer()])
     model = Model(lambda request: next(scorers)(request))
-    judge = ruler(model, judgings=5)
+    judge = ruler(model, passes=5)
     await judge.judge(TRANSCRIPTS)
     assert len(model.requests) == 3
     assert judge.measured.self_agreement < 0.2
@@ -179,7 +179,7 @@ async def test_a_restarted_judge_remembers_the_bias_from_its_verdicts() -> None:
 
 async def test_the_shared_beginning_is_sent_once_and_tools_with_it() -> None:
     model = Model(Scorer())
-    await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    await ruler(model, passes=1).judge(TRANSCRIPTS)
     text = str(model.requests[0]["messages"])
     assert text.count("Win the game.") == 1
     assert not any(re.search(rf"\b{n}\b", text) for n in QUALITY)  # a trajectory's own id is never shown
@@ -189,7 +189,7 @@ async def test_a_group_too_long_is_judged_in_overlapping_subsets() -> None:
     truth = {f"t{i:02}": round(0.02 + i * 0.04, 2) for i in range(24)}
     long = [transcript(n, f"{n} " * 1000, f"quality={q}") for n, q in truth.items()]
     model = Model(Scorer())
-    scores, verdicts = await ruler(model, context_tokens=10_000, judgings=2).judge(long)
+    scores, verdicts = await ruler(model, context_tokens=10_000, passes=2).judge(long)
     assert len(verdicts) > 4
     assert all(len(v.scores) < 24 for v in verdicts)
     assert all(len(str(r["messages"])) < 10_000 * 4 for r in model.requests)
@@ -202,7 +202,7 @@ async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:
     truth = {f"t{i}": round(0.1 + i / 10, 2) for i in range(8)}
     group = [transcript(n, f"I play. quality={q}", task=shared) for n, q in truth.items()]
     model = Model(Scorer())
-    scores, verdicts = await ruler(model, context_tokens=12_000, judgings=1).judge(group)
+    scores, verdicts = await ruler(model, context_tokens=12_000, passes=1).judge(group)
     assert scores == pytest.approx(truth)
     assert (len(verdicts), verdicts[0].left_out) == (1, 0)
     assert str(model.requests[0]["messages"]).count("The manual of the game.") == 800
@@ -213,7 +213,7 @@ async def test_a_shared_beginning_stays_whole_where_there_is_room() -> None:
     shared = "".join(f"rule {i} of the game; " for i in range(1200))
     group = [transcript(f"t{i}", f"quality=0.{i + 1}", task=shared) for i in range(4)]
     model = Model(Scorer())
-    _, (verdict,) = await ruler(model, context_tokens=14_000, judgings=1).judge(group)
+    _, (verdict,) = await ruler(model, context_tokens=14_000, passes=1).judge(group)
     text = str(model.requests[0]["messages"])
     assert all(f"rule {i} of the game" in text for i in range(1200))
     assert verdict.left_out == 0
@@ -227,7 +227,7 @@ async def test_a_long_trajectory_gets_what_short_ones_leave() -> None:
         *(transcript(f"t{i}", f"quality=0.{i}") for i in (1, 2, 3)),
     ]
     model = Model(Scorer())
-    _, (verdict,) = await ruler(model, context_tokens=10_000, judgings=1).judge(group)
+    _, (verdict,) = await ruler(model, context_tokens=10_000, passes=1).judge(group)
     assert all(f"move {i};" in str(model.requests[0]["messages"]) for i in range(2000))
     assert verdict.left_out == 0
 
@@ -235,7 +235,7 @@ async def test_a_long_trajectory_gets_what_short_ones_leave() -> None:
 async def test_what_does_not_fit_is_cut_and_the_verdict_says_so() -> None:
     group = [transcript(f"t{i}", f"{i}" * 50_000, f"quality=0.{i + 1}") for i in range(3)]
     model = Model(Scorer())
-    scores, (verdict,) = await ruler(model, context_tokens=10_000, judgings=1).judge(group)
+    scores, (verdict,) = await ruler(model, context_tokens=10_000, passes=1).judge(group)
     assert scores == pytest.approx({f"t{i}": (i + 1) / 10 for i in range(3)})
     size = sum(len(m["content"]) for m in model.requests[0]["messages"])
     assert size <= 10_000 * prompt.BYTES_PER_TOKEN
@@ -252,20 +252,20 @@ async def test_a_context_smaller_than_the_setting_is_learned() -> None:
 
     group = [transcript(f"t{i}", f"{i}" * 20_000, f"quality=0.{i + 1}") for i in range(4)]
     model = Model(answer)
-    judge = ruler(model, context_tokens=40_000, judgings=1)
+    judge = ruler(model, context_tokens=40_000, passes=1)
     scores, _ = await judge.judge(group)
     assert scores == pytest.approx({f"t{i}": (i + 1) / 10 for i in range(4)})
     assert len(model.requests) == 3
     await judge.judge(group)
     assert len(model.requests) == 4  # what was learned once is known
     with pytest.raises(JudgingError, match="too long"):
-        await ruler(Model(lambda _: TOO_LONG), judgings=1).judge(group)
+        await ruler(Model(lambda _: TOO_LONG), passes=1).judge(group)
 
 
 async def test_a_reply_that_was_cut_off_is_an_error_that_names_the_setting() -> None:
     model = Model(lambda _: '{"scores": [' + " " * 100_000, cut_off=True)
-    with pytest.raises(JudgingError, match=r"cut off after 10 tokens \(judge\.max_tokens\)"):
-        await ruler(model, attempts=2, judgings=1).judge(TRANSCRIPTS)
+    with pytest.raises(JudgingError, match=r"cut off after 10 tokens \(judge\.request\.max_tokens\)"):
+        await ruler(model, attempts=2, passes=1).judge(TRANSCRIPTS)
 
 
 async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +278,6 @@ async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(replies, "parse_scores", remember)
     model = Model(per_call(lambda _: "[" + "\n" * 900_000, Scorer()))
-    await ruler(model, judgings=1).judge(TRANSCRIPTS)
+    await ruler(model, passes=1).judge(TRANSCRIPTS)
     assert threads[0] != threading.get_ident()
     assert threads[1] == threading.get_ident()

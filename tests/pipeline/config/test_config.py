@@ -112,8 +112,10 @@ def test_a_text_stays_one_where_the_setting_is_a_text(override: str, env: dict[s
 
 
 def test_a_name_of_digits_is_a_name_and_any_value_is_read_as_toml() -> None:
-    config = load(None, ["models.0.name=7", "judge.params.seed=3", "nats.url=nats://a:1", "nats.sync=2"])
-    assert (config.models[0].name, config.judge.params, config.nats.sync) == ("7", {"seed": 3}, 2.0)
+    config = load(
+        None, ["models.0.name=7", "judge.request.params.seed=3", "nats.url=nats://a:1", "nats.sync=2"]
+    )
+    assert (config.models[0].name, config.judge.request.params, config.nats.sync) == ("7", {"seed": 3}, 2.0)
     assert load(None, ['nats.url=["nats://a:1", "nats://b:1"]']).nats.servers == ("nats://a:1", "nats://b:1")
 
 
