@@ -22,7 +22,7 @@ from pipeline import crash, streams
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError
-from pipeline.log.deliveries import Pulled, acknowledge
+from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.log.pull import ConsumerGoneError, Puller, pulling
 from pipeline.telemetry.logs import get_logger
@@ -188,7 +188,7 @@ class Writer:
         writing = self._writing.messages if self._writing is not None else {}
         fresh = [(place, m) for place, m in placed if place not in stored and place not in writing]
         if stored:
-            await acknowledge(self._broker.client, [m.reply for place, m in placed if place in stored])
+            await self._broker.client.acknowledge([m.reply for place, m in placed if place in stored])
         for place, message in fresh:
             if place in batch.messages:
                 batch.messages[place] = message  # delivered again while it waits here
@@ -198,7 +198,7 @@ class Writer:
     async def _add(self, batch: WriteBatch, place: tuple[int, int], message: Pulled) -> None:
         """Decode one message into the batch. One that can't be decoded, or was delivered too often, becomes a dead letter."""
         if message.header(_RETRY) not in ("", self.spec.name):
-            await acknowledge(self._broker.client, [message.reply])
+            await self._broker.client.acknowledge([message.reply])
             return
         if (deliveries := parse_ack_subject(message.reply)[0]) > self.spec.max_deliver:
             why = f"delivered {deliveries} times without success"
@@ -237,9 +237,9 @@ class Writer:
         messages = [m.reply for m in batch.messages.values()] if await self._log_holds(batch) else []
         crash.point("store.before_ack")
         half = len(messages) // 2
-        await acknowledge(self._broker.client, messages[:half])
+        await self._broker.client.acknowledge(messages[:half])
         crash.point("store.half_acked")
-        await acknowledge(self._broker.client, messages[half:])
+        await self._broker.client.acknowledge(messages[half:])
         crash.point("store.after_ack")
         batch.messages = {}
 

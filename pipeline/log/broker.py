@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 
@@ -32,14 +31,12 @@ from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.log import credentials as access
 from pipeline.log import objects, provision, retry
-from pipeline.log.client import TidyClient
 from pipeline.log.consumer import Consumption as Consumption
 from pipeline.log.consumer import Delivery as Delivery
-from pipeline.log.deliveries import Pulled
+from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
-from pipeline.log.publisher import Ack, Publisher
 from pipeline.names import new_id
 from pipeline.security.users import READER as READER
 from pipeline.telemetry.logs import get_logger
@@ -56,7 +53,7 @@ _OTHER_SERVERS_S = 0.5
 """After one server of a cluster refused the user: time for the others."""
 
 
-async def _close(client: TidyClient) -> None:
+async def _close(client: FastClient) -> None:
     """Close a connection in any state."""
     with anyio.move_on_after(2, shield=True):
         try:
@@ -65,7 +62,8 @@ async def _close(client: TidyClient) -> None:
             await client.close()
         except (nats.errors.Error, OSError) as error:
             log.warning("the connection was not closed cleanly", error=retry.reason(error))
-    client.abandon()
+    client.stop_publishing()
+    client.close_socket()
 
 
 def _decode_error(payload: bytes) -> str:
@@ -80,9 +78,8 @@ def _decode_error(payload: bytes) -> str:
 class Broker(Reader):
     """One connection; make it with `Broker.connect`."""
 
-    def __init__(self, client: Client, config: NatsConfig, publisher: Publisher) -> None:
+    def __init__(self, client: FastClient, config: NatsConfig) -> None:
         super().__init__(client, config)
-        self._publisher = publisher
         self._skipped: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         """Undecodable messages that are among the dead letters already: stream, sequence, stream time."""
 
@@ -106,9 +103,8 @@ class Broker(Reader):
                 refused = retry.reason(error)
                 # Trying again does not help, unless another server of the cluster knows the user.
                 connecting.deadline = min(connecting.deadline, anyio.current_time() + _OTHER_SERVERS_S)
-            if access.forbids(
-                error
-            ):  # the server dropped the message: its sender waits for an answer in vain
+            if access.forbids(error):
+                # The server dropped the message: its sender waits for an answer in vain.
                 log.error(
                     "the NATS user lacks a right",
                     error=retry.reason(error),
@@ -120,7 +116,6 @@ class Broker(Reader):
 
         client = access.make_client(config)
         options = access.options(config, name)
-        publisher = Publisher(client, options["inbox_prefix"])
         try:
             # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.
             with connecting:
@@ -147,18 +142,19 @@ class Broker(Reader):
             raise BrokerUnavailableError(
                 f"no NATS server answers at {config.address}: start it, or correct nats.url"
             ) from error
-        broker = cls(client, config, publisher)
+        broker = cls(client, config)
         try:
-            await publisher.start()
+            await client.start_publishing()
             await retry.retry_while_unavailable(
-                publisher.listens, "the first subscription was not confirmed", config.connect_timeout_s
+                client.flush_subscriptions,
+                "the first subscription was not confirmed",
+                config.connect_timeout_s,
             )
             if provision and config.provision:
                 await broker.provision()
             yield broker
         finally:
             await _close(client)
-            publisher.close()
 
     async def provision(self) -> None:
         """Create or update streams, consumers and buckets as `pipeline.streams` says; messages are never touched."""
@@ -206,7 +202,7 @@ class Broker(Reader):
         while (left := deadline - time.monotonic()) > 0:
             try:
                 crash.point("broker.before_publish")
-                ack = await self._publisher.publish(
+                ack = await self.client.publish_acked(
                     subject, payload, headers, min(left, self.config.ack_timeout_s)
                 )
                 crash.point("broker.after_publish")

@@ -13,13 +13,13 @@ import nats.errors
 
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.config.checks import names_user
-from pipeline.log.client import TidyClient
+from pipeline.log.fast_client import FastClient
 from pipeline.security import nkey, users
 
 _CREDENTIALS = b"-----BEGIN NATS USER JWT-----"
 
 
-class EncryptedClient(TidyClient):
+class EncryptedClient(FastClient):
     """A client that never talks in the clear: nats-py itself goes on without TLS where a server does not ask for it."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -39,9 +39,9 @@ def uses_tls(config: NatsConfig) -> bool:
     return bool(config.tls_ca or config.tls_cert) or "tls://" in config.address
 
 
-def make_client(config: NatsConfig) -> TidyClient:
+def make_client(config: NatsConfig) -> FastClient:
     """Return a client that is not connected yet."""
-    return EncryptedClient() if uses_tls(config) else TidyClient()
+    return EncryptedClient() if uses_tls(config) else FastClient()
 
 
 def options(config: NatsConfig, name: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 import nats.errors
 import nats.js.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError, BrokerUnavailableError, StreamMissingError
+from pipeline.log.fast_client import FastClient
 from pipeline.log.messages import Place, StoredMessage
 from pipeline.log.retry import retry_while_unavailable
 
@@ -57,7 +57,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 class StreamReader:
     """Reads over one connection."""
 
-    def __init__(self, client: Client, config: NatsConfig) -> None:
+    def __init__(self, client: FastClient, config: NatsConfig) -> None:
         self.client = client
         self.config = config
         self.js = client.jetstream(timeout=config.ack_timeout_s)

@@ -29,7 +29,7 @@ from pipeline.events import (
 )
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import READER, Broker
-from pipeline.log.publisher import Ack
+from pipeline.log.fast_client import Ack
 from pipeline.telemetry.exporter import SpanMaker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Completion, Registry
@@ -150,7 +150,7 @@ def test_what_readers_take_is_an_event() -> None:
     for event in events:
         assert decode(encode(event)) == event
         if isinstance(event, CheckpointPublished):
-            Consumed().checkpoint(event)
+            Consumed().add_checkpoint(event)
 
 
 async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config: NatsConfig) -> None:

@@ -25,7 +25,6 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
-from pipeline.log.deliveries import acknowledge
 from pipeline.log.follow import follow_events, follow_messages
 from pipeline.log.pull import pulling
 from pipeline.security import users
@@ -213,7 +212,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
                     taken = await puller.take(100, 5 if name != "store-dead" else 0.2)
                     for message in taken:
                         await store.decode(message.data)
-                    await acknowledge(store.client, [m.reply for m in taken])
+                    await store.client.acknowledge([m.reply for m in taken])
             message = (await store.js.get_msg("GROUPS", 1)).data
             assert message
         async with Broker.connect(guarded, name="telemetry") as telemetry:

@@ -15,7 +15,7 @@ import pytest
 from pipeline.config import GatewayConfig, NatsConfig
 from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, encode
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.log.publisher import Ack
+from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens

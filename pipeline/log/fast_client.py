@@ -1,0 +1,370 @@
+"""nats-py's client with a short way for the two things that happen once per event: publishing, and delivery in bulk.
+
+nats-py makes of each incoming message two passes of regular expressions, a message object, a queue entry and a task switch, and of
+each request a timer and a random id besides. That is more than everything else the gateway does for a call or the store for an
+event; decision 0006 has the figures. Here acknowledgements of publishes and messages of pull consumers are cut out of the bytes
+where the socket delivers them. Connecting, subscribing, reconnecting and every other message stay nats-py's.
+
+It closes sockets that nats-py leaves open, too. If a server dies between accepting a connection and its first word, nats-py makes
+the next attempt on the same transport object and forgets the socket that it had. If an attempt is cancelled at the moment at
+which it succeeds, `asyncio.wait_for` of Python 3.11 loses the connection.
+
+This is the one module that uses private names of nats-py; `tests/pipeline/log/test_fast_client.py` lists them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+from nats.js import api
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+
+_DEADLINES_EVERY_S = 0.25
+_FLUSH_S = 2
+_ACKS_PER_WRITE = 500
+
+
+class _Error(msgspec.Struct):
+    code: int | None = None
+    err_code: int | None = None
+    description: str | None = None
+
+
+class Ack(msgspec.Struct):
+    """The server's acknowledgement of a publish; `duplicate` if the log already held the event."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: _Error | None = None
+
+
+_decode_ack = msgspec.json.Decoder(Ack).decode
+
+
+class Pulled:
+    """A message of a pull consumer. `headers` are decoded on access."""
+
+    __slots__ = ("_head", "data", "reply", "subject")
+
+    def __init__(self, subject: str, reply: str, head: bytes, data: bytes) -> None:
+        """`head` is the header block as the server sent it, empty if there is none."""
+        self.subject, self.reply, self._head, self.data = subject, reply, head, data
+
+    @classmethod
+    def of(cls, message: Msg) -> Pulled:
+        """Return a message that came through nats-py as one of this class."""
+        lines = [f"{name}: {value}\r\n" for name, value in (message.headers or {}).items()]
+        return cls(
+            message.subject, message.reply, "".join(["NATS/1.0\r\n", *lines, "\r\n"]).encode(), message.data
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        lines = (line.partition(b":") for line in self._head.split(b"\r\n")[1:] if line)
+        return {name.decode(): value.strip().decode() for name, _, value in lines}
+
+    def header(self, name: bytes) -> str:
+        """Return one header without decoding the others; empty if there is none of that name."""
+        head = self._head
+        at = head.find(b"\r\n" + name + b":")
+        if at < 0:
+            return ""
+        begin = at + len(name) + 3
+        return head[begin : head.find(b"\r\n", begin)].strip().decode()
+
+
+class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
+    """nats-py's parser behind one that cuts out whole acknowledgements and pulled messages.
+
+    While messages are pulled, incoming bytes are kept in `_pending` until a command is whole, so that a pulled message that comes
+    in several portions takes the short way as well. Otherwise nats-py's parser keeps what is not whole."""
+
+    def __init__(self, client: FastClient) -> None:
+        self._pending = bytearray()
+        self._resets = 0
+        self.handlers: dict[bytes, Callable[[Pulled], None]] = {}
+        """Subscription id to what takes its messages."""
+        super().__init__(client)
+
+    def reset(self) -> None:
+        """The connection broke: the incomplete command is lost with it."""
+        super().reset()
+        self._pending.clear()
+        self._resets += 1
+
+    def is_between_commands(self) -> bool:
+        """Return whether all bytes that came so far were whole commands."""
+        return not self._pending and not self.buf and self.state == AWAITING_CONTROL_LINE
+
+    async def parse(self, data: bytes = b"") -> None:
+        self.nc.watch_socket()
+        if not self._pending and (not self.handlers or not self.is_between_commands()):
+            if self.is_between_commands():
+                data = data[self.cut(data, 0) :]
+            await super().parse(data)
+            return
+        pending, resets, at = self._pending, self._resets, 0
+        pending += data
+        while at < len(pending):
+            at = self.cut(pending, at)
+            end = _end_of_command(pending, at)
+            if end < 0:
+                break
+            await super().parse(bytes(pending[at:end]))
+            if self._resets != resets:
+                return
+            at = end
+        del pending[:at]
+
+    def cut(self, data: bytes | bytearray, at: int) -> int:
+        """Deal with acknowledgements and pulled messages from `at` on. Return where the first other or incomplete command begins."""
+        prefix, resolve, handlers, size = self.nc.ack_prefix, self.nc.resolve_ack, self.handlers, len(data)
+        with memoryview(data) as view:
+            while at < size:
+                if data.startswith(prefix, at):  # MSG <inbox><token> <subscription> <size>
+                    eol = data.find(b"\r\n", at)
+                    words = view[at + len(prefix) : eol].tobytes().split() if eol > 0 else []
+                    if len(words) != 3:  # any other has a reply subject
+                        return at
+                    begin = eol + 2
+                    end = begin + int(words[2])
+                    if end + 2 > size:
+                        return at
+                    resolve(words[0], view[begin:end].tobytes())
+                elif handlers and data.startswith(
+                    b"HMSG ", at
+                ):  # HMSG <subject> <subscription> <reply> <head> <size>
+                    eol = data.find(b"\r\n", at)
+                    words = view[at + 5 : eol].tobytes().split() if eol > 0 else []
+                    handler = handlers.get(words[1]) if len(words) == 5 else None
+                    if handler is None:
+                        return at
+                    begin = eol + 2
+                    middle, end = begin + int(words[3]), begin + int(words[4])
+                    if end + 2 > size:
+                        return at
+                    handler(
+                        Pulled(
+                            words[0].decode(), words[2].decode(),
+                            view[begin:middle].tobytes(), view[middle:end].tobytes(),
+                        )
+                    )  # fmt: skip
+                else:
+                    return at
+                at = end + 2
+        return at
+
+
+def _end_of_command(data: bytearray, at: int) -> int:
+    """Return where the command at `at` ends; -1 if it is not whole."""
+    eol = data.find(b"\r\n", at)
+    if eol < 0:
+        return -1
+    end = eol + 2
+    if data.startswith((b"MSG ", b"HMSG "), at):
+        end += int(bytes(data[at:eol]).split()[-1]) + 2
+    return end if end <= len(data) else -1
+
+
+class _Transport(TcpTransport):  # type: ignore[misc]
+    async def connect(self, uri: Any, buffer_size: int, connect_timeout: float) -> None:
+        async with asyncio.timeout(connect_timeout):
+            reader, writer = await asyncio.open_connection(uri.hostname, uri.port, limit=buffer_size)
+        self._bare_io_reader = self._io_reader = reader
+        self._bare_io_writer = self._io_writer = writer
+
+
+class FastClient(Client):  # type: ignore[misc]
+    """nats-py's client with `publish_acked`, `pulled_messages` and `acknowledge`."""
+
+    _transport: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps: _Parser = _Parser(self)
+        self._inbox = b""
+        self.ack_prefix = b"MSG without an inbox"
+        """What the command of an acknowledgement begins with; matches none before `start_publishing`."""
+        self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
+        """Last token of the reply subject to the acknowledgement and the time at which to give up on it."""
+        self._unsent: list[bytes] = []
+        self._count = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reader: asyncio.StreamReader | None = None
+        """The connection's reader, once its bytes are watched."""
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    async def _connect_to_server(self, server: Any) -> None:
+        self.close_socket()
+        if server.uri.scheme in ("ws", "wss"):
+            await super()._connect_to_server(server)
+            return
+        server.last_attempt = time.monotonic()
+        self._transport = _Transport()
+        await self._transport.connect(server.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+    def close_socket(self) -> None:
+        """Close the socket of an attempt that failed, or of a connection that has ended."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def watch_socket(self) -> None:
+        """See the connection's bytes where they arrive from now on, before any task of nats-py wakes."""
+        reader = getattr(self._transport, "_io_reader", None)
+        if reader is None or reader is self._reader:
+            return
+        self._reader = reader
+        feed, buffered, parser = reader.feed_data, reader._buffer, self._ps
+
+        def cut_and_feed(data: bytes) -> None:
+            if not buffered and parser.is_between_commands() and (at := parser.cut(data, 0)):
+                data = data[at:]
+            if data:
+                feed(data)
+
+        reader.feed_data = cut_and_feed
+
+    # -- publishing ----------------------------------------------------------------------------------------------
+
+    async def start_publishing(self) -> None:
+        """Subscribe to the acknowledgements of `publish_acked`. `flush_subscriptions` must follow."""
+        self._inbox = f"{self.new_inbox()}.".encode()
+        self.ack_prefix = b"MSG " + self._inbox
+        await self.subscribe(self._inbox.decode() + "*", cb=self._on_ack)
+
+    async def flush_subscriptions(self) -> None:
+        """Return once the server has the subscriptions. Raises nats-py's errors if it does not answer.
+
+        nats-py sends a subscription from a task of its own: the acknowledgement of a message that is written before it would
+        be lost."""
+        await self.flush(_FLUSH_S)
+
+    def stop_publishing(self) -> None:
+        """Fail the publishes that still wait, with nats-py's `ConnectionClosedError`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for future, _ in self._waiting.values():
+            if not future.done():
+                future.set_exception(nats.errors.ConnectionClosedError())
+
+    async def publish_acked(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> Ack:
+        """Send a message and return JetStream's acknowledgement. Raises nats-py's errors, as its own `js.publish` does."""
+        self._count += 1
+        token = b"%x" % self._count
+        command = _publish_command(subject, self._inbox + token, payload, headers)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bytes] = loop.create_future()
+        self._waiting[token] = future, loop.time() + timeout_s
+        if self._timer is None:
+            self._timer = loop.call_later(_DEADLINES_EVERY_S, self._check_deadlines, loop)
+        try:
+            self._write(command, loop)
+            ack = _decode_ack(await future)
+        finally:
+            self._waiting.pop(token, None)
+        if ack.error is not None:
+            raise nats.js.errors.APIError.from_error(msgspec.to_builtins(ack.error))
+        return ack
+
+    def _write(self, command: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        if self.is_connected:
+            # A single message goes out at once. Those that one turn of the event loop adds to others go in one system call.
+            if not self._unsent and len(self._waiting) > 1:
+                loop.call_soon(self._send)
+            self._unsent.append(command)
+            if len(self._waiting) == 1:
+                self._send()
+            return
+        if self.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if self._pending_data_size + len(command) > self._max_pending_size:
+            raise nats.errors.OutboundBufferLimitError
+        self._pending.append(command)  # sent once the connection is back
+        self._pending_data_size += len(command)
+
+    def _send(self) -> None:
+        commands, self._unsent = self._unsent, []
+        # If the connection broke a moment ago, the callers' retries send it again.
+        if commands and self.is_connected:
+            with contextlib.suppress(RuntimeError):
+                self._transport.write(commands[0] if len(commands) == 1 else b"".join(commands))
+
+    def resolve_ack(self, token: bytes, answer: bytes) -> None:
+        """End the wait for an acknowledgement."""
+        found = self._waiting.get(token)
+        if found is not None and not found[0].done():
+            found[0].set_result(answer)
+
+    async def _on_ack(self, message: Msg) -> None:
+        """Take an acknowledgement that came through nats-py, or the server's word that no stream takes the message."""
+        token = message.subject.encode()[len(self._inbox) :]
+        if message.headers and message.headers.get(api.Header.STATUS) == "503":
+            found = self._waiting.get(token)
+            if found is not None and not found[0].done():
+                found[0].set_exception(nats.js.errors.NoStreamResponseError())
+        else:
+            self.resolve_ack(token, message.data)
+
+    def _check_deadlines(self, loop: asyncio.AbstractEventLoop) -> None:
+        now, self._timer = loop.time(), None
+        for future, deadline in list(self._waiting.values()):
+            if deadline < now and not future.done():
+                future.set_exception(nats.errors.TimeoutError())
+        if self._waiting:
+            self._timer = loop.call_later(_DEADLINES_EVERY_S, self._check_deadlines, loop)
+
+    # -- pulled messages -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def pulled_messages(
+        self, subscription: Subscription, handler: Callable[[Pulled], None]
+    ) -> Iterator[None]:
+        """Within the block, call `handler` with each message of a subscription that has headers and a reply subject. Every other
+        one goes to the subscription's own callback."""
+        sid = b"%d" % subscription._id
+        self._ps.handlers[sid] = handler
+        try:
+            yield
+        finally:
+            del self._ps.handlers[sid]
+
+    async def acknowledge(self, replies: Sequence[str]) -> None:
+        """Acknowledge deliveries by their reply subjects, many in one write. A lost acknowledgement leads to redelivery."""
+        for i in range(0, len(replies), _ACKS_PER_WRITE):
+            some = replies[i : i + _ACKS_PER_WRITE]
+            if self.is_connected:
+                self._transport.write(b"".join([b"PUB %b 0\r\n\r\n" % reply.encode() for reply in some]))
+                with contextlib.suppress(OSError):  # the connection broke: the server delivers them again
+                    await self._transport.drain()
+            else:
+                for reply in some:
+                    await self.publish(reply)
+
+
+def _publish_command(subject: str, reply: bytes, payload: bytes, headers: Mapping[str, str]) -> bytes:
+    # Added, not formatted: some names are members of an enumeration, which format as something else.
+    text = "".join([name + ": " + value + "\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers):
+        text = "".join([name + ": " + " ".join(value.split()) + "\r\n" for name, value in headers.items()])
+    head = b"NATS/1.0\r\n%b\r\n" % text.encode()
+    return b"HPUB %b %b %d %d\r\n%b%b\r\n" % (
+        subject.encode(), reply, len(head), len(head) + len(payload), head, payload,
+    )  # fmt: skip

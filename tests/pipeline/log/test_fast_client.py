@@ -1,0 +1,403 @@
+"""The short ways beside nats-py, against a real NATS server and with bytes in any portions, and what of nats-py they rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.metadata
+import random
+import tomllib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import nats.errors
+import nats.js.errors
+import nats.protocol.parser
+import pytest
+from nats.aio.client import Client as NatsClient
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+from nats.protocol.parser import Parser
+
+from pipeline import streams
+from pipeline.config import NatsConfig, load
+from pipeline.log.broker import Broker, BrokerUnavailableError
+from pipeline.log.fast_client import FastClient, Pulled
+from pipeline.log.messages import parse_ack_subject
+from pipeline.log.pull import ConsumerGoneError, pulling
+from tests.conftest import NatsServer, free_port
+from tests.pipeline.log.test_broker import exchange
+
+pytestmark = pytest.mark.anyio
+
+# -- nats-py -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("thing", "names"),
+    [
+        (
+            NatsClient(),
+            "_ps _transport _pending _pending_data_size _max_pending_size _connect_to_server _process_info _subs options",
+        ),
+        (Subscription(NatsClient(), 1, "a"), "_id"),
+        (Parser(), "buf state reset parse"),
+        (TcpTransport(), "_io_reader _io_writer _bare_io_reader _bare_io_writer write drain close"),
+        (asyncio.StreamReader, "feed_data"),
+    ],
+    ids=["client", "subscription", "parser", "transport", "reader"],
+)
+def test_nats_py_has_the_private_names_that_are_used(thing: object, names: str) -> None:
+    assert [name for name in names.split() if not hasattr(thing, name)] == []
+
+
+def test_nats_py_is_held_to_the_version_whose_private_names_are_known() -> None:
+    """After a new minor version: read its client, parser and transport against this module, then move both bounds."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert [r for r in project["dependencies"] if r.startswith("nats-py")] == ["nats-py>=2.16,<2.17"]
+    assert importlib.metadata.version("nats-py").startswith("2.16.")
+
+
+# -- publishing ----------------------------------------------------------------------------------------------------
+
+
+async def test_many_at_once_are_all_acknowledged_each_with_its_own_number(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        client, seqs = broker.client, {}
+
+        async def one(number: int) -> None:
+            payload = b"%d" % number
+            ack = await client.publish_acked("rollout.opened.p.t", payload, {"Nats-Msg-Id": str(number)}, 5)
+            assert (ack.stream, ack.duplicate) == ("ROLLOUTS", False)
+            seqs[ack.seq] = payload
+
+        async with anyio.create_task_group() as tg:
+            for number in range(500):
+                tg.start_soon(one, number)
+        assert len(seqs) == 500
+        for seq in list(seqs)[::50]:
+            assert (await broker.js.get_msg("ROLLOUTS", seq)).data == seqs[seq]
+        again = await client.publish_acked("rollout.opened.p.t", b"0", {"Nats-Msg-Id": "0"}, 5)
+        assert again.duplicate
+        assert not client._waiting
+
+
+async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: NatsConfig) -> None:
+    """The subscription for acknowledgements used to be overtaken by the first message."""
+    async with Broker.connect(nats_config):
+        pass
+    for number in range(20):
+        async with Broker.connect(nats_config, provision=False) as broker:
+            ack = await broker.client.publish_acked(
+                "rollout.opened.p.t", b"", {"Nats-Msg-Id": str(number)}, 5
+            )
+            assert ack.stream == "ROLLOUTS"
+
+
+async def test_what_the_server_refuses_raises_as_with_nats_py(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        headers = {"Nats-Expected-Last-Subject-Sequence": "7"}
+        with pytest.raises(nats.js.errors.APIError) as ours:
+            await broker.client.publish_acked("rollout.opened.p.t", b"", headers, 5)
+        with pytest.raises(nats.js.errors.APIError) as theirs:
+            await broker.js.publish("rollout.opened.p.t", b"", headers=headers)
+        assert (ours.value.code, ours.value.err_code) == (theirs.value.code, theirs.value.err_code)
+        with pytest.raises(nats.js.errors.NoStreamResponseError):
+            await broker.client.publish_acked("no.stream.listens", b"", {}, 5)
+
+
+async def test_headers_arrive_as_sent_and_can_hold_no_further_lines(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        headers = {"traceparent": "00-u", "Reason": "first\r\nNats-Msg-Id: forged"}
+        ack = await broker.client.publish_acked("rollout.opened.p.t", b"\r\nMSG x", headers, 5)
+        found = await broker.js.get_msg("ROLLOUTS", ack.seq)
+        assert found.headers == {"traceparent": "00-u", "Reason": "first Nats-Msg-Id: forged"}
+        assert found.data == b"\r\nMSG x"
+
+
+async def test_acknowledgements_in_any_portions(nats_config: NatsConfig) -> None:
+    client = FastClient()
+    await client.connect(nats_config.url)
+    await client.start_publishing()
+    parser, loop = client._ps, asyncio.get_running_loop()
+    sid = max(client._subs)
+    messages = (
+        b"".join(
+            b"MSG %b%x %d %d\r\n%b\r\n" % (client._inbox, number, sid, len(answer), answer)
+            for number, answer in enumerate([b"one", b"", b"three\r\nMSG", b"four"])
+        )
+        + b"PING\r\n"
+    )
+    for size in range(1, len(messages) + 1):
+        futures = [loop.create_future() for _ in range(4)]
+        client._waiting.update({b"%x" % i: (future, 1e18) for i, future in enumerate(futures)})
+        for at in range(0, len(messages), size):
+            await parser.parse(messages[at : at + size])
+        assert [await f for f in futures] == [b"one", b"", b"three\r\nMSG", b"four"]
+        assert not parser.buf
+    client.stop_publishing()
+    await client.close()
+
+
+async def test_acknowledgements_are_taken_before_the_parser_sees_them(
+    nats_server: NatsServer, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        client, parsed = broker.client, bytearray()
+        parser = client._ps
+        parse = type(parser).parse
+
+        async def noted(self: Any, data: bytes = b"") -> None:
+            parsed.extend(data)
+            await parse(self, data)
+
+        monkeypatch.setattr(type(parser), "parse", noted)
+        for _ in range(2):
+            for number in range(20):
+                await client.publish_acked("rollout.opened.p.t", b"%d" % number, {}, 5)
+            assert client.ack_prefix not in parsed
+            nats_server.kill()
+            await anyio.to_thread.run_sync(nats_server.start)
+            # The new connection is listened to from the first thing on that its server says.
+            await broker._publish_until_acked("rollout.opened.p.t", b"again", {"Nats-Msg-Id": "again"})
+            parsed.clear()
+
+
+async def test_a_message_nobody_acknowledges_is_given_up(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        sub = await broker.client.subscribe("deaf")  # else the server says that nobody listens
+        await broker.client.flush()
+        with anyio.fail_after(5), pytest.raises(nats.errors.TimeoutError):
+            await broker.client.publish_acked("deaf", b"", {}, 0.01)
+        assert not broker.client._waiting
+        await sub.unsubscribe()
+
+
+async def test_what_is_sent_while_the_server_is_away_arrives_once(
+    nats_server: NatsServer, nats_config: NatsConfig
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.client.publish_acked("rollout.opened.p.t", b"0", {}, 5)
+        nats_server.kill()
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"1", {"Nats-Msg-Id": "one"})
+            tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"2", {"Nats-Msg-Id": "two"})
+            await anyio.to_thread.run_sync(nats_server.start)
+        info = await broker.js.stream_info("ROLLOUTS")
+        assert info.state.messages == 3
+
+
+# -- pulled messages -----------------------------------------------------------------------------------------------
+
+
+class Listener(FastClient):
+    """A client without a connection that keeps what nats-py's parser gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def pull(self, sid: int) -> list[Pulled]:
+        taken: list[Pulled] = []
+        self._ps.handlers[b"%d" % sid] = taken.append
+        return taken
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        self.seen.append((sid, subject, reply, bytes(data), headers))
+
+    async def _process_ping(self) -> None:
+        self.seen.append(("ping",))
+
+    async def _process_pong(self) -> None:
+        self.seen.append(("pong",))
+
+
+def delivery(i: int, sid: int, size: int, reply: bool = True, headers: bool = True) -> bytes:
+    """One delivery as the server writes it; its payload holds what might be taken for a command."""
+    data = (b"HMSG x 7 y 1 2\r\nPING\r\n%d" % i).ljust(size, b"\r")
+    to = b" $JS.ACK.S.c.1.%d.%d.1000.0" % (i, i) if reply else b""
+    if not headers:
+        return b"MSG s.%d %d%b %d\r\n%b\r\n" % (i, sid, to, len(data), data)
+    head = b"NATS/1.0\r\nNats-Msg-Id: %d\r\ntraceparent: t%d\r\n\r\n" % (i, i)
+    return b"HMSG s.%d %d%b %d %d\r\n%b%b\r\n" % (i, sid, to, len(head), len(head) + len(data), head, data)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_however_the_bytes_are_broken(seed: int) -> None:
+    rng = random.Random(seed)
+    client = Listener()
+    taken, parser = client.pull(7), client._ps
+    wanted, others, stream = [], 0, b""
+    for i in range(200):
+        kind = rng.choice(["ours"] * 6 + ["other", "status", "plain", "ping", "pong"])
+        size = rng.choice([30, 31, 200, 5_000, 70_000])
+        match kind:
+            case "ours":
+                wanted.append(i)
+                stream += delivery(i, 7, size)
+            case "other":
+                stream += delivery(i, 8, size)
+            case "status":
+                stream += delivery(i, 7, size, reply=False)
+            case "plain":
+                stream += delivery(i, 7, size, headers=False)
+            case _:
+                stream += kind.upper().encode() + b"\r\n"
+        others += kind != "ours"
+    at = 0
+    while at < len(stream):
+        step = rng.choice([1, 3, 17, 1_000, 32_768, 200_000])
+        await parser.parse(stream[at : at + step])
+        at += step
+    assert [int(m.subject[2:]) for m in taken] == wanted
+    for m, i in zip(taken, wanted, strict=True):
+        assert m.reply == f"$JS.ACK.S.c.1.{i}.{i}.1000.0"
+        assert m.headers == {"Nats-Msg-Id": str(i), "traceparent": f"t{i}"}
+        assert (m.header(b"traceparent"), m.header(b"trace"), m.header(b"Nats-Msg-Id")) == (
+            f"t{i}",
+            "",
+            str(i),
+        )
+        assert m.data.startswith(b"HMSG x 7 y 1 2\r\nPING\r\n%d" % i)
+    assert len(client.seen) == others
+
+
+async def test_a_reset_forgets_what_was_half_there() -> None:
+    client = Listener()
+    taken, parser = client.pull(7), client._ps
+    await parser.parse(delivery(1, 7, 100)[:60])
+    parser.reset()
+    await parser.parse(delivery(2, 7, 100) + b"PING\r\n")
+    assert [m.subject for m in taken] == ["s.2"]
+    assert client.seen == [("ping",)]
+    parser.handlers.clear()
+    await parser.parse(delivery(3, 7, 100))
+    assert (len(taken), len(client.seen)) == (1, 2)
+
+
+async def test_a_command_that_had_begun_before_is_finished_by_nats_py() -> None:
+    client = Listener()
+    parser, first = client._ps, delivery(1, 8, 100)
+    await parser.parse(first[:50])
+    taken = client.pull(7)
+    await parser.parse(first[50:])
+    await parser.parse(delivery(2, 7, 100))
+    assert (len(client.seen), [m.subject for m in taken]) == (1, ["s.2"])
+
+
+async def test_nats_py_and_the_short_way_give_the_same(nats_config: NatsConfig) -> None:
+    """Against a real server: what is delivered, its headers, its metadata; and a reconnection in between."""
+    spec = streams.consumer("store-rollouts")
+    async with Broker.connect(nats_config) as broker:
+        for seq in range(300):
+            await broker.publish(exchange(seq=seq), {"traceparent": f"tp{seq}"})
+        await broker.js.publish("rollout.exchange.p.t1", b"without headers")
+        async with broker.consume("telemetry-rollouts") as _, pulling(broker.client, spec, 100) as puller:
+            got: list[Pulled] = []
+            with anyio.fail_after(20):
+                while len(got) < 301:
+                    got += await puller.take(64, 1.0)
+            for seq, pulled in enumerate(got[:300]):
+                stored = await broker.js.get_msg("ROLLOUTS", seq + 1)
+                assert (pulled.data, pulled.subject) == (stored.data, stored.subject)
+                assert pulled.headers == stored.headers
+                deliveries, place = parse_ack_subject(pulled.reply)
+                assert (deliveries, place.seq) == (1, seq + 1)
+            assert (got[300].data, got[300].headers) == (b"without headers", {})
+            await broker.client.acknowledge([m.reply for m in got])
+            with anyio.fail_after(10):
+                while await broker.lag("store-rollouts"):
+                    await anyio.sleep(0.02)
+
+
+async def test_it_goes_on_after_the_server_died(
+    start_nats: Callable[..., NatsServer],
+) -> None:
+    server = start_nats()
+    spec = streams.consumer("store-rollouts")
+    config = NatsConfig(url=server.url, publish_deadline_s=20)
+    async with Broker.connect(config) as broker, pulling(broker.client, spec, 50) as puller:
+        seen: set[str] = set()
+        for life in range(3):
+            for seq in range(120):
+                await broker.publish(exchange(f"life{life}", seq))
+            with anyio.fail_after(30):
+                while len(seen) < 120 * (life + 1):
+                    try:
+                        some = await puller.take(64, 1.0)
+                    except ConsumerGoneError:
+                        continue  # the request died with the server; the next take makes another
+                    seen |= {m.header(b"Nats-Msg-Id") for m in some}
+                    await broker.client.acknowledge([m.reply for m in some])
+            server.kill()
+            await anyio.to_thread.run_sync(server.start)
+
+
+async def test_publishes_take_the_short_way_beside_pulled_messages(nats_config: NatsConfig) -> None:
+    """The store publishes dead letters on the connection that it pulls on."""
+    async with Broker.connect(nats_config) as broker:
+        client, given = broker.client, bytearray()
+        async with pulling(client, streams.consumer("store-rollouts"), 100) as puller:
+            parse = nats.protocol.parser.Parser.parse
+
+            async def noted(self: Any, data: bytes = b"") -> None:
+                given.extend(data)
+                await parse(self, data)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(nats.protocol.parser.Parser, "parse", noted)
+                acks = [await broker.publish(exchange(seq=seq)) for seq in range(50)]
+                got: list[Pulled] = []
+                with anyio.fail_after(20):
+                    while len(got) < 50:
+                        got += await puller.take(64, 1.0)
+            assert [parse_ack_subject(m.reply)[1].seq for m in got] == [ack.seq for ack in acks]
+            assert client.ack_prefix not in given
+            assert b"HMSG rollout.exchange" not in given
+
+
+# -- connections ---------------------------------------------------------------------------------------------------
+
+
+async def test_attempts_that_end_before_a_servers_first_word_leave_no_socket_open() -> None:
+    attempts = 0
+
+    async def drop(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+        writer.close()
+
+    server = await asyncio.start_server(drop, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        while attempts < 3:
+            with pytest.raises(BrokerUnavailableError):
+                async with Broker.connect(NatsConfig(url=f"nats://127.0.0.1:{port}", connect_timeout_s=1.5)):
+                    pass
+        server.close()
+        await server.wait_closed()
+        await anyio.wait_all_tasks_blocked()
+        gc.collect()
+    assert [str(w.message) for w in seen if issubclass(w.category, ResourceWarning)] == []
+
+
+async def test_any_of_several_servers_will_do(nats_server: NatsServer) -> None:
+    dead = f"nats://127.0.0.1:{free_port()}"
+    for url in ((dead, nats_server.url), f"{dead}, {nats_server.url}"):
+        async with Broker.connect(NatsConfig(url=url)) as broker:
+            await broker.publish(exchange())
+    with pytest.raises(BrokerUnavailableError, match=f"{dead},{dead}"), anyio.fail_after(20):
+        async with Broker.connect(NatsConfig(url=(dead, dead), connect_timeout_s=0.5)):
+            pass
+
+
+def test_servers_are_a_list_or_one_text() -> None:
+    for given in ("nats.url=nats://a:1,nats://b:2", 'nats.url=["nats://a:1", "nats://b:2"]'):
+        config = load(None, [given]).nats
+        assert config.servers == ("nats://a:1", "nats://b:2")
+        assert config.address == "nats://a:1,nats://b:2"
+    assert load(None, []).nats.servers == ()
