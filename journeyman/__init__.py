@@ -7,7 +7,10 @@
         ...
         run.reward = 1.0
 
-`client` is the whole of it. Agents in other languages use the HTTP API that docs/gateway.md describes.
+    groups = jm.gather("policy", tasks, play)          # play(run, task) lets your agent work and returns the reward
+    print(jm.compare("policy@0", "policy", held_out, play).difference)
+
+`client` opens and completes runs, `gathering` plays many at once and compares versions, `statistics` has the intervals. Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
 from journeyman.client import (
@@ -20,14 +23,21 @@ from journeyman.client import (
     Outcome,
     Trajectory,
 )
+from journeyman.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
+from journeyman.statistics import Estimate
 
 __all__ = [
     "AsyncJourneyman",
+    "Comparison",
     "CompleteOptions",
+    "Estimate",
+    "Evaluation",
     "GatewayUnavailableError",
     "Journeyman",
     "JourneymanError",
     "OpenOptions",
     "Outcome",
+    "TaskGroup",
+    "TooManyExceptionsError",
     "Trajectory",
 ]

@@ -6,19 +6,25 @@ restarts. Then it raises `GatewayUnavailableError`. A refusal raises `Journeyman
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 from urllib.parse import quote
 
 import anyio
+import anyio.from_thread
 import httpx
 from typing_extensions import Unpack
 
+from journeyman import gathering
+from journeyman.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
+
+Result = TypeVar("Result")
 Outcome = Literal["scored", "no_result", "masked"]
 
 _RETRIED = (429, 502, 503, 504)
@@ -138,8 +144,12 @@ def _read(reply: httpx.Response) -> dict[str, Any]:
     )
 
 
+def _new_id() -> str:
+    return f"t-{secrets.token_hex(10)}"
+
+
 def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
-    return {"model": model, "id": f"t-{secrets.token_hex(10)}", **options}
+    return {"model": model, "id": _new_id(), **options}
 
 
 def _opened(body: Mapping[str, Any]) -> Trajectory:
@@ -154,7 +164,7 @@ class Journeyman:
     """A blocking client of one gateway. `url` defaults to $JOURNEYMAN_URL."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
-        self.url, self._wait_s = _url(url), wait_s
+        self.url, self._api_key, self._wait_s = _url(url), api_key, wait_s
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=60)
 
@@ -181,6 +191,64 @@ class Journeyman:
     def policies(self) -> list[dict[str, Any]]:
         """Per model: what its name stands for now, and what is loaded."""
         return list(self._call("GET", "/v1/policies")["data"])
+
+    def gather(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        group_size: int = 8,
+        split: Literal["train", "val"] = "train",
+        pinned: str = "",
+        **options: Unpack[GatherOptions],
+    ) -> list[TaskGroup[Task]]:
+        """Play `group_size` attempts at each task at once. See `journeyman.gathering.gather`."""
+        return self._in_loop(
+            gathering.gather,
+            model,
+            tasks,
+            rollout,
+            group_size=group_size,
+            split=split,
+            pinned=pinned,
+            **options,
+        )
+
+    def evaluate(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Evaluation:
+        """Score a model or version on held-out tasks. See `journeyman.gathering.evaluate`."""
+        return self._in_loop(gathering.evaluate, model, tasks, rollout, attempts=attempts, **options)
+
+    def compare(
+        self,
+        first: str,
+        second: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Comparison:
+        """Evaluate two models or versions on the same tasks. See `journeyman.gathering.compare`."""
+        return self._in_loop(gathering.compare, first, second, tasks, rollout, attempts=attempts, **options)
+
+    def _in_loop(self, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
+        """Run an asynchronous function of `gathering` in an event loop of its own thread, so that notebooks can call it too."""
+
+        async def run() -> Result:
+            async with AsyncJourneyman(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
+                return await function(client, *args, **options)
+
+        with anyio.from_thread.start_blocking_portal() as portal:
+            return portal.call(run)
 
     @contextmanager
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
@@ -240,10 +308,58 @@ class AsyncJourneyman:
         """Per model: what its name stands for now, and what is loaded."""
         return list((await self._call("GET", "/v1/policies"))["data"])
 
+    async def gather(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        group_size: int = 8,
+        split: Literal["train", "val"] = "train",
+        pinned: str = "",
+        **options: Unpack[GatherOptions],
+    ) -> list[TaskGroup[Task]]:
+        """Play `group_size` attempts at each task at once. See `journeyman.gathering.gather`."""
+        return await gathering.gather(
+            self, model, tasks, rollout, group_size=group_size, split=split, pinned=pinned, **options
+        )
+
+    async def evaluate(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Evaluation:
+        """Score a model or version on held-out tasks. See `journeyman.gathering.evaluate`."""
+        return await gathering.evaluate(self, model, tasks, rollout, attempts=attempts, **options)
+
+    async def compare(
+        self,
+        first: str,
+        second: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Comparison:
+        """Evaluate two models or versions on the same tasks. See `journeyman.gathering.compare`."""
+        return await gathering.compare(self, first, second, tasks, rollout, attempts=attempts, **options)
+
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
         """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and is raised."""
-        run = await self.open(model, **options)
+        options = {**options, "id": options.get("id") or _new_id()}
+        try:
+            run = await self.open(model, **options)
+        except anyio.get_cancelled_exc_class():
+            # The gateway may have opened it already. If it did not, there is nothing to complete.
+            with anyio.CancelScope(shield=True), contextlib.suppress(JourneymanError):
+                await self.complete(options["id"], outcome="no_result")
+            raise
         try:
             yield run
         except BaseException:

@@ -1,0 +1,69 @@
+"""The control API of a gateway in memory, for tests of the SDK: it opens and completes trajectories and forgets nothing at a restart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tests.conftest import free_port
+
+
+@dataclass
+class StubGateway:
+    port: int = field(default_factory=free_port)
+    opened: dict[str, dict[str, Any]] = field(default_factory=dict)
+    completed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    most_open: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _open(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.opened[body["id"]] = body
+        self.most_open = max(self.most_open, len(self.opened) - len(self.completed))
+        told = {"id": body["id"], "model": body["model"], "group": body.get("group", body["id"])}
+        return JSONResponse({**told, "base_url": f"{self.url}/v1", "api_key": "k"}, 201)
+
+    async def _complete(self, request: Request) -> JSONResponse:
+        name, body = request.path_params["name"], await request.json()
+        if name not in self.opened:
+            return JSONResponse(
+                {"error": {"message": f"no trajectory {name}", "code": "trajectory_not_found"}}, 404
+            )
+        if self.completed.setdefault(name, body) != body:
+            return JSONResponse({"error": {"message": "another result", "code": "trajectory_completed"}}, 409)
+        return JSONResponse({"id": name})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve while the block runs; a second block on the same object is a restart."""
+        app = Starlette(
+            routes=[
+                Route("/v1/trajectories", self._open, methods=["POST"]),
+                Route("/v1/trajectories/{name}/complete", self._complete, methods=["POST"]),
+            ]
+        )
+        server = uvicorn.Server(
+            uvicorn.Config(app, port=self.port, log_level="error", timeout_graceful_shutdown=1)
+        )
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        async with anyio.create_task_group() as running:
+            running.start_soon(server._serve)
+            with anyio.fail_after(20):
+                while not server.started:
+                    await anyio.sleep(0.01)
+            try:
+                yield
+            finally:
+                server.should_exit = True
