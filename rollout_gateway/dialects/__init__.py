@@ -1,0 +1,11 @@
+"""Model calls in the formats of OpenAI and Anthropic. This room imports `http` and no other room.
+
+| module | what lives there |
+| --- | --- |
+| `calls` | a call and its reply, whichever endpoint they came by |
+| `endpoints` | chat completions and completions: what to ask vLLM for, and what to remove from its reply |
+| `streaming` | a streamed reply: cleaned for the client, assembled for the log |
+| `translate` | what the translations of other APIs into chat completions share |
+| `messages` | Anthropic's messages |
+| `responses`, `responses_input`, `responses_output` | OpenAI's responses |
+"""

@@ -1,6 +1,7 @@
-"""The two endpoints of vLLM that give token ids, and how they differ: what to ask for, where it comes, what to remove.
+"""The two endpoints of vLLM that return token ids, and how they differ.
 
-`/v1/responses` and `/v1/messages` are not among them: vLLM gives no ids there, so `translate` makes chat of them.
+A dialect says what to add to a request, where the ids and logprobs of a reply are, and what to remove from it. `/v1/responses` and
+`/v1/messages` have no dialect: vLLM returns no ids there, so `translate` makes chat completions of them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from rollout_gateway.dialects.calls import (
     Raw,
     RequestParams,
     SampledChoice,
+    decode_text,
+    is_null,
     pack_ids,
     read_fields,
-    text,
 )
 from rollout_gateway.http.errors import ApiError
 
@@ -28,67 +30,71 @@ _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 choices_decoder = msgspec.json.Decoder(list[Fields])
 _NULL = Raw(b"null")
+_TRUE = Raw(b"true")
 
 
 class Dialect:
-    """What is common to both."""
+    """What both endpoints share."""
 
     path: ClassVar[str]
-    whole: ClassVar[bytes]
-    """`object` of a whole reply."""
-    chunk: ClassVar[bytes]
-    """`object` of a chunk."""
-    asks_logprobs: ClassVar[Raw]
+    object_name: ClassVar[bytes]
+    """JSON of `object` in a whole reply."""
+    chunk_object_name: ClassVar[bytes]
+    """JSON of `object` in a chunk of a stream."""
+    logprobs_param: ClassVar[Raw]
+    """JSON of `logprobs` in a request that asks for those of the sampled tokens only."""
     added: ClassVar[tuple[str, ...]]
     """Fields of a reply that are there because the gateway asked for token ids."""
     added_to_choice: ClassVar[tuple[str, ...]]
     content: ClassVar[str]
-    """Field of a whole choice that holds what was said."""
+    """Field of a whole choice with its content."""
     piece: ClassVar[str]
-    """Field of a chunk's choice that holds what was said."""
+    """Field of a chunk's choice with its part of the content."""
+    empty_pieces: ClassVar[tuple[bytes, ...]]
+    """JSON of parts without content."""
 
     def read(self, body: bytes, endpoint: str = "") -> Call:
-        """Raises a 400 `ApiError` on what is no such request."""
+        """Decode a request. Raises a 400 `ApiError` if it is invalid."""
         raise NotImplementedError
 
     def logprobs(self, raw: Raw | None) -> bytes:
-        """A choice's `logprobs`, packed (little-endian float32, one per token)."""
-        raise NotImplementedError
-
-    def is_empty(self, piece: Raw | None) -> bool:
-        """Whether a chunk's piece says nothing."""
+        """Pack a choice's `logprobs` as little-endian float32, one for each token."""
         raise NotImplementedError
 
     def join(self, pieces: list[Raw]) -> Raw:
-        """What the pieces say together, as a whole choice says it."""
+        """Join the parts of a stream to the content of a whole choice."""
         raise NotImplementedError
 
     def join_logprobs(self, kept: list[Raw]) -> Raw:
-        """The chunks' `logprobs`, as a whole choice has them."""
+        """Join the `logprobs` of a stream's chunks to those of a whole choice."""
         raise NotImplementedError
 
+    def is_empty(self, piece: Raw | None) -> bool:
+        """Whether a chunk's part of the content is empty."""
+        return is_null(piece) or bytes(piece or b"") in self.empty_pieces
+
     def upstream_body(self, call: Call, version: str, *, capture: bool) -> bytes:
-        """The request for the inference server: the exact version, and ids and logprobs asked for."""
+        """Return the body for the inference server, with the exact policy version. `capture` asks for token ids and logprobs."""
         fields = dict(call.fields)
         fields["model"] = Raw(_encode(version))
         if capture:
-            fields["return_token_ids"] = Raw(b"true")
+            fields["return_token_ids"] = _TRUE
             if not call.params.wants_logprobs:
                 self._ask_logprobs(call, fields)
         return _encode(fields)
 
     def _ask_logprobs(self, call: Call, fields: Fields) -> None:
-        """Ask for the logprobs of what is sampled, which the client did not ask for."""
-        fields["logprobs"] = self.asks_logprobs
+        """Ask for the logprobs of the sampled tokens, which the client did not ask for."""
+        fields["logprobs"] = self.logprobs_param
 
     def read_answer(self, body: bytes, call: Call) -> Answer:
-        """Take apart vLLM's reply and remove from it what the client did not ask for.
+        """Decode vLLM's reply, and remove what the client did not ask for.
 
-        Raises `msgspec.DecodeError` or `KeyError` where it is no such reply."""
-        asked, echo = call.params, call.echo
+        Raises `msgspec.DecodeError` or `KeyError` if it is not such a reply."""
+        params, echo = call.params, call.echo
         fields = _fields_decoder.decode(body)
         prompt_ids = pack_ids(fields.get("prompt_token_ids"))
-        self.clean(fields, asked)
+        self.clean(fields, params)
         choices = []
         for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
             ids = pack_ids(choice.get("token_ids")) if echo is None or echo.samples else b""
@@ -96,58 +102,58 @@ class Dialect:
                 index=int(bytes(choice["index"])) if "index" in choice else position,
                 ids=ids,
                 logprobs=self.logprobs(choice.get("logprobs"))[-len(ids) :] if ids else b"",
-                finish_reason=text(choice.get("finish_reason")),
+                finish_reason=decode_text(choice.get("finish_reason")),
                 fields=choice,
                 prompt_ids=pack_ids(choice.get("prompt_token_ids")),
             )
-            self.clean_choice(choice, asked)
+            self.clean_choice(choice, params)
             if echo is not None:
                 choice[self.content] = self.echoed(echo.text(sampled.index), choice.get(self.content))
             choices.append(sampled)
         return Answer(fields, prompt_ids, choices)
 
-    def clean(self, fields: Fields, asked: RequestParams) -> None:
+    def clean(self, fields: Fields, params: RequestParams) -> None:
         """Remove from a reply or chunk what the client did not ask for."""
-        if not asked.return_token_ids:
+        if not params.return_token_ids:
             for name in self.added:
                 fields.pop(name, None)
 
-    def clean_choice(self, choice: Fields, asked: RequestParams) -> None:
+    def clean_choice(self, choice: Fields, params: RequestParams) -> None:
         """Remove from a choice what the client did not ask for."""
-        if not asked.return_token_ids:
+        if not params.return_token_ids:
             for name in self.added_to_choice:
                 choice.pop(name, None)
-        if not asked.wants_logprobs and "logprobs" in choice:
+        if not params.wants_logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
 
-    def echoed(self, prompt: str, said: Raw | None) -> Raw:
-        """What was said, after its prompt."""
-        return Raw(_encode(prompt + text(said)))
+    def echoed(self, prompt: str, content: Raw | None) -> Raw:
+        """Put the prompt before the content."""
+        return Raw(_encode(prompt + decode_text(content)))
 
     def merged(self, bodies: list[bytes]) -> Fields:
-        """The reply that a call's recorded responses, one a choice, were."""
+        """Merge the recorded responses of a call, one for each choice, into the reply that they were."""
         replies = [_fields_decoder.decode(body) for body in bodies]
         choices = [choice for reply in replies for choice in choices_decoder.decode(reply["choices"])]
         return {**replies[0], "choices": Raw(_encode(choices))}
 
     def as_stream(self, answer: Fields) -> list[bytes]:
-        """A recorded reply as the events of a stream, for a streaming client's retry."""
+        """Convert a recorded reply to the events of a stream, for a streaming client's retry."""
         top = {k: v for k, v in answer.items() if k not in ("choices", "usage")}
-        top["object"] = Raw(self.chunk)
+        top["object"] = Raw(self.chunk_object_name)
         out = []
         for choice in choices_decoder.decode(answer["choices"]):
             rest = {k: v for k, v in choice.items() if k != self.content}
-            out.append(_encode({**top, "choices": [{**rest, self.piece: self.whole_piece(choice)}]}))
+            out.append(_encode({**top, "choices": [{**rest, self.piece: self.as_piece(choice)}]}))
         if "usage" in answer:
             out.append(_encode({**top, "choices": [], "usage": answer["usage"]}))
         return out
 
-    def whole_piece(self, choice: Fields) -> Raw:
-        """All that a choice says, as one piece."""
+    def as_piece(self, choice: Fields) -> Raw:
+        """Convert a whole choice's content to one part of a stream."""
         return choice[self.content]
 
 
-class _ChatAsked(RequestParams, kw_only=True):
+class _ChatParams(RequestParams, kw_only=True):
     messages: Raw
     top_logprobs: int | None = None
 
@@ -187,24 +193,21 @@ class ChatDialect(Dialect):
     """`/v1/chat/completions`."""
 
     path = "/v1/chat/completions"
-    whole, chunk = b'"chat.completion"', b'"chat.completion.chunk"'
-    asks_logprobs = Raw(b"true")
+    object_name, chunk_object_name = b'"chat.completion"', b'"chat.completion.chunk"'
+    logprobs_param = _TRUE
     added = ("prompt_token_ids", "prompt_text")
     added_to_choice = ("token_ids", "routed_experts")
     content, piece = "message", "delta"
+    empty_pieces = (b"{}",)
 
     def read(self, body: bytes, endpoint: str = "") -> Call:
-        fields, asked = read_fields(body, _ChatAsked)
+        fields, params = read_fields(body, _ChatParams)
         if (
-            asked.top_logprobs and not asked.logprobs
-        ):  # the gateway asks for logprobs, so the server would not refuse it
-            raise ApiError(
-                400,
-                "top_logprobs needs logprobs to be true.",
-                code="invalid_body",
-                param="top_logprobs",
-            )
-        return Call(body, fields, asked, endpoint or self.path, asked.n or 1)
+            params.top_logprobs and not params.logprobs
+        ):  # vLLM would accept it, since the gateway asks for logprobs
+            message = "top_logprobs needs logprobs to be true."
+            raise ApiError(400, message, code="invalid_body", param="top_logprobs")
+        return Call(body, fields, params, endpoint or self.path, params.n or 1)
 
     def logprobs(self, raw: Raw | None) -> bytes:
         if raw is None:
@@ -213,9 +216,6 @@ class ChatDialect(Dialect):
         if logprobs is None or not logprobs.content:
             return b""
         return array("f", [entry.logprob for entry in logprobs.content]).tobytes()
-
-    def is_empty(self, piece: Raw | None) -> bool:
-        return piece is None or bytes(piece) in (b"{}", b"null")
 
     def join(self, pieces: list[Raw]) -> Raw:
         role = "assistant"
@@ -251,14 +251,14 @@ class ChatDialect(Dialect):
             content += msgspec.json.decode(raw).get("content") or []
         return Raw(_encode({"content": content}))
 
-    def whole_piece(self, choice: Fields) -> Raw:
+    def as_piece(self, choice: Fields) -> Raw:
         message = msgspec.json.decode(choice["message"])
         for position, call in enumerate(message.get("tool_calls") or ()):
             call["index"] = position
         return Raw(_encode(message))
 
 
-class _Prompted(RequestParams, kw_only=True):
+class _CompletionParams(RequestParams, kw_only=True):
     prompt: Raw
     echo: bool | None = None
     max_tokens: int | None = None
@@ -275,33 +275,33 @@ class CompletionDialect(Dialect):
     """`/v1/completions`."""
 
     path = "/v1/completions"
-    whole, chunk = b'"text_completion"', b'"text_completion"'
-    asks_logprobs = Raw(b"0")
+    object_name, chunk_object_name = b'"text_completion"', b'"text_completion"'
+    logprobs_param = Raw(b"0")
     added = ()
     added_to_choice = ("token_ids", "prompt_token_ids", "routed_experts")
     content, piece = "text", "text"
+    empty_pieces = (b'""',)
 
     def read(self, body: bytes, endpoint: str = "") -> Call:
-        fields, asked = read_fields(body, _Prompted)
-        prompt = msgspec.json.decode(asked.prompt)
+        fields, params = read_fields(body, _CompletionParams)
+        prompt = msgspec.json.decode(params.prompt)
         if not isinstance(prompt, str | list):
-            raise ApiError(
-                400, "prompt is a text, tokens, or a list of these.", code="invalid_body", param="prompt"
-            )
+            message = "prompt must be a string, a list of token ids, or a list of these."
+            raise ApiError(400, message, code="invalid_body", param="prompt")
         prompts: list[Any] = [prompt]
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompts = prompt
-        each = asked.n or 1
+        each = params.n or 1
         echo = None
-        if asked.echo:
+        if params.echo:
             texts = prompts if all(isinstance(p, str) for p in prompts) else None
-            echo = Echo(prompts, each, asked.max_tokens != 0, texts)
-        return Call(body, fields, asked, endpoint or self.path, len(prompts) * each, echo)
+            echo = Echo(prompts, each, params.max_tokens != 0, texts)
+        return Call(body, fields, params, endpoint or self.path, len(prompts) * each, echo)
 
     def _ask_logprobs(self, call: Call, fields: Fields) -> None:
-        # With `echo` vLLM would also compute the logprobs of the whole prompt, and show them.
+        # With `echo`, vLLM would also compute and return the logprobs of the whole prompt.
         if call.echo is None or call.echo.samples:
-            fields["logprobs"] = self.asks_logprobs
+            fields["logprobs"] = self.logprobs_param
             fields.pop("echo", None)
 
     def logprobs(self, raw: Raw | None) -> bytes:
@@ -310,14 +310,11 @@ class CompletionDialect(Dialect):
         logprobs = _completion_logprobs_decoder.decode(raw)
         if logprobs is None or not logprobs.token_logprobs:
             return b""
-        # With `echo` the prompt's tokens come first, and the first of all has no logprob.
+        # With `echo`, the prompt's tokens come first, and the first one has no logprob.
         return array("f", [0.0 if value is None else value for value in logprobs.token_logprobs]).tobytes()
 
-    def is_empty(self, piece: Raw | None) -> bool:
-        return piece is None or bytes(piece) in (b'""', b"null")
-
     def join(self, pieces: list[Raw]) -> Raw:
-        return Raw(_encode("".join(text(piece) for piece in pieces)))
+        return Raw(_encode("".join(map(decode_text, pieces))))
 
     def join_logprobs(self, kept: list[Raw]) -> Raw:
         whole: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's `/v1/responses` and their parts, as chat completions have them."""
+"""From a request of OpenAI's `/v1/responses` to a chat completion request."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ import msgspec
 from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
-"""The one argument of a tool of type `custom`, which takes a text."""
+"""The only argument of a tool of type `custom`, which takes a text."""
 HOSTED = frozenset(
     (
         "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "computer_use",
         "computer_use_preview", "local_shell", "shell", "apply_patch", "mcp", "tool_search", "computer",
     )
 )  # fmt: skip
-"""Types of tools that OpenAI runs itself or defines by name only. There is nothing here to run them, and no schema to show to
-the model, so they are left out, as vLLM does."""
+"""Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their schema to the model,
+so it leaves them out, as vLLM does."""
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     type: str
     text: str = ""
     refusal: str = ""
     image_url: str | None = None
 
 
-class Item(msgspec.Struct):
+class InputItem(msgspec.Struct):
     type: str = "message"
     role: str = ""
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     namespace: str | None = None
     arguments: str = ""
     input: str = ""
-    output: str | list[Part] = ""
+    output: str | list[ContentPart] = ""
 
 
-class Tool(msgspec.Struct, omit_defaults=True):
+class ToolParam(msgspec.Struct, omit_defaults=True):
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolParam] | None = None
 
 
-class TextSetting(msgspec.Struct):
+class TextParam(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
 class ResponsesRequest(msgspec.Struct):
     model: str
-    input: str | list[Item]
+    input: str | list[InputItem]
     instructions: str | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolParam] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    text: TextSetting | None = None
+    text: TextParam | None = None
     stream: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
@@ -72,13 +72,13 @@ class ResponsesRequest(msgspec.Struct):
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a tool of a namespace."""
+    """Return the name under which the model is shown a tool of a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
 class ToolName:
-    """What a client calls a tool."""
+    """A tool as the client knows it."""
 
     name: str
     namespace: str = ""
@@ -87,73 +87,50 @@ class ToolName:
 
 @dataclass(slots=True)
 class Tools:
-    """A request's tools, for the model."""
+    """The tools of a request."""
 
     chat: list[dict[str, Any]] = field(default_factory=list)
+    """Tools of the chat completion request."""
     names: dict[str, ToolName] = field(default_factory=dict)
-    """By the name that the model knows."""
+    """The client's tools by the name that the model is shown."""
     left_out: list[str] = field(default_factory=list)
     """Types of tools that the model is not shown."""
 
     @classmethod
-    def of(cls, tools: list[Tool]) -> Tools:
-        """Raises a 400 `ApiError` for a tool of a type that is unknown."""
+    def of(cls, tools: list[ToolParam]) -> Tools:
+        """Convert a request's tools. Raises a 400 `ApiError` for an unknown type."""
         found = cls()
         for tool in tools:
             found._add(tool)
         return found
 
-    @staticmethod
-    def sent(chat: list[dict[str, Any]], names: dict[str, ToolName]) -> list[dict[str, Any]]:
-        """Return the tools of a recorded chat request under the client's names, those of a namespace in it. `names` has those
-        that the model knew by another name."""
-        found: list[dict[str, Any]] = []
-        spaces: dict[str, dict[str, Any]] = {}
-        for tool in chat:
-            made = {"type": "function", **tool["function"]}
-            name = names.get(made["name"])
-            if name is None:
-                found.append(made)
-                continue
-            made["name"] = name.name
-            if name.custom:
-                made["type"] = "custom"
-                del made["parameters"]
-            if not name.namespace:
-                found.append(made)
-            elif name.namespace in spaces:
-                spaces[name.namespace]["tools"].append(made)
-            else:
-                spaces[name.namespace] = {"type": "namespace", "name": name.namespace, "tools": [made]}
-                found.append(spaces[name.namespace])
-        return found
+    def renamed(self) -> dict[str, ToolName]:
+        """Return the tools of `names` that are no functions or that the model is shown under another name."""
+        return {flat: tool for flat, tool in self.names.items() if tool != ToolName(flat)}
 
-    def _add(self, tool: Tool, namespace: str = "") -> None:
+    def _add(self, tool: ToolParam, namespace: str = "") -> None:
         if tool.type == "namespace" and not namespace:
             for inner in tool.tools or ():
                 self._add(inner, tool.name)
-        elif tool.type == "function":
-            self._add_function(tool, ToolName(tool.name, namespace), tool.parameters or {"type": "object"})
-        elif tool.type == "custom":
-            schema = {
-                "type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
-                "additionalProperties": False,
-            }  # fmt: skip
-            self._add_function(tool, ToolName(tool.name, namespace, custom=True), schema)
+        elif tool.type in ("function", "custom"):
+            self._add_function(tool, namespace)
         elif tool.type in HOSTED or tool.type.startswith(("web_search", "computer")):
             if tool.type not in self.left_out:
                 self.left_out.append(tool.type)
         else:
-            raise ApiError(
-                400,
-                f"Tools of type {tool.type!r} can't be served here.",
-                code="unsupported_tool",
-                param="tools",
-            )
+            message = f"Tools of type {tool.type!r} are not supported."
+            raise ApiError(400, message, code="unsupported_tool", param="tools")
 
-    def _add_function(self, tool: Tool, name: ToolName, parameters: dict[str, Any]) -> None:
-        flat = flat_name(name.namespace, tool.name)
-        self.names[flat] = name
+    def _add_function(self, tool: ToolParam, namespace: str) -> None:
+        custom = tool.type == "custom"
+        parameters = tool.parameters or {"type": "object"}
+        if custom:
+            parameters = {
+                "type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
+                "additionalProperties": False,
+            }  # fmt: skip
+        flat = flat_name(namespace, tool.name)
+        self.names[flat] = ToolName(tool.name, namespace, custom)
         function: dict[str, Any] = {"name": flat, "parameters": parameters}
         if tool.description:
             function["description"] = tool.description
@@ -162,70 +139,81 @@ class Tools:
         self.chat.append({"type": "function", "function": function})
 
     def choice(self, asked: str | dict[str, Any]) -> str | dict[str, Any] | None:
-        """`tool_choice` of a request; none where nothing is left to choose from.
+        """Convert `tool_choice`. Returns `None` if the model is shown no tool to choose.
 
-        Raises a 400 `ApiError` for a choice that names no tool."""
+        Raises a 400 `ApiError` for a choice that does not name one of the tools."""
         if isinstance(asked, str):
             return asked if self.chat else None
         kind, name = str(asked.get("type", "")), str(asked.get("name", ""))
         if kind == "allowed_tools":
             return str(asked.get("mode", "auto")) if self.chat else None
         if kind in self.left_out:
-            raise _unknown_choice(f"tools of type {kind!r} can't run here")
-        wanted = flat_name(asked.get("namespace"), name)
-        fitting = [n for n, t in self.names.items() if n == wanted] or [
-            n for n, t in self.names.items() if t.name == name
-        ]
+            raise _invalid_choice(f"tools of type {kind!r} are not supported")
+        flat = flat_name(asked.get("namespace"), name)
+        fitting = [flat] if flat in self.names else [n for n, t in self.names.items() if t.name == name]
         if len(fitting) != 1:
-            raise _unknown_choice(f"{len(fitting)} of the tools are named {name!r}")
+            raise _invalid_choice(f"{len(fitting)} of the tools are named {name!r}, and it must be one")
         return {"type": "function", "function": {"name": fitting[0]}}
 
 
-def _unknown_choice(why: str) -> ApiError:
-    return ApiError(400, f"tool_choice can't be met: {why}.", code="invalid_body", param="tool_choice")
+def _invalid_choice(why: str) -> ApiError:
+    return ApiError(400, f"tool_choice is invalid: {why}.", code="invalid_body", param="tool_choice")
 
 
-def add_message(messages: list[dict[str, Any]], item: Item) -> None:
+def client_tools(chat: list[dict[str, Any]], names: dict[str, ToolName]) -> list[dict[str, Any]]:
+    """Convert the tools of a recorded chat completion request back to the client's. `names` is `Tools.renamed()` of its call."""
+    found: list[dict[str, Any]] = []
+    namespaces: dict[str, dict[str, Any]] = {}
+    for entry in chat:
+        tool = {"type": "function", **entry["function"]}
+        name = names.get(tool["name"], ToolName(tool["name"]))
+        tool["name"] = name.name
+        if name.custom:
+            tool["type"] = "custom"
+            del tool["parameters"]
+        if not name.namespace:
+            found.append(tool)
+        elif name.namespace in namespaces:
+            namespaces[name.namespace]["tools"].append(tool)
+        else:
+            namespaces[name.namespace] = {"type": "namespace", "name": name.namespace, "tools": [tool]}
+            found.append(namespaces[name.namespace])
+    return found
+
+
+def add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """Add an input item to the messages of a chat completion. Raises a 400 `ApiError` for an unknown type."""
     match item.type:
         case "message":
             role = "system" if item.role == "developer" else item.role or "user"
             messages.append({"role": role, "content": _content(item.content)})
         case "function_call":
-            call = {
-                "id": item.call_id, "type": "function",
-                "function": {"name": flat_name(item.namespace, item.name), "arguments": item.arguments},
-            }  # fmt: skip
-            _add_call(messages, call)
+            _add_call(messages, item.call_id, flat_name(item.namespace, item.name), item.arguments)
         case "custom_tool_call":
-            written = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            call = {
-                "id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": written}
-            }  # fmt: skip
-            _add_call(messages, call)
+            _add_call(
+                messages, item.call_id, item.name, msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
+            )
         case "function_call_output" | "custom_tool_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
         case "reasoning":
-            pass  # chat templates drop earlier thoughts too
+            pass  # chat templates drop earlier reasoning too
         case kind if kind.removesuffix("_call") in HOSTED:
-            pass  # what a hosted tool did elsewhere: its result is in the text that followed
+            pass  # the text that follows holds the result of a hosted tool
         case other:
-            raise ApiError(
-                400,
-                f"Input of type {other!r} can't be served here.",
-                code="unsupported_content",
-                param="input",
-            )
+            message = f"Input of type {other!r} is not supported."
+            raise ApiError(400, message, code="unsupported_content", param="input")
 
 
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    # Calls of one turn, and the text before them, are one message of chat's.
+def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    # In a chat completion, the calls of a turn and the text before them are one message.
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
 
 
-def _content(content: str | list[Part] | None) -> str | list[dict[str, Any]]:
+def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if any(part.image_url for part in content):
@@ -236,3 +224,12 @@ def _content(content: str | list[Part] | None) -> str | list[dict[str, Any]]:
             for part in content
         ]
     return "\n".join(part.text or part.refusal for part in content)
+
+
+def response_format(text: TextParam | None) -> dict[str, Any] | None:
+    """Convert `text.format` to `response_format`."""
+    if text is None or text.format is None:
+        return None
+    schema = dict(text.format)
+    kind = schema.pop("type", "text")
+    return {"type": kind, "json_schema": schema} if kind == "json_schema" else {"type": kind}

@@ -1,99 +1,104 @@
-"""What the translators of other APIs have in common. vLLM serves these APIs too, but gives no token ids there; as chat
-completions their calls are captured like any other."""
+"""What the translations of other APIs share.
+
+vLLM serves these APIs too, but returns no token ids there. Translated into chat completions, their calls are captured like any other.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from rollout_gateway.dialects import calls as wire
-from rollout_gateway.http.errors import ApiError, invalid_json
+from rollout_gateway.dialects.calls import Call, Fields, Raw, RequestParams
+from rollout_gateway.http.body import read_body
 
-_T = TypeVar("_T")
+_encode = msgspec.json.Encoder().encode
+read = read_body
 
 
 class Translation(Protocol):
-    """One call, translated: made from the client's body, asked for the chat completion, then given its answer."""
+    """One call of another API. It is created with the client's body."""
 
     path: ClassVar[str]
-    """Where the client posted it."""
+    """Where clients post the call."""
 
     def chat(self) -> dict[str, Any]:
-        """The chat completion request."""
+        """Return the chat completion request."""
+
+    def call(self) -> Call:
+        """Return the same as a call for the inference server."""
 
     def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """A whole completion, as the client's API has it."""
-
-    def begin(self) -> bytes:
-        """The first events of a stream."""
+        """Convert a whole chat completion."""
 
     def take(self, chunk: dict[str, Any]) -> bytes:
-        """The events that a chunk becomes."""
+        """Convert a chunk of a streamed chat completion to events."""
 
     def end(self) -> bytes:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
 
     def error(self, body: bytes, status: int) -> bytes:
-        """An error in OpenAI's format, as the client's API has it."""
+        """Convert an error from OpenAI's format."""
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        """The same in mid-stream."""
+        """Convert an error in the middle of a stream to events."""
 
 
-def read(body: bytes, kind: type[_T]) -> _T:
-    """Raises a 400 `ApiError` on what is no such request."""
-    try:
-        body.decode()
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise ApiError(400, f"The body is not a valid request: {error}.", code="invalid_body") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid_json(str(error)) from error
+SAMPLING_FIELDS = (
+    "seed", "logit_bias", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
+)  # fmt: skip
+"""vLLM's sampling settings that neither API has. Clients may send them as extra fields."""
 
 
-PASSED = (
-    "seed",
-    "logit_bias",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
-"""Sampling settings that neither API has and vLLM takes: kept where a client sends them as extra fields."""
+def sampling_fields(body: bytes) -> dict[str, Any]:
+    """Return the `SAMPLING_FIELDS` of a valid body."""
+    fields = msgspec.json.decode(body, type=Fields)
+    return {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
 
 
-def passed(body: bytes) -> dict[str, Any]:
-    """The extra sampling settings of a body that `read` has read."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return {name: fields[name] for name in PASSED if name in fields}
+def chat_request(request: Any, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, Any]:
+    """Begin a chat completion request with what both APIs name alike."""
+    chat: dict[str, Any] = {
+        "model": request.model, "messages": messages, "stream": bool(request.stream), **sampling
+    }  # fmt: skip
+    if request.stream:
+        chat["stream_options"] = {"include_usage": True}
+    for name in ("temperature", "top_p", "top_k", "parallel_tool_calls"):
+        if (value := getattr(request, name, None)) is not None:
+            chat[name] = value
+    return chat
 
 
-def parsed_arguments(text: str) -> Any:
-    """A tool call's arguments; what is no JSON object (a small model's slip) is kept under one name."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return {"_raw": text}
-    return value if isinstance(value, dict) else {"_raw": value}
+def chat_call(chat: dict[str, Any], endpoint: str, metadata: dict[str, Any] | None = None) -> Call:
+    """Make a call of a chat completion request. `metadata` is added to the recorded request only."""
+    fields = {name: Raw(_encode(value)) for name, value in chat.items()}
+    recorded = fields if metadata is None else {**fields, "metadata": metadata}
+    return Call(_encode(recorded), fields, RequestParams(chat["model"], chat["stream"]), endpoint)
+
+
+def sse(event: str, data: dict[str, Any]) -> bytes:
+    """Encode a server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), _encode(data))
 
 
 class TranslatedStream:
-    """A chat completion's stream as the stream of another API: `begin`, what `take` makes of each piece, `end`."""
+    """Converts the stream of a chat completion to the stream of another API."""
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
-        self._buffer = bytearray()
+        self._buffer = b""
         self._failed = False
 
     def begin(self) -> bytes:
-        return self._translation.begin()
+        return b""
 
     def take(self, data: bytes) -> bytes:
-        out = bytearray()
-        for payload in wire.sse_events(self._buffer, data):
-            if payload == b"[DONE]":
+        """Convert what arrived of the stream. An incomplete event is kept until its end arrives."""
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        out = b""
+        for event in events:
+            payload = event[5:].lstrip()
+            if not event.startswith(b"data:") or payload == b"[DONE]":
                 continue
             chunk = msgspec.json.decode(payload)
             if "error" in chunk:
@@ -101,11 +106,8 @@ class TranslatedStream:
                 out += self._translation.stream_error(chunk["error"])
             else:
                 out += self._translation.take(chunk)
-        return bytes(out)
+        return out
 
     def end(self) -> bytes:
+        """Return the last events, unless the stream ended with an error."""
         return b"" if self._failed else self._translation.end()
-
-
-def sse(event: str, data: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event.encode(), msgspec.json.encode(data))

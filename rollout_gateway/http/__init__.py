@@ -9,6 +9,7 @@
 | `request` | one request and its answer |
 | `half_close` | whether a client that sends nothing more still waits |
 | `cancellation` | early end of a request's work |
+| `body` | reads JSON bodies |
 | `content_encoding` | compressed bodies |
 | `origins` | checks of `Host`, `Origin` and proxies' headers |
 | `errors` | errors in OpenAI's format |
