@@ -1,14 +1,22 @@
 """`python -m trainer --config <toml>`: the trainer service, alone or as one of several processes (`trainer.engine.parallel`)."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from pipeline.config import Config, ConfigError, load
 from pipeline.running.service import main
 from pipeline.telemetry.logs import configure
 from trainer.first import import_first
+
+if TYPE_CHECKING:
+    from trainer.engine.parallel import ProcessGroup
 
 
 def _run() -> None:
@@ -43,20 +51,28 @@ def _import_first(config: Config | None) -> None:
 
 
 def _run_as_one_of_several(file: str) -> None:
-    from trainer.engine.parallel import ProcessGroup, adopt_ready_fd, worker_loop
+    from trainer.engine.parallel import ProcessGroup, adopt_ready_fd
 
     with ProcessGroup.join() as process_group:  # first: it selects this process's GPU
         _import_first(load(file) if file else None)
         if process_group.rank:
-            config = load(file)
-            configure("trainer", config.log_level)
-            worker_loop(config, process_group)
+            _work(load(file), process_group)
             return
         from trainer.service import serve
 
         sys.argv[1:] = adopt_ready_fd(sys.argv[1:])
         main("trainer", partial(serve, process_group=process_group))
         process_group.send(None)
+
+
+def _work(config: Config, process_group: ProcessGroup) -> None:
+    """Do a worker process's part of every step."""
+    from trainer.learner import make_engines
+
+    configure("trainer", config.log_level)
+    with TemporaryDirectory() as scratch:
+        engines = list(make_engines(config, Path(scratch), process_group).values())
+        process_group.worker_loop(lambda job: engines[job.engine].take_part(job))
 
 
 if __name__ == "__main__":

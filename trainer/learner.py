@@ -38,7 +38,8 @@ from trainer.checkpoints.checkpoint import (
     unpack,
     weights_of,
 )
-from trainer.engine.engine import Engine, fixed_settings
+from trainer.engine.engine import Engine
+from trainer.engine.gradients import fixed_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import TrainState, UntrainableError
 

@@ -14,6 +14,10 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     """Rank of the adapter's matrices. `vllm.max_lora_rank` must be at least as large."""
     alpha: Positive = 16.0
     """Scale of the adapter; its output is multiplied by `alpha / rank`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type in which adapters are published. `auto`: bfloat16 if the base model's weights are (`trainer.dtype`), else float32. With
+    bfloat16 the passes of a step use the rounded weights that the inference server has; the optimizer updates float32 weights,
+    which stay in the checkpoint folder. Use `float32` if the inference server computes in float32."""
     targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads, routers and experts."""
 
@@ -40,9 +44,10 @@ class LossConfig(Section, frozen=True, kw_only=True):
     importance_level: Literal["token", "sequence"] = "token"
     """Whether the ratio in the PPO clip is taken per token, or per sequence (GSPO)."""
     epsilon: NotNegative = 0.2
-    """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. It has an effect only with
+    """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. In a step of one update it has an effect only with
     `importance_sampling = "none"`, and so do `epsilon_high` and `delta`: with the other corrections that ratio compares the
-    trainer with itself and is always 1, and the metric `clip_ratio` is always 0."""
+    trainer with itself and is always 1, and the metric `clip_ratio` is 0. In a step of several updates
+    (`trainer.optimizer.epochs`, `minibatches`) it has an effect with every correction."""
     epsilon_high: NotNegative | None = None
     """Upper range of the PPO clip, where it differs from `epsilon`. With type `cispo` it is the limit of the ratio itself; not
     set, that limit is 5."""
@@ -73,7 +78,16 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     0.8 million parameters."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`. `inverse_sqrt`
-    falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls from step 10,000 on."""
+    falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls from step 10,000 on. All updates
+    of a step have the same learning rate."""
+    epochs: Count = 1
+    """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several optimizer updates
+    over its batch, as PPO does, and still makes one checkpoint. The logprobs before the first update are computed in an additional
+    forward pass, and the PPO clip of every update compares with them; with `importance_sampling = "none"` it compares with the
+    recorded logprobs."""
+    minibatches: Count = 1
+    """Optimizer updates of one epoch. Each trains an equal share of the step's groups, drawn anew in every epoch. Groups are not
+    split, so an epoch has at most as many minibatches as groups."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: NotNegative = 0.0

@@ -17,9 +17,9 @@ from tests.trainer import families
 from trainer.batches.groups import Example
 from trainer.batches.packing import micro_batches
 from trainer.batches.sequences import TokenSequence
-from trainer.engine import engine as engine_module
+from trainer.engine import model as model_module
 from trainer.engine.engine import Engine
-from trainer.engine.memory import free_bytes, measure
+from trainer.engine.memory import free_bytes
 from trainer.engine.verify import bound_of
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_loss_and_gradient_are_those_of_the_cpu(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
     on_gpu = gradient(make_engine(dtype="float32", **{"memory.packing": packing}))
-    monkeypatch.setattr(engine_module, "device_for", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(model_module, "device_for", lambda _: torch.device("cpu"))
     on_cpu = gradient(make_engine(dtype="float32", **{"memory.packing": packing}))
     # Float32 sums of the same terms in another order: relative to the gradient's own size.
     assert on_gpu[0] == pytest.approx(on_cpu[0], rel=1e-4, abs=1e-5)
@@ -174,7 +174,7 @@ def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch counts no peak on CPU")
     engine = make_engine(dtype="bfloat16", **{"memory.packing": "padded", "memory.tokens_per_batch": 8192})
-    memory = measure(engine)
+    memory = engine.memory()
     examples, groups = batch(groups=8, members=16, shared=64, own=64)
     state = engine.initial_state()
     engine.step(state, examples, groups)
@@ -183,9 +183,9 @@ def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
     passes = micro_batches(
         [e.sequence for e in examples],
         groups,
-        engine.budget,
+        engine.budget.tokens,
         engine.packing_of(examples, groups),
-        engine._cost,
+        engine.cost,
     )
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Allocations are rounded up to 512 bytes and libraries hold workspaces: 64 MiB beside a model this small.

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,6 +43,9 @@ class Example:
     advantage: float
     weight: float = 1.0
     """Factor on the advantage that evens out long and short trajectories (`trainer.loss.weighting`)."""
+    old_logprobs: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
+    """Logprobs of the trained tokens, [k] in nats, by the policy before the first of several updates of a step. `None` where a step
+    takes one update."""
 
 
 @dataclass(eq=False)

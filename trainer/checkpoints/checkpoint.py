@@ -120,7 +120,7 @@ def weights_of(files: Mapping[str, bytes]) -> Weights:
 def state_bytes(state: TrainState) -> bytes:
     """The content of `state.pt`."""
     out = io.BytesIO()
-    torch.save({"optimizer": state.optimizer, "scheduler": state.scheduler, "rng": state.rng}, out)
+    torch.save({name: getattr(state, name) for name in ("optimizer", "scheduler", "rng", "master")}, out)
     return out.getvalue()
 
 
@@ -263,7 +263,10 @@ def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
     """The training state that a checkpoint holds."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
     weights, step = weights_of(files), manifest.event.step
-    return TrainState(step, weights, state["optimizer"], state["scheduler"], state["rng"], {step: weights})
+    master = state.get("master")  # checkpoints of earlier versions have none
+    return TrainState(
+        step, weights, state["optimizer"], state["scheduler"], state["rng"], {step: weights}, master
+    )
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -27,7 +27,6 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     right, else the reason."""
     import_first(Config(models=(ModelConfig(base=base),), trainer=config))
     from trainer.engine.engine import Engine
-    from trainer.engine.memory import measure
     from trainer.engine.verify import RefusedError
 
     out: dict[str, Any] = {
@@ -46,7 +45,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             return out
         else:
             verified = engine.verified
-            memory = measure(engine)
+            memory = engine.memory()
             out["memory"] = memory.step(config.memory.tokens_per_batch)
             out["memory_parts"] = {
                 "weights": memory.weights, "optimizer": memory.optimizer, "per_token": memory.per_token,

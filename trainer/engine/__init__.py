@@ -1,0 +1,21 @@
+"""The model and its optimizer steps. Nothing here knows of the log or of checkpoints.
+
+| module | what lives there |
+| --- | --- |
+| `engine` | `Engine`: optimizer steps, with their checks and metrics |
+| `gradients` | `GradientEngine`: forward and backward passes over a batch, in one process or several |
+| `model` | `PolicyModel`: a base model with one adapter, and the logprobs that it gives |
+| `state` | `TrainState`, what a step returns, and the errors of batches that can't be trained |
+| `loading` | base models and fresh adapters, by Transformers or Unsloth |
+| `forward` | the model's forward pass over a layout, with attention masks for shared prefixes |
+| `attention` | the masks: dense for SDPA, or a rule for FlexAttention |
+| `verify` | the comparison of a training pass with the model's own forward pass, at the start |
+| `losses` | TRL's losses over captured tokens, and what of TRL's inside they rely on |
+| `optimizer` | AdamW and its schedule |
+| `fitting` | passes within the memory that there is |
+| `budget` | the tokens of a pass, found out as memory runs out |
+| `memory` | the memory that a step takes, by formula |
+| `checks` | measurements with additional forward passes |
+| `statistics` | metrics from the passes of a step |
+| `parallel` | `ProcessGroup`: the processes that share the passes of a step |
+"""

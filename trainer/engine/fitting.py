@@ -1,42 +1,69 @@
-"""A step's passes within the memory that there is: smaller ones where it runs out, and without what does not fit at all."""
+"""Passes within the memory that there is: smaller ones where it runs out, and without the sequences that do not fit at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-import torch
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.budget import PassTooLargeError, is_out_of_memory
+from trainer.engine.budget import Budget, PassTooLargeError, is_out_of_memory
 from trainer.engine.state import UntrainableError
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
 
 log = get_logger("trainer.engine.fitting")
 
+T = TypeVar("T")
 
-def backward_what_fits(
-    engine: Engine, examples: Sequence[Example], groups: Sequence[int], step: int
-) -> tuple[dict[str, float], Sequence[Example], Sequence[int], tuple[TokenSequence, ...]]:
-    """`Engine.backward` over what memory holds: its metrics, the examples that took part with their groups, and what was left out.
 
-    Raises `UntrainableError` where nothing is left."""
-    before = engine.budget.tokens
+class NothingFitsError(UntrainableError):
+    """Memory does not hold a pass of any of a step's `sequences`."""
+
+    def __init__(self, sequences: Sequence[TokenSequence], step: int) -> None:
+        super().__init__(
+            f"step {step} is not taken: memory holds none of its {len(sequences)} sequences even alone, the longest of "
+            f"{max(len(s.ids) for s in sequences)} tokens"
+        )
+        self.sequences = tuple(sequences)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted(Generic[T]):
+    """What came of some work over the examples that memory holds."""
+
+    result: T
+    examples: Sequence[Example]
+    groups: Sequence[int]
+    """The examples that took part and the group of each."""
+    dropped: tuple[TokenSequence, ...]
+    """Sequences that memory does not hold even alone."""
+
+
+def over_what_fits(
+    work: Callable[[Sequence[Example], Sequence[int]], T],
+    examples: Sequence[Example],
+    groups: Sequence[int],
+    budget: Budget,
+    free: Callable[[], None],
+    step: int,
+) -> Fitted[T]:
+    """Do `work` over the examples that memory holds. `free` releases what a failed try holds; `step` is named in messages.
+
+    A pass that runs out of memory halves `budget`, and all the work is done again. A sequence that fails alone, twice, is left
+    out. Raises `NothingFitsError` where none is left, and whatever else `work` raises."""
+    before = budget.tokens
     failed_alone: TokenSequence | None = None
     dropped: list[TokenSequence] = []
     while True:
         try:
-            metrics = engine.backward(examples, groups, step)
+            result = work(examples, groups)
             break
         except RuntimeError as error:
-            alone = _out_of_memory(engine, error)
-        free(engine)
+            alone = _out_of_memory(budget, error)
+        free()
         if alone is None:
             continue
         sequence = examples[alone].sequence
@@ -45,60 +72,49 @@ def backward_what_fits(
             continue
         log.error(
             "a sequence is not trained: memory does not hold a pass of it alone; use a shorter limit of tokens for trajectories, "
-            "a smaller trainer.lora.rank, trainer.processes on more GPUs or a GPU with more memory",
-            trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step + 1,
+            "a smaller LoRA rank, more trainer processes on more GPUs or a GPU with more memory",
+            trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step,
         )  # fmt: skip
         dropped.append(sequence)
         examples = [e for i, e in enumerate(examples) if i != alone]
         groups = [g for i, g in enumerate(groups) if i != alone]
         if not examples:
-            raise UntrainableError(
-                f"step {step + 1} is not taken: memory holds none of its {len(dropped)} sequences even alone, the longest of "
-                f"{max(len(s.ids) for s in dropped)} tokens"
-            )
+            raise NothingFitsError(dropped, step)
     if dropped:
-        engine.budget.restore(before)
-    metrics["sequences_dropped"] = float(len(dropped))
-    metrics["tokens_dropped"] = float(sum(s.trained_tokens for s in dropped))
-    return metrics, examples, groups, tuple(dropped)
+        budget.restore(before)
+    return Fitted(result, examples, groups, tuple(dropped))
 
 
-def check(engine: Engine, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """A check's metrics, with smaller passes where memory runs out. A check that does not fit at all is left out."""
+def check_within(
+    budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """The metrics of a check, with smaller passes where memory runs out. A check that does not fit at all is left out."""
     while True:
         try:
             return work()
         except RuntimeError as error:
-            alone = _out_of_memory(engine, error)
-        free(engine)
+            alone = _out_of_memory(budget, error)
+        free()
         if alone is not None:
             log.error("a check of the step is left out: memory does not hold a pass of one sequence")
             return {"checks_left_out": 1.0}
 
 
-def _out_of_memory(engine: Engine, error: RuntimeError) -> int | None:
-    """What to do about memory that ran out: the place of the sequence that did not fit alone, or `None` where passes were made
-    smaller. Raises any other error, and one that smaller passes do not help."""
+def _out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
+    """The index of the sequence that did not fit alone, or `None` after `budget` was halved.
+
+    Raises any other error, and one that a smaller budget does not help."""
     if not is_out_of_memory(error):
         raise error
     if isinstance(error, PassTooLargeError) and error.alone is not None:
         return error.alone
-    if engine.budget.tokens <= 1:
+    if budget.tokens <= 1:
         raise error
-    engine.budget.halve(error.tokens if isinstance(error, PassTooLargeError) else engine.budget.tokens)
+    budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
     log.warning(
-        "out of memory: going on with half the token budget",
-        budget=engine.budget.tokens, error=str(error).splitlines()[0],
+        "out of memory: the token budget of a pass is halved", budget=budget.tokens, error=str(error).splitlines()[0]
     )  # fmt: skip
     return None
-
-
-def free(engine: Engine) -> None:
-    """Let go of what a failed pass held. Outside of the handler: the error's traceback holds on to its tensors."""
-    engine.model.zero_grad(set_to_none=True)
-    engine.trainer.take_metrics()
-    if engine.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -26,13 +26,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
+class LoadedModel:
     """A base model with a fresh adapter."""
 
     model: Any
     lora: LoraConfig
-    prefix_sharing: bool
-    """Whether the model obeys an attention mask of ours."""
+    accepts_masks: bool
+    """Whether the model applies the attention mask that it is given, which shared prefixes need."""
     checkpointing: bool = False
     """Whether layers compute their activations again for the backward pass."""
 
@@ -54,7 +54,7 @@ def dtype_for(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
+def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     """`base` (a folder or hub name) with an adapter whose first weights depend on `config.seed` alone."""
     if config.engine == "unsloth":
         if config.memory.packing == "prefix":
@@ -72,7 +72,7 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora).to(device)
     without_noise(peft)
-    return Loaded(peft, lora, prefix_sharing=True, checkpointing=_checkpoint(model, config, device))
+    return LoadedModel(peft, lora, accepts_masks=True, checkpointing=_checkpoint(model, config, device))
 
 
 def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
@@ -140,7 +140,7 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loaded:
+def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     # Imported here only: it patches transformers and PEFT for the whole process as it is imported.
     from unsloth import FastLanguageModel
 
@@ -161,4 +161,4 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         random_state=config.seed,
     )
     without_noise(model)
-    return Loaded(model, model.peft_config["default"], False, checkpointing_wanted(config, device))
+    return LoadedModel(model, model.peft_config["default"], False, checkpointing_wanted(config, device))

@@ -96,12 +96,20 @@ LOSS_OPTIONS = (
 """TRL's constants of single loss types."""
 
 
-def _loss_options(config: TrainerConfig) -> dict[str, float]:
+def check_settings(config: TrainerConfig) -> None:
+    """Raise `ConfigError` where settings of the loss are unknown or contradict each other."""
+    if config.loss.type not in LOSS_TYPES:
+        raise ConfigError(f"trainer.loss.type: {config.loss.type!r} is none of {', '.join(LOSS_TYPES)}")
+    if config.loss.type == "vespo" and config.loss.importance_sampling.startswith("sequence"):
+        # TRL checks this where it samples itself, which it does not here.
+        raise ConfigError(
+            f"trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
+            f"not {config.loss.importance_sampling!r}"
+        )
     if unknown := config.loss.options.keys() - set(LOSS_OPTIONS):
         raise ConfigError(
             f"trainer.loss.options: {', '.join(sorted(unknown))} is none of {', '.join(LOSS_OPTIONS)}"
         )
-    return dict(config.loss.options)
 
 
 CISPO_EPSILON_HIGH = 5.0
@@ -110,11 +118,7 @@ CISPO_EPSILON_HIGH = 5.0
 
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
     """Our settings in TRL's words. Raises `ConfigError` where they contradict each other."""
-    if config.loss.type == "vespo" and config.loss.importance_sampling.startswith("sequence"):
-        # TRL says so where it samples itself, which it does not here.
-        raise ConfigError(
-            f"trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, not {config.loss.importance_sampling!r}"
-        )
+    check_settings(config)
     high = config.loss.epsilon_high
     return GRPOConfig(
         output_dir=str(output),
@@ -137,7 +141,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
         off_policy_mask_threshold=config.loss.off_policy_mask,
         entropy_coef=config.loss.entropy_coef,
         use_bias_correction_kl=config.loss.kl_unbiased,
-        **_loss_options(config),
+        **config.loss.options,
         scale_rewards=config.loss.advantage_scaling,
         bf16=False,
         fp16=False,
@@ -254,48 +258,56 @@ def importance_ratio(
 
 def inputs_of(
     examples: Sequence[Example],
-    indices: Sequence[int],
     logprobs_SK: torch.Tensor,
     *,
     config: TrainerConfig,
     items_in_batch: int,
     reference_SK: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """What TRL's loss reads of `examples[indices]`: trained tokens only, context is the forward pass's business."""
+    """What TRL's loss reads of `examples`, trained tokens only; the forward pass has seen their context.
+
+    Without a sampler correction the clipped probability ratio is to the recorded logprobs. With one it is to the policy before the
+    step's first update (`Example.old_logprobs`), and that policy's ratio to the sampler is the correction: both are the same in every
+    update of the step. In a step of one update the old policy is the present one, and the clipped ratio is 1."""
     device = logprobs_SK.device
     shape = logprobs_SK.shape
     ids_SK = np.zeros(shape, np.int64)
     mask_SK = np.zeros(shape, np.float32)
     sampled_SK = np.full(shape, np.nan, np.float32)
-    for row, index in enumerate(indices):
-        sequence = examples[index].sequence
+    old_SK = logprobs_SK.detach().clone()
+    for row, example in enumerate(examples):
+        sequence = example.sequence
         n = sequence.trained_tokens
         ids_SK[row, :n] = sequence.ids[sequence.loss_mask]
         mask_SK[row, :n] = 1.0
         sampled_SK[row, :n] = sequence.logprobs[sequence.loss_mask]
+        if example.old_logprobs is not None:
+            old_SK[row, :n] = torch.from_numpy(example.old_logprobs)
+    several_updates = examples[0].old_logprobs is not None
     mask = torch.from_numpy(mask_SK).to(device)
     sampled = torch.from_numpy(sampled_SK).to(device)
-    advantages = torch.tensor([examples[i].advantage * examples[i].weight for i in indices], device=device)
     inputs = {
         "prompt_ids": torch.zeros((shape[0], 0), dtype=torch.long, device=device),
         "prompt_mask": torch.zeros((shape[0], 0), dtype=torch.long, device=device),
         "completion_ids": torch.from_numpy(ids_SK).to(device),
         "completion_mask": mask,
-        "advantages": advantages,
+        "advantages": torch.tensor([e.advantage * e.weight for e in examples], device=device),
         "num_items_in_batch": torch.tensor(float(items_in_batch), device=device),
     }
     if config.loss.importance_sampling == "none":
-        # Where the sampler's logprob is unknown the ratio is 1.
-        inputs["old_per_token_logps"] = torch.where(sampled.isnan(), logprobs_SK.detach(), sampled)
+        # Where the sampler's logprob is unknown the old policy stands in for it.
+        inputs["old_per_token_logps"] = torch.where(sampled.isnan(), old_SK, sampled)
     else:
         inputs["importance_sampling_ratio"] = importance_ratio(
-            logprobs_SK,
+            old_SK,
             sampled,
             mask,
             config.loss.importance_sampling,
             config.loss.importance_clip,
             config.loss.importance_clip_min,
         )
+        if several_updates:
+            inputs["old_per_token_logps"] = old_SK
     if config.loss.off_policy_mask is not None:
         inputs["sampling_per_token_logps"] = sampled
     if reference_SK is not None:

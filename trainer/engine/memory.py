@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ import torch
 from trainer.batches.packing import padded
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.forward import reaches_of
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
+from trainer.engine.model import PolicyModel
 
 _TOKENS = 32
 _COPIES_OF_LOGITS = 4
@@ -85,14 +83,14 @@ def free_bytes(device: torch.device, share: float = 0.0) -> int | None:
     return None
 
 
-def _kept(engine: Engine, tokens: int) -> int:
+def _kept(model: PolicyModel, tokens: int) -> int:
     """Bytes that a pass of the trunk over so many tokens keeps for the backward pass, weights not counted."""
-    ids = np.arange(tokens + 1, dtype=np.int32) % engine.vocabulary
+    ids = np.arange(tokens + 1, dtype=np.int32) % model.vocabulary
     n = len(ids)
     sequence = TokenSequence(
         "memory", ids, np.arange(n) > 0, np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32)
     )  # fmt: skip
-    fixed = {t.untyped_storage().data_ptr() for t in (*engine.model.parameters(), *engine.model.buffers())}
+    fixed = {t.untyped_storage().data_ptr() for t in (*model.model.parameters(), *model.model.buffers())}
     seen: dict[int, tuple[int, Any]] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,20 +100,20 @@ def _kept(engine: Engine, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = engine.forward.hidden(padded([sequence]).to(engine.device))
+        hidden = model.forward.hidden(padded([sequence]).to(model.device))
     del hidden
     return sum(size for size, _ in seen.values())
 
 
-def _per_token(engine: Engine) -> int:
+def _per_token(model: PolicyModel) -> int:
     """Bytes that each further token of a pass keeps for the backward pass."""
-    return max(0, (_kept(engine, 2 * _TOKENS) - _kept(engine, _TOKENS)) // _TOKENS)
+    return max(0, (_kept(model, 2 * _TOKENS) - _kept(model, _TOKENS)) // _TOKENS)
 
 
 @contextmanager
-def _everything_kept(engine: Engine) -> Iterator[None]:
+def _without_checkpointing(model: PolicyModel) -> Iterator[None]:
     """Without gradient checkpointing for a while."""
-    switched = [m for m in engine.model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    switched = [m for m in model.model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     for module in switched:
         module.gradient_checkpointing = False
     try:
@@ -125,44 +123,38 @@ def _everything_kept(engine: Engine) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
-def _peak_per_token(engine: Engine) -> int:
+def _peak_per_token(model: PolicyModel) -> int:
     """Bytes of each token of a pass at the peak of its backward pass."""
-    kept = _per_token(engine)
-    if not engine.checkpointing or engine.config.engine == "unsloth":
+    kept = _per_token(model)
+    if not model.checkpointing or model.config.engine == "unsloth":
         return kept
-    with _everything_kept(engine):
-        everything = _per_token(engine)
-    layers = int(getattr(engine.forward.text, "num_hidden_layers", None) or 1)
+    with _without_checkpointing(model):
+        everything = _per_token(model)
+    layers = int(getattr(model.forward.text, "num_hidden_layers", None) or 1)
     return kept + -(-everything // layers)  # one layer at a time is computed again
 
 
-def measure(engine: Engine) -> Memory:
-    """What a step of `engine` takes."""
-    weights = sum(t.untyped_storage().nbytes() for t in _distinct(engine.model))
-    adapter = sum(p.numel() * p.element_size() for p in engine.parameters)
-    tokens = engine.config.memory.tokens_per_batch
-    pieces = min(tokens, engine.logits_at_once)
-    itemsize = torch.promote_types(engine.dtype, torch.float32).itemsize
+def estimate(model: PolicyModel, *, shares_prefixes: bool) -> Memory:
+    """What a step of `model` takes; `shares_prefixes` says whether its passes may be prefix trees."""
+    adapter = sum(p.numel() * p.element_size() for p in model.parameters)
+    pieces = min(model.config.memory.tokens_per_batch, model.logits_at_once)
+    itemsize = torch.promote_types(model.dtype, torch.float32).itemsize
     return Memory(
-        weights=weights,
+        weights=sum(t.untyped_storage().nbytes() for t in _distinct(model.model)),
         optimizer=3 * adapter,
-        per_token=_peak_per_token(engine),
-        logits=_COPIES_OF_LOGITS * itemsize * pieces * engine.vocabulary,
-        per_pair=_per_pair(engine),
-        free=free_bytes(engine.device, engine.config.memory.gpu_share),
+        per_token=_peak_per_token(model),
+        logits=_COPIES_OF_LOGITS * itemsize * pieces * model.vocabulary,
+        per_pair=_per_pair(model) if shares_prefixes else 0,
+        free=free_bytes(model.device, model.config.memory.gpu_share),
     )
 
 
-def _per_pair(engine: Engine) -> int:
+def _per_pair(model: PolicyModel) -> int:
     """Bytes of the dense masks: a bool, and the kernel's copy in the model's type, for each kind of layer."""
-    if (
-        engine.verified.layout != "prefix"
-        or engine.config.memory.packing == "padded"
-        or engine.config.memory.attention == "flex"
-    ):
+    if model.config.memory.attention == "flex":
         return 0
-    kinds = len(set((reaches_of(engine.forward.text) or {}).values()))
-    return int(kinds * (1 + engine.dtype.itemsize))
+    kinds = len(set((reaches_of(model.forward.text) or {}).values()))
+    return int(kinds * (1 + model.dtype.itemsize))
 
 
 def _distinct(model: torch.nn.Module) -> list[torch.Tensor]:

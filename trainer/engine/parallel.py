@@ -21,23 +21,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Config, TrainerConfig
+from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine.budget import PassTooLargeError, is_out_of_memory
-from trainer.engine.fitting import free
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
-    from trainer.engine.state import Weights
+from trainer.engine.state import Weights
 
 log = get_logger("trainer.engine.parallel")
 
@@ -55,15 +49,19 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One try of a step, as the leader sends it."""
+    """Work that the first process shares with the others."""
 
     engine: int
+    """`Engine.number`."""
     config: TrainerConfig
     weights: Weights
+    """The adapter to compute with."""
     examples: Sequence[Example]
     groups: Sequence[int]
-    step: int
     budget: int
+    """Tokens of a pass."""
+    gradients: bool
+    """Whether gradients of the loss are wanted; else logprobs."""
 
 
 class ProcessGroup:
@@ -110,6 +108,10 @@ class ProcessGroup:
             world_size=size,
             timeout=_PATIENCE,
         )
+        if rank:
+            # A stop is for the first process, which may want to finish a step.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(rank, size)
 
     def __enter__(self) -> Self:
@@ -135,6 +137,11 @@ class ProcessGroup:
         box: list[Job | None] = [None]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
+
+    def worker_loop(self, do: Callable[[Job], None]) -> None:
+        """Do what the first process sends until it says that there is no more."""
+        while (job := self.receive()) is not None:
+            do(job)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -174,7 +181,8 @@ class ProcessGroup:
             raise torch.OutOfMemoryError("another process of the trainer ran out of memory")
         if others := [f"process {rank}: {said}" for rank, (_, _, _, said) in enumerate(outcomes) if said]:
             raise WorkerError("; ".join(others)[:2000])
-        self._sum(parameters)
+        if parameters:
+            self._sum(parameters)
         return [result for result, _, _, _ in outcomes]
 
     @staticmethod
@@ -188,38 +196,6 @@ class ProcessGroup:
 
 def _size(batch: MicroBatch) -> float:
     return float(batch.layout.ids_RL.numel())
-
-
-def worker_loop(config: Config, process_group: ProcessGroup) -> None:
-    """A process other than the first: do its part of every step until the first says that it is over."""
-    from trainer.learner import make_engines
-
-    # A stop is for the first process, which may want to finish a step.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with TemporaryDirectory() as scratch:
-        engines = list(make_engines(config, Path(scratch), process_group).values())
-        while (job := process_group.receive()) is not None:
-            take_part(engines[job.engine], job)
-
-
-def take_part(engine: Engine, job: Job) -> None:
-    """What a follower does of one try; a failure is the leader's to deal with, which was told."""
-    assert engine.process_group is not None
-    engine.configure(job.config)
-    engine.load_adapter(job.weights)
-    engine.model.zero_grad(set_to_none=True)
-    try:
-        engine.process_group.all_reduce(
-            lambda: engine.passes(job.examples, job.groups, job.budget), engine.parameters
-        )
-    except (RuntimeError, ValueError) as error:
-        log.warning(
-            "part of a step failed",
-            rank=engine.process_group.rank,
-            error=f"{type(error).__name__}: {error}"[:500],
-        )
-        free(engine)
 
 
 def launch(processes: int, arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""One policy's training state between steps, and what a step gives."""
+"""One policy's training state between steps, what a step returns, and the errors of batches that can't be trained."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Weights = dict[str, torch.Tensor]
 
 
 class UntrainableError(ArithmeticError):
-    """A batch from which no step can be taken; nothing was changed."""
+    """No step can be taken from a batch; nothing was changed."""
 
     reason = "untrainable"
-    """Of the dead letters that its groups become."""
+    """The reason in the dead letters that the batch's groups become."""
 
 
 class SamplerMismatchError(UntrainableError):
-    """The sampler's recorded logprobs are not those of the version that is said to have sampled: what would be trained is not
-    what was played."""
+    """The recorded logprobs are not those of the version that is recorded as the sampler: what would be trained is not what was
+    sampled."""
 
     reason = "sampler_mismatch"
 
@@ -35,32 +35,35 @@ class TrainState:
 
     step: int
     weights: Weights
+    """The adapter as it is published, in the published type: what samplers load."""
     optimizer: dict[str, Any] | None = None
     """`None` where nothing was trained yet, or the state was lost."""
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
     history: dict[int, Weights] = field(default_factory=dict)
-    """Adapters of the newest steps, to recompute logprobs at the very version that sampled."""
+    """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""
+    master: Weights | None = None
+    """The weights that the optimizer updates, where `weights` are rounded; `None` where they are the same."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """The state after one step, and what was measured on the way."""
+    """The state after a step, and the step's metrics."""
 
     state: TrainState
     metrics: dict[str, float]
     dropped: tuple[TokenSequence, ...] = ()
-    """Sequences that were left out, since memory does not hold a pass of any of them alone."""
+    """Sequences that were left out because memory does not hold a pass of any of them alone."""
 
 
 def get_rng() -> dict[str, Any]:
-    """The state of the random generators that training may draw from."""
+    """Return the state of the random generators that training may draw from."""
     version, internal, gauss = random.getstate()
     return {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
 
 
 def set_rng(state: Mapping[str, Any] | None) -> None:
-    """Go on from what `get_rng` returned; `None` leaves the generators as they are."""
+    """Restore what `get_rng` returned. `None` leaves the generators as they are."""
     if state is None:
         return
     torch.set_rng_state(state["torch"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.forward import reaches_of, ways_of
-
-if TYPE_CHECKING:
-    from trainer.engine.engine import Engine
+from trainer.engine.model import PolicyModel, shape_of
 
 log = get_logger("trainer.engine.verify")
 
@@ -115,29 +113,29 @@ def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
 
 
 @contextmanager
-def _reference(engine: Engine, eager: bool) -> Iterator[None]:
+def _reference(model: PolicyModel, eager: bool) -> Iterator[None]:
     """The model as it is for inference, with eager attention where that can be had."""
-    model = engine.model.get_base_model()
-    kept = engine.forward.attention
-    engine.model.eval()
+    inner = model.model.get_base_model()
+    kept = model.forward.attention
+    model.model.eval()
     if eager:
-        model.set_attn_implementation("eager")
+        inner.set_attn_implementation("eager")
     try:
         yield
     finally:
         if eager:
-            model.set_attn_implementation(kept)
-        engine.model.train()
+            inner.set_attn_implementation(kept)
+        model.model.train()
 
 
-def _own(engine: Engine, chosen: Sequence[TokenSequence], eager: bool) -> list[torch.Tensor]:
+def _own(model: PolicyModel, chosen: Sequence[TokenSequence], eager: bool) -> list[torch.Tensor]:
     """Logprobs of each sequence's trained tokens by the model's own forward pass."""
     out = []
-    with _reference(engine, eager), torch.no_grad():
+    with _reference(model, eager), torch.no_grad():
         for s in chosen:
-            ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(engine.device)
+            ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
-            logits_LV = engine.model(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
+            logits_LV = model.model(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
             logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
             logprobs_LV = torch.log_softmax(logits_LV[-keep:-1], -1)
             out.append(logprobs_LV.gather(1, ids_1L[0, -keep + 1 :, None]).squeeze(1).cpu())
@@ -145,72 +143,72 @@ def _own(engine: Engine, chosen: Sequence[TokenSequence], eager: bool) -> list[t
 
 
 def _difference(
-    engine: Engine, layout: Layout, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
+    model: PolicyModel, layout: Layout, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
 ) -> Difference:
-    shape = (len(chosen), max(s.trained_tokens for s in chosen))
+    shape = shape_of(chosen)
     with torch.no_grad():
-        logprobs_SK, _ = engine.logprobs(layout, shape, entropy=False)
+        logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
     found = [(row[: len(want)].cpu() - want).abs() for row, want in zip(logprobs_SK, own, strict=True)]
     all_N = torch.cat(found).nan_to_num(nan=float("inf"))
     return Difference(float(all_N.mean()), float(all_N.max()))
 
 
-def verify(engine: Engine, *, shares_prefixes: bool) -> Verified:
+def verify(model: PolicyModel) -> Verified:
     """Find out how `engine`'s model can be trained. Leaves the attention implementation and the way of sharing prefixes that
     were found right in place. Raises `RefusedError` where no layout, or not the one that is set, gives the model's logprobs."""
-    config, forward = engine.config, engine.forward
+    config, forward = model.config, model.forward
     reaches = reaches_of(forward.text) or {}
     reach = max((r.window or r.chunk for r in reaches.values()), default=0)
     positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
     # Not beyond what one pass is to hold: the check must fit wherever training does.
-    longest = max(32, min(_LONGEST.get(engine.device.type, 1024), config.memory.tokens_per_batch, positions))
-    chosen = sequences(engine.vocabulary, longest, reach)
+    longest = max(32, min(_LONGEST.get(model.device.type, 1024), config.memory.tokens_per_batch, positions))
+    chosen = sequences(model.vocabulary, longest, reach)
     name = type(forward.model).__name__
     patched = config.engine == "unsloth"
-    own = _own(engine, chosen, eager=not patched)
-    rows = _difference(engine, padded(chosen), chosen, own)
-    if not rows.explained(config, engine.dtype) and not patched and config.memory.attention == "sdpa":
+    own = _own(model, chosen, eager=not patched)
+    rows = _difference(model, padded(chosen), chosen, own)
+    if not rows.explained(config, model.dtype) and not patched and config.memory.attention == "sdpa":
         log.warning(
             "SDPA does not compute this model's attention: going on with eager attention",
-            model=engine.base, difference=str(rows),
+            model=model.base, difference=str(rows),
         )  # fmt: skip
         forward.model.set_attn_implementation("eager")
-        rows = _difference(engine, padded(chosen), chosen, own)
-    if not rows.explained(config, engine.dtype):
+        rows = _difference(model, padded(chosen), chosen, own)
+    if not rows.explained(config, model.dtype):
         raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
-            f"{engine.base} ({name}) can't be trained here: the logprobs of a training pass differ from the model's own by "
-            f"{rows}; trainer.logprob_bound is {bound_of(config, engine.dtype):g}"
+            f"{model.base} ({name}) can't be trained here: the logprobs of a training pass differ from the model's own by "
+            f"{rows}; trainer.logprob_bound is {bound_of(config, model.dtype):g}"
         )))  # fmt: skip
     packed, why = None, "the engine replaces the attention mask"
-    if shares_prefixes:
-        packed, why = _try_ways(engine, chosen, own)
+    if model.accepts_masks:
+        packed, why = _try_ways(model, chosen, own)
     if why and config.memory.packing == "prefix":
         raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
-            f"trainer.memory.packing: prefixes can't be shared with {engine.base} ({name}): {why}; use `padded` or `auto`"
+            f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or `auto`"
         )))  # fmt: skip
     if why:
-        log.info("prefixes are not shared: every sequence gets its own row", model=engine.base, why=why)
+        log.info("prefixes are not shared: every sequence gets its own row", model=model.base, why=why)
     return Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
 
 
 def _try_ways(
-    engine: Engine, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
+    model: PolicyModel, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
 ) -> tuple[Difference | None, str]:
     """The difference under the first way of sharing prefixes that is right, else under the last one and why it is not."""
     found: Difference | None = None
     why = "some of its layers carry a state from token to token"
     layout = prefix_shared(chosen, [0] * len(chosen))
-    for way in ways_of(engine.forward.text):
-        engine.forward.way = way
+    for way in ways_of(model.forward.text):
+        model.forward.way = way
         try:
-            found = _difference(engine, layout, chosen, own)
+            found = _difference(model, layout, chosen, own)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             why = f"it does not take a mask of ours ({type(error).__name__}: {error})"[:300]
             continue
-        if found.explained(engine.config, engine.dtype):
+        if found.explained(model.config, model.dtype):
             return found, ""
         why = f"its logprobs would differ from its own by {found}"
-    engine.forward.way = None
+    model.forward.way = None
     return found, why

@@ -188,7 +188,7 @@ def test_large_vocabularies_are_scored_in_pieces(engine: Engine, monkeypatch: py
         return [p.grad.clone() for p in engine.parameters]
 
     whole = gradient()
-    monkeypatch.setattr("trainer.engine.engine._VOCAB_CHUNK", 4 * VOCAB)
+    monkeypatch.setattr("trainer.engine.model._VOCAB_CHUNK", 4 * VOCAB)
     for mine, other in zip(gradient(), whole, strict=True):
         torch.testing.assert_close(mine, other)
 

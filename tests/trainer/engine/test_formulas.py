@@ -85,7 +85,7 @@ def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, 
 
     mine = padded(current).requires_grad_()
     inputs = grpo.inputs_of(
-        examples, range(len(examples)), mine, config=config, items_in_batch=sum(LENGTHS),
+        examples, mine, config=config, items_in_batch=sum(LENGTHS),
         reference_SK=padded(base) if config.loss.beta else None,
     )  # fmt: skip
     found = engine.trainer.loss(inputs, mine, padded(entropies))

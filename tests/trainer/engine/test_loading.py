@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, UnslothConfig
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
-from trainer.engine import engine as engines
 from trainer.engine import loading
+from trainer.engine import model as engines
 from trainer.engine.engine import Engine
 
 CPU = torch.device("cpu")

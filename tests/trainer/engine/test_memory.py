@@ -27,7 +27,7 @@ def test_the_memory_of_a_token_is_what_pytorch_keeps_for_it(tmp_path: Path) -> N
     )
     kept = [memory._kept(one, n) for n in (32, 64, 128)]
     assert 2 * (kept[1] - kept[0]) == kept[2] - kept[1]
-    found = memory.measure(one)
+    found = one.memory()
     assert found.per_token == (kept[1] - kept[0]) // 32
     assert found.weights == sum(p.numel() * 4 for p in one.model.parameters()) + sum(
         b.numel() * b.element_size() for b in one.model.buffers()
@@ -84,10 +84,10 @@ def test_with_checkpointing_a_token_costs_one_layer_in_full(tmp_path: Path) -> N
     )
     everything, inputs = memory._per_token(off), memory._per_token(on)
     assert inputs < everything / 4
-    assert memory.measure(off).per_token == everything
+    assert off.memory().per_token == everything
     # Of two layers; under checkpointing the embeddings' output has a gradient too, so the first layer's norm keeps its input.
     width = 32 * 4
-    assert everything // 2 <= memory.measure(on).per_token - inputs <= everything // 2 + width
+    assert everything // 2 <= on.memory().per_token - inputs <= everything // 2 + width
     assert memory._per_token(on) == inputs  # switched on again
 
 
@@ -119,7 +119,7 @@ def test_on_cuda_the_budget_is_what_fits(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path,
     )
     made_up = Memory(weights=0, optimizer=0, per_token=1000, logits=0, per_pair=0, free=5_500_000)
-    monkeypatch.setattr("trainer.engine.engine.measure", lambda _: made_up)
+    monkeypatch.setattr("trainer.engine.engine.estimate", lambda *_, **__: made_up)
     assert engine.plan_passes() is made_up
     assert engine.budget.tokens == 9000  # on the CPU it is only said
     engine.device = torch.device("cuda")

@@ -1,0 +1,245 @@
+"""The gradient of a batch's loss: forward and backward passes over its micro-batches, in one process or in several.
+
+Shape letters as in `trainer.batches.packing`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from pipeline.config import ConfigError, TrainerConfig, config_hash
+from pipeline.telemetry.logs import get_logger
+from trainer.batches.groups import Example
+from trainer.batches.packing import Cost, MicroBatch, micro_batches, sharing_pays
+from trainer.engine import losses
+from trainer.engine.budget import Budget
+from trainer.engine.fitting import within_memory
+from trainer.engine.model import PolicyModel, shape_of
+from trainer.engine.parallel import Job, ProcessGroup
+from trainer.engine.statistics import BatchStatistics
+from trainer.engine.verify import verify
+
+log = get_logger("trainer.engine.gradients")
+
+_LEAST_BUDGET = 64
+"""Tokens below which passes are not cut smaller to give each process one."""
+
+Scores = dict[int, np.ndarray[Any, Any]]
+"""Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
+
+
+def fixed_settings(config: TrainerConfig) -> dict[str, object]:
+    """The settings that a model is loaded with: policies share an engine where all of them are equal."""
+    names = (
+        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank", "lora.alpha",
+        "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
+    )  # fmt: skip
+    return {name: operator.attrgetter(name)(config) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """What one process computed of one update, beside its gradients."""
+
+    statistics: BatchStatistics
+    trl: dict[str, list[float]]
+    """TRL's own metrics, a value per pass."""
+    tokens_forward: int
+    micro_batches: int
+
+
+class GradientEngine(PolicyModel):
+    """A model with TRL's loss on it. `scratch` is the output folder that TRL asks for; nothing is written to it."""
+
+    def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
+        losses.check_settings(config)
+        super().__init__(base, config)
+        self._scratch = scratch
+        self._trainers: dict[str, losses.CapturedGRPOTrainer] = {}
+        self.number = 0
+        """Its place among the engines of the trainer, the same in each of its processes."""
+        self.process_group: ProcessGroup | None = None
+        """The processes that share this engine's passes; `None` where there is one."""
+        self.budget = Budget(config.memory.tokens_per_batch)
+        self.configure(config)
+        text = self.forward.text
+        embedding = self.model.get_base_model().get_input_embeddings().weight
+        self.size = sum(p.numel() for p in self.model.parameters()) - embedding.numel()
+        """Parameters without the input embeddings, which take no multiplications."""
+        heads = getattr(text, "num_attention_heads", None) or 1
+        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        self.cost = Cost.of(self.size, text.num_hidden_layers, width)
+        self.verified = verify(self)
+        """How the layouts compare with the model's own forward pass."""
+
+    def configure(self, config: TrainerConfig) -> None:
+        """Go on under other settings over the same model.
+
+        Raises `ConfigError` where they contradict each other, or change what the model was loaded with."""
+        if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
+            names = ", ".join(name for name in now if changed[name] != now[name])
+            raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
+        verified = getattr(self, "verified", None)
+        if config.memory.packing == "prefix" and verified is not None and verified.layout != "prefix":
+            raise ConfigError(
+                f"trainer.memory.packing: prefixes can't be shared with {self.base}: {verified.why_padded}"
+            )
+        key = config_hash(config)
+        if key not in self._trainers:
+            self._trainers[key] = losses.CapturedGRPOTrainer(
+                self.model,
+                losses.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"),
+                config.loss.beta,
+            )
+        self.config = config
+        self.budget.allow(config.memory.tokens_per_batch)
+        self.trainer = self._trainers[key]
+        self.model.train()
+
+    def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
+        """Add the gradient of the batch's loss to the live adapter's; returns the metrics of the batch as seen from `step`."""
+        return self.summary(self.passes(examples, groups), examples, step, 1)
+
+    def passes(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
+        """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
+        found: list[PassResult] = self._in_every_process(examples, groups, gradients=True)
+        return found
+
+    def scores(self, examples: Sequence[Example], groups: Sequence[int]) -> Scores:
+        """Logprobs of the trained tokens of each example under the live adapter."""
+        found: list[Scores] = self._in_every_process(examples, groups, gradients=False)
+        return {index: logprobs for part in found for index, logprobs in part.items()}
+
+    def _in_every_process(
+        self, examples: Sequence[Example], groups: Sequence[int], *, gradients: bool
+    ) -> list[Any]:
+        budget = self.budget.tokens
+        if self.process_group is None:
+            return [
+                self.own_passes(examples, groups, budget)
+                if gradients
+                else self.own_scores(examples, groups, budget)
+            ]
+        job = Job(self.number, self.config, self.weights(), examples, groups, budget, gradients)
+        self.process_group.send(job)
+        return self._do(job)
+
+    def _do(self, job: Job) -> list[Any]:
+        """This process's part of `job`; returns every process's result. Gradients are summed over the processes."""
+        assert self.process_group is not None
+        work = self.own_passes if job.gradients else self.own_scores
+        return self.process_group.all_reduce(
+            lambda: work(job.examples, job.groups, job.budget), self.parameters if job.gradients else ()
+        )
+
+    def take_part(self, job: Job) -> None:
+        """Do a worker process's part of `job`. A failure is logged; the process that sent the job raises it."""
+        self.configure(job.config)
+        self.load_adapter(job.weights)
+        self.model.zero_grad(set_to_none=True)
+        try:
+            self._do(job)
+        except (RuntimeError, ValueError) as error:
+            log.warning("part of a step failed", error=f"{type(error).__name__}: {error}"[:500])
+            self.free()
+
+    def free(self) -> None:
+        """Release what a failed pass held. Call it outside of the handler: the error's traceback holds tensors."""
+        self.model.zero_grad(set_to_none=True)
+        self.trainer.take_metrics()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Literal["prefix", "padded"]:
+        """The layout in which a batch is trained."""
+        packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
+        if packing != "auto":
+            return packing
+        return "prefix" if sharing_pays([e.sequence for e in examples], groups, self.cost) else "padded"
+
+    def _own_batches(
+        self, examples: Sequence[Example], groups: Sequence[int], budget: int
+    ) -> list[MicroBatch]:
+        """This process's passes of the batch, of at most about `budget` tokens each."""
+        sequences = [e.sequence for e in examples]
+        packing = self.packing_of(examples, groups)
+        batches = micro_batches(sequences, groups, budget, packing, self.cost)
+        if self.process_group is None:
+            return batches
+        if len(batches) < self.process_group.size:
+            size = sum(b.layout.ids_RL.numel() for b in batches)
+            smaller = max(-(-size // self.process_group.size), _LEAST_BUDGET)
+            batches = micro_batches(sequences, groups, min(budget, smaller), packing, self.cost)
+        return self.process_group.partition(batches)
+
+    def own_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
+        """`scores` of this process's share of the batch."""
+        sequences = [e.sequence for e in examples]
+        out: Scores = {}
+        for batch, logprobs_SK in self.logprobs_of(self._own_batches(examples, groups, budget), sequences):
+            computed = logprobs_SK.cpu().numpy()
+            out |= {i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)}
+        return out
+
+    def own_passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
+        """Forward and backward passes over this process's share of the batch."""
+        batches = self._own_batches(examples, groups, budget)
+        tokens = sum(e.sequence.trained_tokens for e in examples)
+        statistics = BatchStatistics()
+        for batch in batches:
+            with within_memory(batch):
+                self._backward(batch, examples, tokens, statistics)
+        return PassResult(
+            statistics, self.trainer.take_metrics(), sum(b.layout.tokens for b in batches), len(batches)
+        )
+
+    def _backward(
+        self, batch: MicroBatch, examples: Sequence[Example], tokens: int, statistics: BatchStatistics
+    ) -> None:
+        """One pass; `tokens` are the trained tokens of the update that it is a part of."""
+        inside = [examples[i] for i in batch.indices]
+        shape = shape_of([e.sequence for e in inside])
+        logprobs_SK, entropies_SK = self.logprobs(batch.layout, shape)
+        reference_SK = None
+        if self.config.loss.beta != 0.0:
+            with torch.no_grad(), self.model.disable_adapter():
+                reference_SK, _ = self.logprobs(batch.layout, shape, entropy=False)
+        inputs = losses.inputs_of(
+            inside, logprobs_SK, config=self.config, items_in_batch=tokens, reference_SK=reference_SK
+        )
+        own = sum(e.sequence.trained_tokens for e in inside)
+        share = losses.micro_batch_share(self.config.loss.type, len(inside), len(examples), own, tokens)
+        # The bonus is the mean over the batch's tokens, whatever the loss type averages over.
+        loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, own / tokens / share) * share
+        loss.backward()
+        statistics.loss += float(loss.detach())
+        computed = logprobs_SK.detach().cpu().numpy()
+        for row, e in enumerate(inside):
+            now = computed[row, : e.sequence.trained_tokens]
+            statistics.add(e.sequence, now if e.old_logprobs is None else e.old_logprobs)
+
+    def summary(
+        self, results: Sequence[PassResult], examples: Sequence[Example], step: int, updates: int
+    ) -> dict[str, float]:
+        """Metrics of so many updates over `examples`."""
+        sequences = [e.sequence for e in examples]
+        laid_out = sum(r.tokens_forward for r in results)
+        metrics = BatchStatistics.merged(r.statistics for r in results).summary(
+            step, self.config.loss.importance_clip
+        )
+        return metrics | losses.averages([r.trl for r in results]) | {
+            "loss": metrics["loss"] / updates,
+            "tokens": float(sum(s.trained_tokens for s in sequences)),
+            "tokens_forward": float(laid_out),
+            "sequences": float(len(examples)),
+            "micro_batches": float(sum(r.micro_batches for r in results)),
+            "token_budget": float(self.budget.tokens),
+            "packing_ratio": self.config.optimizer.epochs * sum(len(s.ids) for s in sequences) / max(laid_out, 1),
+        }  # fmt: skip

@@ -1,0 +1,135 @@
+"""A base model with one LoRA adapter: its adapter weights in and out, and the logprobs that it gives.
+
+Everything here computes and blocks; the service calls it in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from peft.utils import get_peft_model_state_dict
+
+from pipeline.config import TrainerConfig
+from trainer.batches.packing import Layout, MicroBatch
+from trainer.batches.sequences import TokenSequence
+from trainer.engine.fitting import within_memory
+from trainer.engine.forward import Forward
+from trainer.engine.loading import device_for, load
+from trainer.engine.state import Weights
+
+_VOCAB_CHUNK = 32_000_000
+"""Most logits (tokens times vocabulary) that are held at once; beyond it they are computed again for the gradient."""
+
+
+class PolicyModel:
+    """The model of `base`, a folder or hub name, under the settings `config`.
+
+    Raises `ConfigError` where the settings do not work on this machine or with this model."""
+
+    def __init__(self, base: str, config: TrainerConfig) -> None:
+        self.base, self.config = base, config
+        self.device = device_for(config)
+        self.set_threads()
+        loaded = load(base, config, self.device)
+        self.model, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
+        self.accepts_masks = loaded.accepts_masks
+        inner = self.model.get_base_model()
+        self.forward = Forward(inner)
+        # Views of the adapter's parameters under PEFT's names; a step changes them in place.
+        self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.dtype: torch.dtype = self.forward.trunk.dtype
+        self.vocabulary = int(inner.get_input_embeddings().weight.shape[0])
+        self.adapter_dtype = _adapter_dtype(config, self.dtype)
+        """Type of the adapter's published weights. `None` publishes them as they are trained."""
+
+    def set_threads(self) -> None:
+        """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker threads come and
+        go."""
+        if torch.get_num_threads() != self.config.threads:
+            torch.set_num_threads(self.config.threads)
+
+    # -- the adapter ---------------------------------------------------------------------------------------------
+
+    def weights(self) -> Weights:
+        """A copy of the live adapter, on the CPU."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._live.items()}
+
+    def published(self, weights: Weights) -> Weights:
+        """`weights` rounded to the type in which adapters are published; `weights` itself where that rounds nothing."""
+        if self.adapter_dtype is None:
+            return weights
+        return {name: tensor.to(self.adapter_dtype) for name, tensor in weights.items()}
+
+    def load_adapter(self, weights: Weights) -> None:
+        """Make `weights` the live adapter. Raises `ValueError` where names or shapes differ from the model's."""
+        live = self._live
+        if live.keys() != weights.keys() or any(live[k].shape != weights[k].shape for k in live):
+            raise ValueError(
+                "the adapter does not fit the model: was trainer.lora.rank or the base model changed?"
+            )
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(weights[name])
+
+    @contextmanager
+    def with_adapter(self, weights: Weights) -> Iterator[None]:
+        """Make `weights` the live adapter within the context; the one before is restored after it."""
+        before = self.weights()
+        self.load_adapter(weights)
+        try:
+            yield
+        finally:
+            self.load_adapter(before)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    @property
+    def logits_at_once(self) -> int:
+        """Positions whose logits are held at once."""
+        return max(1, _VOCAB_CHUNK // self.vocabulary)
+
+    def logprobs(
+        self, layout: Layout, shape: tuple[int, int], *, entropy: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
+        temperature."""
+        layout = layout.to(self.device)
+        hidden_RLD = self.forward.hidden(layout, flex=self.config.memory.attention == "flex")
+        logprobs_N, entropies_N = self.forward.scores(
+            hidden_RLD[layout.rows_N, layout.cols_N],
+            layout.targets_N,
+            layout.temperatures_N,
+            layout.cuts_N3,
+            self.logits_at_once,
+            # Where the entropy is only measured no gradient is kept for it.
+            "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
+        )
+        place = (layout.sequence_N, layout.slot_N)
+        zeros = torch.zeros(shape, dtype=logprobs_N.dtype, device=self.device)
+        return zeros.index_put(place, logprobs_N), zeros.index_put(place, entropies_N)
+
+    def logprobs_of(
+        self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Each of `batches` with the logprobs [S, K] of its sequences; without gradients.
+
+        Raises `PassTooLargeError` where memory runs out."""
+        for batch in batches:
+            shape = shape_of([sequences[i] for i in batch.indices])
+            with torch.no_grad(), within_memory(batch):
+                computed = self.logprobs(batch.layout, shape, entropy=False)[0]
+            yield batch, computed
+
+
+def shape_of(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
+    """Number of sequences and most trained tokens in one of them: the shape [S, K] of their logprobs."""
+    return len(sequences), max(s.trained_tokens for s in sequences)
+
+
+def _adapter_dtype(config: TrainerConfig, base: torch.dtype) -> torch.dtype | None:
+    if config.lora.dtype == "bfloat16" or (config.lora.dtype == "auto" and base == torch.bfloat16):
+        return torch.bfloat16
+    return None
