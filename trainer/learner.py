@@ -76,11 +76,11 @@ class Learner:
         """The adapter of step 0; it does not change the base model."""
         self.sampling_defaults = defaults_of(engine.model.get_base_model(), config.vllm.args)
         """Sampling parameters that the inference server uses where a request names none."""
-        if bent := sampling_of(b"{}", self.sampling_defaults).bent_by:
+        if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
             log.error(
                 "requests that keep the inference server's default penalty will not be trained, since the trainer can't compute "
                 "it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off in the requests",
-                model=model.name, base=model.base, setting=bent,
+                model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
         self._validation: dict[int, list[float]] = {}
         """Rewards of validation trajectories, by the step that sampled them."""

@@ -1,16 +1,16 @@
-"""The seam between sequences and the model: micro-batches by token budget, padded or with shared prefixes.
+"""Token sequences to micro-batches within a token budget, padded or with shared prefixes.
 
-A `Layout` says which tokens go through the model, what each may see, and where the predictions for the trained tokens
-come out. The loss gets per-token logprobs of shape [S, K] and does not know which layout made them.
+A `Layout` says which tokens go through the model, which others each of them sees, and where the predictions for the trained tokens
+come out. The loss gets logprobs of shape [S, K], whatever the layout.
 
 Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,18 @@ import torch
 
 from trainer.batches.sequences import TokenSequence
 
+T = TypeVar("T")
 Int = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a layer's attention sees, in positions along a sequence; 0: no bound."""
+    """How far back a layer's attention reaches, in positions along a sequence; 0 means no bound."""
 
     window: int = 0
-    """A query sees this many positions, its own included."""
+    """Number of positions that a query sees, its own included."""
     chunk: int = 0
-    """A query sees positions of its own chunk only, chunks being counted from position 0."""
+    """Length of a chunk; a query sees the positions of its own chunk only. Chunks are counted from position 0."""
 
 
 FULL = Reach()
@@ -40,24 +41,26 @@ class Layout:
 
     ids_RL: torch.Tensor
     positions_RL: torch.Tensor | None
-    """None: 0, 1, 2, … in every row."""
+    """`None` stands for 0, 1, 2, … in every row."""
     ends_RL: torch.Tensor | None
-    """The column after the last one that sees this one: a query q sees a key k where k <= q < ends[k]. None: plain causal."""
+    """For each column, the one after the last that sees it: a query q sees a key k where k <= q < ends[k]. `None` is causal
+    attention."""
     rows_N: torch.Tensor
     cols_N: torch.Tensor
-    """Where in [R, L] the hidden state lies that predicts a trained token."""
+    """With `rows_N`: where in [R, L] the hidden state is that predicts a trained token."""
     targets_N: torch.Tensor
     temperatures_N: torch.Tensor
     sequence_N: torch.Tensor
     slot_N: torch.Tensor
-    """Where in [S, K] the trained token belongs."""
+    """With `sequence_N`: where in [S, K] a trained token belongs."""
     tokens: int
-    """Real tokens that go through the model."""
+    """Number of tokens that go through the model, without padding."""
     cuts_N3: torch.Tensor | None = None
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
 
     def dense_mask(self, reach: Reach = FULL) -> torch.Tensor | None:
-        """`ends_RL` as a dense mask: True where the row's query (third axis) sees the key (last axis)."""
+        """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis). `None` for causal
+        attention."""
         if self.ends_RL is None:
             return None
         at_L = torch.arange(self.ends_RL.shape[1], device=self.ends_RL.device)
@@ -73,25 +76,12 @@ class Layout:
         return seen_RLL.unsqueeze(1)
 
     def to(self, device: torch.device) -> Layout:
+        """The layout with its tensors on `device`."""
         return Layout(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """The trained tokens of a sequence, in order; arrays of shape [k]."""
-
-    at: Int
-    targets: Int
-    temperatures: npt.NDArray[np.float32]
-
-
-def _trained(sequence: TokenSequence) -> Trained:
-    at = np.flatnonzero(sequence.loss_mask)
-    return Trained(at, sequence.ids[at].astype(np.int64), sequence.temperatures[at])
-
-
 def _used(sequence: TokenSequence) -> npt.NDArray[np.int32]:
-    """The ids up to the last one that predicts something: what follows it changes no trained token."""
+    """The ids up to the one that predicts the last trained token. No later token matters."""
     return sequence.ids[: int(np.flatnonzero(sequence.loss_mask)[-1])]
 
 
@@ -103,22 +93,22 @@ def _layout(
     positions_RL: Int | None = None,
     ends_RL: Int | None = None,
 ) -> Layout:
-    """`where[s]` is the row of sequence s and the column of each of its used tokens."""
+    """A layout of rows. `where[s]` is the row of sequence s and the column of each of its used tokens."""
     rows, cols, targets, temperatures, owner, slot = [], [], [], [], [], []
     cuts: list[npt.NDArray[np.float32]] = []
     uncut = np.array([[0, 1, 0]], np.float32)
     for s, (sequence, (row, columns)) in enumerate(zip(sequences, where, strict=True)):
-        trained = _trained(sequence)
-        n = len(trained.at)
+        trained = np.flatnonzero(sequence.loss_mask)
+        n = len(trained)
         rows.append(np.full(n, row))
-        cols.append(columns[trained.at - 1])
-        targets.append(trained.targets)
-        temperatures.append(trained.temperatures)
-        cuts.append(np.repeat(uncut, n, 0) if sequence.cuts is None else sequence.cuts[trained.at])
+        cols.append(columns[trained - 1])
+        targets.append(sequence.ids[trained])
+        temperatures.append(sequence.temperatures[trained])
+        cuts.append(np.repeat(uncut, n, 0) if sequence.cuts is None else sequence.cuts[trained])
         owner.append(np.full(n, s))
         slot.append(np.arange(n))
 
-    def flat(parts: list[Int]) -> torch.Tensor:
+    def flat(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     return Layout(
@@ -132,7 +122,7 @@ def _layout(
 
 
 def padded(sequences: Sequence[TokenSequence]) -> Layout:
-    """One row per sequence, padded on the right: under a causal mask no real token sees the padding."""
+    """One row per sequence, padded on the right, where causal attention does not see the padding."""
     used = [_used(s) for s in sequences]
     length = max(len(u) for u in used)
     ids_RL = np.zeros((len(used), length), np.int64)
@@ -144,25 +134,26 @@ def padded(sequences: Sequence[TokenSequence]) -> Layout:
 
 @dataclass(eq=False)
 class _Tree:
-    """Sequences of a group as a prefix tree in one row: a node is a run of tokens, laid out once."""
+    """The sequences of a group as a prefix tree in one row: tokens that sequences share are laid out once."""
 
     ids: Int
     positions: Int
     ends: Int
-    """For each token the column after the last of those that continue it. A path's tokens come before what continues them, and
-    what continues a token lies together: so a token sees exactly those before it that have not ended."""
+    """For each token, the column after the last token that continues it. Tokens come before those that continue them, and those
+    are adjacent, so a token sees exactly the earlier tokens that have not ended."""
     columns: list[Int]
     """For each sequence the column of each of its tokens."""
 
 
 def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """Length of the common prefix."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
 
 
 def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
-    """Sorted, each sequence shares its longest prefix with the one before it (as in a trie built from sorted words)."""
+    """In sorted order, each sequence shares its longest prefix with the one before it, as in a trie of sorted words."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     columns: list[Int] = [np.zeros(0, np.int64)] * len(sequences)
     ids, positions = [], []
@@ -184,21 +175,27 @@ def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
     return _Tree(np.concatenate(ids), np.concatenate(positions), ends[:size], columns)
 
 
-def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
-    """One row per group; within it every shared prefix is computed once and each token sees exactly its own path.
-
-    `groups[s]` tells which sequences belong together."""
+def _by_group(groups: Sequence[int]) -> list[list[int]]:
+    """The places of each group's sequences; `groups[s]` is the group of sequence s."""
     members: dict[int, list[int]] = {}
     for s, group in enumerate(groups):
         members.setdefault(group, []).append(s)
-    trees = [_tree([_used(sequences[s]) for s in inside]) for inside in members.values()]
+    return list(members.values())
+
+
+def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
+    """One row per group, in which shared prefixes are computed once and each token sees its own sequence only.
+
+    `groups[s]` is the group of sequence s."""
+    members = _by_group(groups)
+    trees = [_tree([_used(sequences[s]) for s in inside]) for inside in members]
     length = max(len(t.ids) for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
-    # Padding sees itself: a row without a single key would give NaN.
+    # Padding sees itself: attention over no key at all would give NaN.
     ends_RL = np.tile(np.arange(1, length + 1), (len(trees), 1))
     where: list[tuple[int, Int]] = [(0, np.zeros(0, np.int64))] * len(sequences)
-    for row, (tree, inside) in enumerate(zip(trees, members.values(), strict=True)):
+    for row, (tree, inside) in enumerate(zip(trees, members, strict=True)):
         n = len(tree.ids)
         ids_RL[row, :n], positions_RL[row, :n] = tree.ids, tree.positions
         ends_RL[row, :n] = tree.ends
@@ -208,14 +205,14 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
 
 
 def tree_sizes(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
-    """Tokens of one group laid out one by one, and as a prefix tree."""
+    """Number of tokens of a group, laid out one by one and as a prefix tree."""
     used = [_used(s) for s in sequences]
     return sum(len(u) for u in used), len(_tree(used).ids)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Sequences that go through the model together; `indices` are their places in the step's batch."""
+    """Sequences that go through the model in one pass. `indices` are their places in the batch of the step."""
 
     indices: tuple[int, ...]
     layout: Layout
@@ -226,32 +223,29 @@ Packing = Literal["auto", "prefix", "padded"]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a forward and backward pass costs, in floating point operations, to choose a layout."""
+    """The cost of a forward and backward pass in floating point operations. A layout is chosen by it."""
 
     per_token: float = 1.0
     per_pair: float = 0.0
-    """For each query and key of a row, over all layers."""
+    """Per pair of query and key in a row, summed over all layers."""
 
     @classmethod
     def of(cls, parameters: int, layers: int, width: int) -> Cost:
-        """Of a LoRA step: `parameters` without embeddings take no gradient of their own; `width` is heads times head
-        dimension. Attention was measured to run at nearly twice the rate of the linear layers on CPU."""
+        """The cost of a LoRA step. `parameters` is the number of frozen parameters without embeddings, `width` the number of heads
+        times the head dimension. On CPU, attention was measured to run at nearly twice the rate of the linear layers."""
         return cls(4.0 * parameters, 8.0 * layers * width)
 
 
 _CAUSAL = 0.75
-"""Of a row's pairs, those that a causal kernel computes: half, and what its blocks waste."""
+"""Share of a row's pairs that a causal kernel computes: half, and the waste of its blocks."""
 
 
 def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost) -> bool:
-    """Whether prefix trees cost less than padded rows: fewer tokens, but one long row with a dense mask per group."""
-    members: dict[int, list[TokenSequence]] = {}
-    for sequence, group in zip(sequences, groups, strict=True):
-        members.setdefault(group, []).append(sequence)
+    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, in one long row with a dense mask."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for inside in members.values():
-        size = tree_sizes(inside)[1]
+    for inside in _by_group(groups):
+        size = tree_sizes([sequences[s] for s in inside])[1]
         trees += size * cost.per_token + size**2 * cost.per_pair
     return trees < 0.95 * rows
 
@@ -263,34 +257,38 @@ def micro_batches(
     packing: Packing,
     cost: Cost = Cost(),
 ) -> list[MicroBatch]:
-    """The batch cut into passes of at most about `budget` tokens, padding counted; a single sequence may exceed it."""
+    """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
+
+    `groups[s]` is the group of sequence s. With `auto`, the cheaper layout by `cost` is taken."""
     if packing == "auto":
         packing = "prefix" if sharing_pays(sequences, groups, cost) else "padded"
     if packing == "prefix":
-        return _prefix_batches(sequences, groups, budget)
-    # Neighbours in length share a pass, so that little is padded.
-    order = sorted(range(len(sequences)), key=lambda s: len(sequences[s].ids))
-    out: list[MicroBatch] = []
-    inside: list[int] = []
-    for s in order:
-        if inside and (len(inside) + 1) * len(sequences[s].ids) > budget:
-            out.append(MicroBatch(tuple(inside), padded([sequences[i] for i in inside])))
-            inside = []
-        inside.append(s)
-    out.append(MicroBatch(tuple(inside), padded([sequences[i] for i in inside])))
-    return out
+        pieces = _within_budget(_group_pieces(sequences, groups, budget), budget)
+        return [_prefix_batch(sequences, rows) for rows in pieces]
+    passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), budget)
+    return [MicroBatch(tuple(inside), padded([sequences[i] for i in inside])) for inside in passes]
 
 
-def _prefix_batches(
+def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
+    """Rows, given with their lengths, as passes of at most `budget` tokens with padding; a longer row is a pass of its own.
+
+    Rows of similar length share a pass, so that there is little padding."""
+    passes: list[list[T]] = []
+    for length, row in sorted(rows, key=lambda r: r[0]):
+        if passes and (len(passes[-1]) + 1) * length <= budget:
+            passes[-1].append(row)
+        else:
+            passes.append([row])
+    return passes
+
+
+def _group_pieces(
     sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int
-) -> list[MicroBatch]:
-    """Groups go whole into a pass, cut only where one alone exceeds the budget."""
-    members: dict[int, list[int]] = {}
-    for s, group in enumerate(groups):
-        members.setdefault(group, []).append(s)
-    rows: list[tuple[int, list[int]]] = []
-    for inside in members.values():
-        # Sorted, so that the pieces of a group that is cut still share most.
+) -> list[tuple[int, list[int]]]:
+    """The groups' sequences, with the size of their prefix tree. A group is cut only where its tree exceeds the budget."""
+    pieces: list[tuple[int, list[int]]] = []
+    for inside in _by_group(groups):
+        # In sorted order, the pieces of a group that is cut still share most.
         inside.sort(key=lambda s: sequences[s].ids.tolist())
         piece: list[int] = []
         size = 0
@@ -298,21 +296,12 @@ def _prefix_batches(
             used = _used(sequences[s])
             fresh = len(used) - (_common(used, _used(sequences[piece[-1]])) if piece else 0)
             if piece and size + fresh > budget:
-                rows.append((size, piece))
+                pieces.append((size, piece))
                 piece, size, fresh = [], 0, len(used)
             piece.append(s)
             size += fresh
-        rows.append((size, piece))
-    rows.sort(key=lambda r: r[0])
-    out: list[MicroBatch] = []
-    batch: list[tuple[int, list[int]]] = []
-    for row in rows:
-        if batch and (len(batch) + 1) * row[0] > budget:
-            out.append(_prefix_batch(sequences, [r for _, r in batch]))
-            batch = []
-        batch.append(row)
-    out.append(_prefix_batch(sequences, [r for _, r in batch]))
-    return out
+        pieces.append((size, piece))
+    return pieces
 
 
 def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:

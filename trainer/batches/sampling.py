@@ -1,12 +1,12 @@
-"""How a token was sampled, and the same distribution from the trainer's logits.
+"""How a token was sampled, and how to compute the same distribution from the trainer's logits.
 
 The recorded logprobs are those of the distribution that vLLM sampled from: the policy's at a temperature, cut to its likeliest
-tokens by `top_k`, `top_p` and `min_p`, and bent by penalties and biases. The request says which of them held; what it leaves
-out is the server's default, which vLLM takes from the model's generation_config.json.
+tokens by `top_k`, `top_p` and `min_p`, and changed by penalties and biases. The request names these settings. What it leaves out is
+the server's default, which vLLM takes from the model's generation_config.json.
 
-Temperature and cuts are applied to the trainer's logits too, so both sides speak of one distribution. What depends on more than
-the logits of a position (penalties, biases, lists of allowed or forbidden tokens) is not: tokens sampled under it are context,
-and how many they were is counted.
+The trainer applies temperature and cuts to its own logits, so that both sides use one distribution. It does not apply settings that
+depend on more than the logits of a position (penalties, biases, lists of allowed or forbidden tokens). Tokens that were sampled under
+them are context, and they are counted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 import torch
 
 GREEDY = 1e-5
-"""Temperatures below this mean that nothing was sampled."""
+"""A temperature below this means greedy decoding."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What the inference server uses where a request names nothing; `None` where the server has no default of its own."""
+    """Sampling settings that the inference server uses where a request names none; `None` where the server has no default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -37,16 +37,19 @@ NO_DEFAULTS = Defaults()
 
 
 def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
-    """The defaults of a server with this model, which transformers loaded with its generation_config.json, and with these further
-    arguments of vLLM's command line."""
+    """The defaults of a vLLM server.
+
+    `model` is the served model as transformers loaded it, with its generation_config.json. `arguments` are further arguments of
+    vLLM's command line."""
     override: dict[str, Any] = {}
     known = dict(zip(arguments, [*arguments[1:], ""], strict=False))
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if equals:
             known[name] = value
-    said = getattr(model, "generation_config", None)
-    found = {} if known.get("--generation-config") == "vllm" or said is None else said.to_diff_dict()
+    generation = getattr(model, "generation_config", None)
+    ignored = known.get("--generation-config") == "vllm"
+    found = generation.to_diff_dict() if generation is not None and not ignored else {}
     if text := known.get("--override-generation-config"):
         override = msgspec.json.decode(text.encode())
     names = Defaults.__struct_fields__
@@ -55,14 +58,9 @@ def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
     )
 
 
-class _Request(msgspec.Struct):
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+class _Request(Defaults, frozen=True):
+    """The sampling settings of a request body."""
+
     min_tokens: int | None = None
     logit_bias: dict[str, Any] | None = None
     bad_words: list[Any] | None = None
@@ -71,7 +69,7 @@ class _Request(msgspec.Struct):
     vllm_xargs: dict[str, Any] | None = None
 
 
-_request = msgspec.json.Decoder(_Request, strict=False)
+_decoder = msgspec.json.Decoder(_Request, strict=False)
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -79,11 +77,11 @@ class Sampling(msgspec.Struct, frozen=True):
 
     temperature: float = 1.0
     top_k: int = 0
-    """0: all."""
+    """0 keeps all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
-    bent_by: str = ""
-    """Settings that the trainer can't follow, by name; empty: it can."""
+    unsupported: str = ""
+    """Names of the settings that the trainer can't compute, separated by commas; empty where it can compute all."""
 
     @property
     def greedy(self) -> bool:
@@ -91,13 +89,14 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def cuts(self) -> bool:
+        """Whether some tokens could not be sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
-    """What held for a request. A request that can't be read is taken to have named nothing."""
+    """The sampling settings of a request body, JSON. A body that can't be decoded counts as one that names none."""
     try:
-        asked = _request.decode(request)
+        asked = _decoder.decode(request)
     except msgspec.DecodeError:
         asked = _Request()
 
@@ -106,12 +105,12 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         value = getattr(defaults, name) if value is None else value
         return neutral if value is None else value
 
-    bent = [
+    unsupported = [
         name
         for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
         if given(name, neutral) != neutral
     ]  # fmt: skip
-    bent += [
+    unsupported += [
         name
         for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
         if getattr(asked, name)
@@ -121,14 +120,15 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         top_k=max(0, int(given("top_k", 0))),
         top_p=float(given("top_p", 1.0)),
         min_p=float(given("min_p", 0.0)),
-        bent_by=", ".join(bent),
+        unsupported=", ".join(unsupported),
     )
 
 
 def cut(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:
-    """Logits with minus infinity for the tokens that could not be sampled; `cuts_n3` holds top_k, top_p and min_p of each
-    position. The cuts are made in vLLM's order. A target that the present policy would have cut keeps its logit: it was sampled,
-    so an earlier policy allowed it."""
+    """The logits with minus infinity for the tokens that could not be sampled, cut in vLLM's order.
+
+    `cuts_n3` holds top_k, top_p and min_p of each position. A target that the current policy would cut keeps its logit: it was
+    sampled, so an earlier policy allowed it."""
     top_k_n, top_p_n, min_p_n = cuts_n3.unbind(1)
     some = ((top_k_n > 0) | (top_p_n < 1) | (min_p_n > 0)).nonzero().squeeze(1)
     if not len(some):

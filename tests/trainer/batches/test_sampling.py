@@ -30,7 +30,7 @@ def test_the_request_comes_before_the_servers_default() -> None:
     found = sampling_of(asked(), defaults)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.95, 20, 0.1)
     found = sampling_of(asked(temperature=1.2, top_p=1, top_k=-1, min_p=0), defaults)
-    assert (found.temperature, found.cuts, found.bent_by) == (1.2, False, "")
+    assert (found.temperature, found.cuts, found.unsupported) == (1.2, False, "")
     assert sampling_of(b"no json", NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
 
 
@@ -42,8 +42,8 @@ def test_the_request_comes_before_the_servers_default() -> None:
     ],
 )  # fmt: skip
 def test_what_can_not_be_followed_is_named(setting: str, value: Any, neutral: Any) -> None:
-    assert sampling_of(asked(**{setting: value}), NO_DEFAULTS).bent_by == setting
-    assert sampling_of(asked(**{setting: neutral}), NO_DEFAULTS).bent_by == ""
+    assert sampling_of(asked(**{setting: value}), NO_DEFAULTS).unsupported == setting
+    assert sampling_of(asked(**{setting: neutral}), NO_DEFAULTS).unsupported == ""
 
 
 def test_tokens_under_a_penalty_are_context_and_counted() -> None:
