@@ -88,7 +88,7 @@ class App:
         config: GatewayConfig,
     ) -> None:
         self._calls, self._max_calls = 0, config.max_calls or sys.maxsize
-        self._origins, self._max_control_body = origins, config.max_control_body_bytes
+        self._origins, self._max_control_body = origins, config.http.max_control_body_bytes
         self._aside = aside
         self._callers: dict[Request, Caller] = {}
         self._stopping = False

@@ -123,7 +123,7 @@ async def serve(config: Config, ready: Ready) -> None:
             config.project, config.gateway, policies, fleet, registry, router, pacing, log_health
         )
         inference = None
-        if config.gateway.infer:
+        if config.gateway.detection.enabled:
             inference = Inference(config.project, registry, config.gateway)
             chat.on_answered.append(inference.answered)
         identity = Identity(config.project, api_keys, registry, router, inference)

@@ -15,7 +15,7 @@ names the key. docs/configuration.md is generated from the docstrings of the sec
 """
 
 from pipeline.config.files import config_hash, load, nats_of_run, save
-from pipeline.config.gateway import GatewayConfig, KeyConfig
+from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, ReplicasConfig
 from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig
 from pipeline.config.nats import NatsConfig
 from pipeline.config.overrides import with_values
@@ -42,7 +42,9 @@ __all__ = [
     "AnchorConfig",
     "Config",
     "ConfigError",
+    "DetectionConfig",
     "GatewayConfig",
+    "HttpConfig",
     "JudgeConfig",
     "JudgeRequestConfig",
     "KeyConfig",
@@ -52,6 +54,7 @@ __all__ = [
     "ModelConfig",
     "NatsConfig",
     "OptimizerConfig",
+    "ReplicasConfig",
     "RetentionConfig",
     "RewardConfig",
     "Section",

@@ -2,7 +2,7 @@
 
 A call whose messages begin with all that a run had said and been answered so far goes on with that run. Any other call
 begins one, in the group of its first user turn. A run without a call for `idle_s` is complete. Opt-in
-(`gateway.infer`), because two runs that have said exactly the same can't be told apart: which goes on as which is then
+(`gateway.detection.enabled`), because two runs that have said exactly the same can't be told apart: which goes on as which is then
 arbitrary, and harmless, since up to there they are equal.
 
 A gateway that starts takes over the inferred runs that the log holds open: what was said so far is in their last
@@ -40,9 +40,9 @@ class Inference:
 
     def __init__(self, project: str, registry: Registry, config: GatewayConfig) -> None:
         self._project, self._registry = project, registry
-        self._idle_s, self._outcome = config.infer_idle_s, config.infer_outcome
+        self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
         # A run of another gateway may have a call in flight that only its end will show.
-        self._taken_over_idle_s = config.infer_idle_s + config.request_timeout_s
+        self._taken_over_idle_s = config.detection.idle_s + config.replicas.timeout_s
         self._states: dict[bytes, list[Trajectory]] = {}
         """What was said up to a run's last answer, to the runs of which that holds."""
         self._state_of: dict[str, bytes] = {}

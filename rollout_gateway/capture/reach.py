@@ -35,7 +35,7 @@ class Reach:
 
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: Router) -> None:
         self._gateway, self._fleet, self._router = gateway, fleet, router
-        self.blame = Blame(gateway.deadly_request_s)
+        self.blame = Blame(gateway.replicas.deadly_request_s)
 
     async def answer(
         self, dialect: Dialect, call: Call, caller: Caller, exchange: Exchange | None
@@ -45,7 +45,7 @@ class Reach:
         Waits for a replica, and asks again where a server went away before its answer was whole: nothing of it had reached
         the client or the log. A streamed answer is handed out unread, with its lease. Any other is read, and its lease given
         back. Raises `ApiError`, and `ClientGoneError` when the client has left."""
-        deadline = time.monotonic() + self._gateway.upstream_wait_s
+        deadline = time.monotonic() + self._gateway.replicas.wait_s
         trajectory = caller.trajectory  # where nothing is captured too: its pin and its side of a split hold
         failed_lives: set[tuple[str, str]] = set()
         while True:
@@ -132,7 +132,7 @@ class Reach:
         replica.suspect()
         if attempt.trial is not None:
             attempt.trial.broke()
-        deadline = time.monotonic() + self._gateway.upstream_wait_s
+        deadline = time.monotonic() + self._gateway.replicas.wait_s
         await self._blame(_request(call, exchange), replica, attempt.incarnation, deadline)
 
     async def _ask(
@@ -154,7 +154,7 @@ class Reach:
                 "POST",
                 dialect.path,
                 body,
-                timeout_s=self._gateway.request_timeout_s,
+                timeout_s=self._gateway.replicas.timeout_s,
                 on_sent=caller.when_gone if exchange is None else exchange.sent,
             )
             attempt = Attempt(lease, reply, b"", started_at)

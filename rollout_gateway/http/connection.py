@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(_WRITE_HIGH)
         if not self._pool.add(self):
-            message = "The gateway has reached gateway.max_connections. Try again."
+            message = "The gateway has reached gateway.http.max_connections. Try again."
             self.reject(unavailable(message, "too_many_connections", retry_after_s=1))
             self.transport.close()
 
@@ -193,7 +193,9 @@ class Connection(asyncio.Protocol):
             request.answer(error.status, error.body(), error.headers)
 
     def reject_body(self) -> None:
-        message = "All requests that are being sent together exceed gateway.max_buffered_bytes. Try again."
+        message = (
+            "All requests that are being sent together exceed gateway.http.max_buffered_bytes. Try again."
+        )
         self.reject(unavailable(message, "too_many_bodies", retry_after_s=1))
 
     # -- answering

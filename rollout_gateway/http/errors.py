@@ -44,7 +44,7 @@ def invalid_json(detail: str) -> ApiError:
 def body_too_large() -> ApiError:
     return ApiError(
         413,
-        "The body is larger than gateway.max_body_bytes, or gateway.max_control_body_bytes for the control API.",
+        "The body is larger than gateway.http.max_body_bytes, or gateway.http.max_control_body_bytes for the control API.",
         code="body_too_large",
     )
 
@@ -103,5 +103,5 @@ def too_many_calls() -> ApiError:
 
 
 def timed_out() -> ApiError:
-    message = "The inference server did not answer within gateway.request_timeout_s."
+    message = "The inference server did not answer within gateway.replicas.timeout_s."
     return ApiError(504, message, kind="timeout_error", code="upstream_timeout")

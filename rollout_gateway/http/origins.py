@@ -35,7 +35,7 @@ class OriginPolicy:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._loopback = is_loopback(config.host)
-        self._names = {name.lower() for name in (*config.hosts, config.host)}
+        self._names = {name.lower() for name in (*config.http.hosts, config.host)}
         self._public = config.public_url.rstrip("/")
         if self._public:
             url = urlsplit(self._public)
@@ -46,14 +46,14 @@ class OriginPolicy:
             self._names.add(url.hostname)
         if self._loopback:
             self._names.add("localhost")
-        # A gateway that others can reach has API keys, so it takes any name unless `gateway.hosts` lists some.
-        self._any_name = "*" in config.hosts or not (self._loopback or config.hosts)
-        self._any_origin = "*" in config.cors_origins
-        self._origins = {origin.encode() for origin in config.cors_origins}
+        # A gateway that others can reach has API keys, so it takes any name unless `gateway.http.hosts` lists some.
+        self._any_name = "*" in config.http.hosts or not (self._loopback or config.http.hosts)
+        self._any_origin = "*" in config.http.cors_origins
+        self._origins = {origin.encode() for origin in config.http.cors_origins}
         try:
-            self._trusted: list[Network] = [ipaddress.ip_network(n) for n in config.trusted_proxies]
+            self._trusted: list[Network] = [ipaddress.ip_network(n) for n in config.http.trusted_proxies]
         except ValueError as error:
-            raise ConfigError(f"gateway.trusted_proxies: {error}") from error
+            raise ConfigError(f"gateway.http.trusted_proxies: {error}") from error
         self._known: set[bytes] = set()
 
     def check(self, request: Request) -> bool:
@@ -88,7 +88,7 @@ class OriginPolicy:
             if address is None or (self._loopback and not address.is_loopback):
                 raise ApiError(
                     421,
-                    f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.hosts.",
+                    f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.http.hosts.",
                     code="unknown_host",
                 )
         if len(self._known) < _KNOWN_HOSTS:
@@ -146,7 +146,7 @@ def _forwarded(request: Request) -> dict[str, str]:
 def _foreign(who: str) -> ApiError:
     return ApiError(
         403,
-        f"Requests of {who} are refused: add its origin to gateway.cors_origins if it may call.",
+        f"Requests of {who} are refused: add its origin to gateway.http.cors_origins if it may call.",
         kind="permission_error",
         code="foreign_origin",
     )

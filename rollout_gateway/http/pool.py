@@ -21,13 +21,13 @@ _OTHER_FILES = 128
 class Limits:
     """Limits for clients. docs/configuration.md describes the settings of the same names. Sizes are in bytes, times in seconds."""
 
-    max_body: int = _DEFAULTS.max_body_bytes
-    max_buffered: int = _DEFAULTS.max_buffered_bytes
-    max_connections: int = _DEFAULTS.max_connections
-    head_s: float = _DEFAULTS.head_timeout_s
-    body_s: float = _DEFAULTS.body_timeout_s
-    idle_s: float = _DEFAULTS.idle_timeout_s
-    write_s: float = _DEFAULTS.write_timeout_s
+    max_body: int = _DEFAULTS.http.max_body_bytes
+    max_buffered: int = _DEFAULTS.http.max_buffered_bytes
+    max_connections: int = _DEFAULTS.http.max_connections
+    head_s: float = _DEFAULTS.http.head_timeout_s
+    body_s: float = _DEFAULTS.http.body_timeout_s
+    idle_s: float = _DEFAULTS.http.idle_timeout_s
+    write_s: float = _DEFAULTS.http.write_timeout_s
 
     @classmethod
     def from_config(cls, config: GatewayConfig) -> Limits:
@@ -35,25 +35,25 @@ class Limits:
 
         `max_connections` is lowered where the process cannot open enough files: a client's connection may need another one to an
         inference server. Raises `ConfigError` if one body may be larger than all bodies together."""
-        if config.max_buffered_bytes < config.max_body_bytes:
+        if config.http.max_buffered_bytes < config.http.max_body_bytes:
             raise ConfigError(
-                f"gateway.max_buffered_bytes ({config.max_buffered_bytes}) is less than gateway.max_body_bytes "
-                f"({config.max_body_bytes}): raise the first or lower the second"
+                f"gateway.http.max_buffered_bytes ({config.http.max_buffered_bytes}) is less than gateway.http.max_body_bytes "
+                f"({config.http.max_body_bytes}): raise the first or lower the second"
             )
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        most = config.max_connections
+        most = config.http.max_connections
         possible = max(1, (soft - _OTHER_FILES) // 2)
         if soft != resource.RLIM_INFINITY and possible < most:
             log.warning(
-                "fewer connections than gateway.max_connections", connections=possible, open_files=soft
+                "fewer connections than gateway.http.max_connections", connections=possible, open_files=soft
             )
             most = possible
         return cls(
-            config.max_body_bytes, config.max_buffered_bytes, most, config.head_timeout_s, config.body_timeout_s,
-            config.idle_timeout_s, config.write_timeout_s,
+            config.http.max_body_bytes, config.http.max_buffered_bytes, most, config.http.head_timeout_s, config.http.body_timeout_s,
+            config.http.idle_timeout_s, config.http.write_timeout_s,
         )  # fmt: skip
 
 

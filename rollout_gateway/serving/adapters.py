@@ -162,7 +162,7 @@ class AdapterManager:
             try:
                 if not replica.up:
                     await self._meet(replica)
-                pause = gateway.health_interval_s
+                pause = gateway.replicas.health_interval_s
                 loaded = await self._load_wanted(replica)
                 if not loaded:
                     pause = 0.5
@@ -175,7 +175,7 @@ class AdapterManager:
                     log.warning("replica lost", replica=replica.name, error=str(error))
                 replica.up = replica.ready = replica.doubted = False
                 self._fleet.changed()
-                pause = gateway.health_retry_s
+                pause = gateway.replicas.health_retry_s
             except BrokerError as error:
                 log.warning("adapters wait for the log", replica=replica.name, error=str(error))
                 pause = 1.0
@@ -354,7 +354,7 @@ class AdapterManager:
         delta = await self._probe(replica, model, version)
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal the base model's"
-            if self._config.gateway.probe == "require":
+            if self._config.gateway.replicas.probe == "require":
                 raise AdapterError(message, lasting=True)
             log.warning(message, version=version, replica=replica.name)
         event = PolicyLoaded(

@@ -129,7 +129,7 @@ class Blame:
             502,
             f"This request was in flight at {len(case.lives)} deaths of its inference server "
             f"({', '.join(life.replica.name for life in case.lives)}) and most likely causes them, so it is not sent again. "
-            f"Change it, or send it again in {self._keep_s:.0f} s (gateway.deadly_request_s). The server's log says why it died.",
+            f"Change it, or send it again in {self._keep_s:.0f} s (gateway.replicas.deadly_request_s). The server's log says why it died.",
             kind="api_error",
             code="deadly_request",
             headers=((b"x-should-retry", b"false"),),

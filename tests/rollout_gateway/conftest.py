@@ -22,7 +22,7 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -135,7 +135,7 @@ def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServ
             nats=nats_config,
             vllm=VllmConfig(urls=urls or (vllm_server.url,), max_loras=max_loras),
             models=(ModelConfig(name="tictactoe", base=str(vllm_server.base)),),
-            gateway=GatewayConfig(port=free_port(), **settings),
+            gateway=with_values(GatewayConfig(port=free_port()), settings),
         )
         gateway = GatewayProcess(config)
         started.append(gateway)
@@ -163,7 +163,7 @@ def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[Sta
             nats=nats_config,
             vllm=VllmConfig(urls=urls),
             models=(ModelConfig(name="tictactoe"),),
-            gateway=GatewayConfig(port=free_port(), **settings),
+            gateway=with_values(GatewayConfig(port=free_port()), settings),
         )
         gateway = GatewayProcess(config)
         started.append(gateway)
@@ -187,7 +187,7 @@ def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGatewa
             nats=nats_config,
             vllm=VllmConfig(urls=(f"http://127.0.0.1:{free_port()}",)),
             models=(ModelConfig(name="tictactoe"), ModelConfig(name="chess")),
-            gateway=GatewayConfig(**{"port": free_port(), "upstream_wait_s": 0.1, **settings}),
+            gateway=with_values(GatewayConfig(), {"port": free_port(), "replicas.wait_s": 0.1, **settings}),
         )
         gateway = GatewayProcess(config)
         started.append(gateway)

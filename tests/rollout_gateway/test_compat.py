@@ -190,7 +190,7 @@ async def test_the_tool_runs_of_the_ai_sdk_are_found_whole(
     start_gateway: StartGateway, vllm_server: VllmServer
 ) -> None:
     """It writes the arguments of a call again in its own way when it sends them back."""
-    gateway = start_gateway(infer=True)
+    gateway = start_gateway(**{"detection.enabled": True})
     env = environment({"base_url": f"{gateway.url}/v1", "api_key": "none"})
     done = subprocess.run(LONG_PROGRAMS["AI SDK"](), capture_output=True, text=True, timeout=180, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config import GatewayConfig, NatsConfig
+from pipeline.config import DetectionConfig, GatewayConfig, NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.detection import Inference
@@ -28,7 +28,7 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
 
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
-        inference = Inference("test", registry, GatewayConfig(infer=True))
+        inference = Inference("test", registry, GatewayConfig(detection=DetectionConfig(enabled=True)))
         inference._rebuilt.set()
         runs = {}
         for owner in ("alice", "bob"):

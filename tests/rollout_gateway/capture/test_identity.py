@@ -82,7 +82,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
     """Agents change nothing but the URL: runs and groups are inferred, and end when they go silent."""
-    gateway = start_gateway(infer=True, infer_idle_s=5.0)
+    gateway = start_gateway(**{"detection.enabled": True, "detection.idle_s": 5.0})
     turns, tasks = 3, ("a1=x", "b2=o")
 
     async def play(client: openai.AsyncOpenAI, task: str, stream: bool) -> None:
@@ -123,7 +123,14 @@ async def test_inferred_runs_outlive_the_gateway(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
     """One run goes on across the gateway's death, another is abandoned and ends as the settings say."""
-    gateway = start_gateway(infer=True, infer_idle_s=2.0, infer_outcome="masked", request_timeout_s=3.0)
+    gateway = start_gateway(
+        **{
+            "detection.enabled": True,
+            "detection.idle_s": 2.0,
+            "detection.outcome": "masked",
+            "replicas.timeout_s": 3.0,
+        }
+    )
     gateway.open(id="i-own")  # an agent's own, and so none to take over
     client = gateway.client()
     first: list[Any] = [{"role": "user", "content": "a1=x"}]

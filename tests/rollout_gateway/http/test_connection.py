@@ -12,7 +12,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from pipeline.config import ConfigError, GatewayConfig
+from pipeline.config import ConfigError, GatewayConfig, HttpConfig
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.pool import Limits
 from rollout_gateway.http.request import Request
@@ -329,8 +329,8 @@ async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
 
 
 def test_a_body_has_to_fit_the_bound_of_all_together() -> None:
-    with pytest.raises(ConfigError, match=r"gateway\.max_buffered_bytes"):
-        Limits.from_config(GatewayConfig(max_body_bytes=1000, max_buffered_bytes=999))
+    with pytest.raises(ConfigError, match=r"gateway\.http\.max_buffered_bytes"):
+        Limits.from_config(GatewayConfig(http=HttpConfig(max_body_bytes=1000, max_buffered_bytes=999)))
 
 
 # -- refused by the head ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
     start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
 ) -> None:
     httpx.post(f"{vllm_server.url}/v1/completions", json={"model": "tictactoe@0", "prompt": "a"}, timeout=120)
-    gateway = start_gateway(request_timeout_s=0.2)
+    gateway = start_gateway(**{"replicas.timeout_s": 0.2})
     before = counted(vllm_server, "generation_tokens_total")
     client = gateway.agent(gateway.open(id="slow"), max_retries=0)
     slow = {**LONG, "n": 128}  # deadlines are looked for four times a second
@@ -81,7 +81,7 @@ async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGatew
 
 
 async def test_a_body_beyond_the_bound_is_refused(start_gateway: StartGateway) -> None:
-    gateway = start_gateway(max_body_bytes=10_000)
+    gateway = start_gateway(**{"http.max_body_bytes": 10_000})
     large = json.dumps({**ASK, "messages": [{"role": "user", "content": "x" * 10_000}]}).encode()
 
     def chunks() -> Iterator[bytes]:

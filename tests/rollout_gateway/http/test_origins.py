@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import ConfigError, GatewayConfig
+from pipeline.config import ConfigError, GatewayConfig, HttpConfig, with_values
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.origins import OriginPolicy
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
@@ -59,16 +59,16 @@ LOOPBACK = GatewayConfig()
         (LOOPBACK, "localhost:65535", 200),
         (LOOPBACK, "[::1]x", 400),
         (LOOPBACK, "[1.2:]", 400),
-        (GatewayConfig(hosts=("*",)), "a b", 400),
+        (GatewayConfig(http=HttpConfig(hosts=("*",))), "a b", 400),
         (GatewayConfig(host="0.0.0.0"), "gw.example#x", 400),
-        (GatewayConfig(hosts=("gw.example",)), "GW.example:443", 200),
-        (GatewayConfig(hosts=("gw.example",)), "evil.example", 421),
-        (GatewayConfig(hosts=("*",)), "evil.example", 200),
+        (GatewayConfig(http=HttpConfig(hosts=("gw.example",))), "GW.example:443", 200),
+        (GatewayConfig(http=HttpConfig(hosts=("gw.example",))), "evil.example", 421),
+        (GatewayConfig(http=HttpConfig(hosts=("*",))), "evil.example", 200),
         (GatewayConfig(public_url="https://gw.example/x"), "gw.example", 200),
         (GatewayConfig(host="0.0.0.0"), "anything", 200),
-        (GatewayConfig(host="0.0.0.0", hosts=("gateway",)), "gateway:8080", 200),
-        (GatewayConfig(host="0.0.0.0", hosts=("gateway",)), "10.0.0.7:8080", 200),
-        (GatewayConfig(host="0.0.0.0", hosts=("gateway",)), "anything", 421),
+        (GatewayConfig(host="0.0.0.0", http=HttpConfig(hosts=("gateway",))), "gateway:8080", 200),
+        (GatewayConfig(host="0.0.0.0", http=HttpConfig(hosts=("gateway",))), "10.0.0.7:8080", 200),
+        (GatewayConfig(host="0.0.0.0", http=HttpConfig(hosts=("gateway",))), "anything", 421),
     ],
 )  # fmt: skip
 def test_the_name_has_to_be_ours(config: GatewayConfig, host: str, status: int) -> None:
@@ -110,8 +110,8 @@ PUBLIC = "https://gw.example/jm"
         (LOOPBACK, {"host": "in", "x_forwarded_host": "evil/../"}, "http://in"),
         (LOOPBACK, {"host": "in", "x_forwarded_host": "gw.example:99999"}, "http://in"),
         (LOOPBACK, {"host": "in", "x_forwarded_proto": "https", "peer": "10.0.0.1"}, "http://in"),
-        (GatewayConfig(trusted_proxies=("10.0.0.0/8",)), {"host": "in", "x_forwarded_proto": "https", "peer": "::ffff:10.0.0.1"}, "https://in"),
-        (GatewayConfig(trusted_proxies=()), {"host": "in", "x_forwarded_proto": "https"}, "http://in"),
+        (GatewayConfig(http=HttpConfig(trusted_proxies=("10.0.0.0/8",))), {"host": "in", "x_forwarded_proto": "https", "peer": "::ffff:10.0.0.1"}, "https://in"),
+        (GatewayConfig(http=HttpConfig(trusted_proxies=())), {"host": "in", "x_forwarded_proto": "https"}, "http://in"),
         (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in", "x_forwarded_proto": "http"}, PUBLIC),
     ],
 )  # fmt: skip
@@ -122,11 +122,11 @@ def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str],
 
 @pytest.mark.parametrize(
     "config",
-    [{"public_url": "gw.example"}, {"public_url": "ftp://gw"}, {"trusted_proxies": ("nowhere",)}],
+    [{"public_url": "gw.example"}, {"public_url": "ftp://gw"}, {"http.trusted_proxies": ("nowhere",)}],
 )
 def test_settings_that_can_not_be_used_are_named(config: Any) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{next(iter(config))}"):
-        OriginPolicy(GatewayConfig(**config))
+        OriginPolicy(with_values(GatewayConfig(), config))
 
 
 # -- at a gateway ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_a_web_page_drives_nothing(start_front: StartGateway) -> None:
 
 def test_pages_that_the_settings_name_may_call(start_front: StartGateway) -> None:
     page = {"origin": "https://app.example"}
-    gateway = start_front(cors_origins=(page["origin"],))
+    gateway = start_front(**{"http.cors_origins": (page["origin"],)})
     asked = {
         **page,
         "access-control-request-method": "POST",

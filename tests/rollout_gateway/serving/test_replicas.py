@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.events import PolicyLoaded, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
@@ -169,8 +169,8 @@ async def parts(
     )  # fmt: skip
     config = msgspec.structs.replace(
         config,
-        gateway=msgspec.structs.replace(
-            config.gateway, upstream_wait_s=wait_s, health_interval_s=0.2, **settings
+        gateway=with_values(
+            config.gateway, {"replicas.wait_s": wait_s, "replicas.health_interval_s": 0.2, **settings}
         ),
     )
     async with Broker.connect(nats) as broker, anyio.create_task_group() as tg:
