@@ -64,6 +64,7 @@ from store import sql
 from store.local import LocalTarget
 from tests.conftest import free_port
 from tests.crash_nursery import SERVICES
+from tests.kits.log import read_stream
 from tests.kits.scoring_server import ScoringServer
 from tests.store.kit import stored_events
 from tests.trainer import kit
@@ -367,7 +368,7 @@ async def throw_garbage(broker: Broker) -> None:
 async def settled(broker: Broker) -> None:
     """Until every event is acknowledged, but for groups that are too few for a step."""
     while True:
-        groups = await broker.read_stream("GROUPS")
+        groups = await read_stream(broker, "GROUPS")
         done = {r.event.group for r in groups if isinstance(r.event, GroupDiscarded)}
         done |= {g for c in await checkpoints(broker) for g in c.groups}
         scored = {r.event.group for r in groups if isinstance(r.event, GroupScored)}

@@ -24,6 +24,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.trajectories import Registry
 from tests.crash_kit import SEED, guarded, play, settings, violations
 from tests.crash_nursery import quick_consumers
+from tests.kits.log import read_stream
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.pipeline.log.test_broker import completed, exchange
 from tests.pipeline.log.test_undecodable import checkpoint
@@ -217,7 +218,7 @@ async def test_settings_reach_a_server_that_exists(
         # Any two of the three hold everything.
         await anyio.to_thread.run_sync(cluster.node(await leader_of(broker.client, "OBJ_ADAPTERS")).kill)
         assert await broker.get_object("ADAPTERS", "m@1") == b"abc" * 1000
-        assert len(await broker.read_stream("ROLLOUTS")) == 1
+        assert len(await read_stream(broker, "ROLLOUTS")) == 1
 
 
 KILLS = int(os.environ.get("JOURNEYMAN_NODE_KILLS", "0"))

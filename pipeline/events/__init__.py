@@ -34,7 +34,6 @@ from pipeline.events.policy import (
     PolicyPromoted,
     PolicyRetired,
     PolicyUnloaded,
-    checkpoint_subject,
 )
 from pipeline.events.rollout import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, StreamSeqs, TokenIds, TokenMask
@@ -67,7 +66,6 @@ __all__ = [
     "TrajectoryCompleted",
     "TrajectoryOpened",
     "Verdict",
-    "checkpoint_subject",
     "decode",
     "encode",
     "now_us",

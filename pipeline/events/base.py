@@ -8,6 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from pipeline.events.types import Micros
+from pipeline.names import subject_token
 
 
 def now_us() -> int:
@@ -18,6 +19,10 @@ def now_us() -> int:
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """What every event carries."""
 
+    subject_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that follow the tag in the event's subject."""
+    last_subject_field: ClassVar[tuple[str, str]] = ("", "")
+    """A field that ends the subject unless it has this value."""
     unique_subject: ClassVar[bool] = False
     """The subject may hold one event only, ever: the broker refuses a second one whatever the deduplication window
     says. Such an event's subject names its identity."""
@@ -28,8 +33,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     v: int = 1
     """Schema version of this class when it was written."""
 
+    @classmethod
+    def subject_prefix(cls) -> str:
+        """Return the first tokens of the subject: the event's tag."""
+        return str(cls.__struct_config__.tag)
+
     def subject(self) -> str:
-        raise NotImplementedError(type(self).__name__)  # pragma: no cover - every event below defines it
+        """Return the NATS subject that the event is published to."""
+        tokens = [subject_token(str(getattr(self, name))) for name in self.subject_fields]
+        last, default = self.last_subject_field
+        if last and getattr(self, last) != default:
+            tokens.append(subject_token(getattr(self, last)))
+        return ".".join((self.subject_prefix(), *tokens))
 
     def message_id(self) -> str:
         """`Nats-Msg-Id`: the same for every retry of the same fact."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pipeline.events.base import Event
 from pipeline.events.types import Micros
-from pipeline.names import subject_token
 
 
 class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
     """A message that no one could use, with the reason; never dropped, never blocking."""
+
+    subject_fields = ("stream", "consumer")
 
     stream: str
     stream_seq: int
@@ -23,8 +24,9 @@ class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
     """Stream time of the message: after a power cut another message may lie under `stream_seq`. 0 in letters from before it was
     recorded."""
 
-    def subject(self) -> str:
-        return f"dead.{self.stream}.{subject_token(self.consumer)}"
+    @classmethod
+    def subject_prefix(cls) -> str:
+        return "dead"
 
     def message_id(self) -> str:
         return f"dead/{self.stream}/{self.stream_seq}-{self.stream_at}/{self.consumer}"

@@ -8,7 +8,6 @@ import msgspec
 
 from pipeline.events.base import Event
 from pipeline.events.types import Outcome, Split
-from pipeline.names import subject_token
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +60,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     """The trajectories of one task, with their rewards: the unit of GRPO. One per group and judge configuration."""
 
+    subject_fields = ("project", "model", "group", "judge", "branch")
+    last_subject_field = ("split", "train")
     unique_subject = True
 
     group: str
@@ -80,12 +81,6 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     split: Split = "train"
     """Trajectories of different splits under one group id are groups of their own."""
 
-    def subject(self) -> str:
-        names = [self.project, self.model, self.group, self.judge, self.branch]
-        if self.split != "train":
-            names.append(self.split)
-        return ".".join(("group.scored", *(subject_token(n) for n in names)))
-
     def message_id(self) -> str:
         ended = "scored" if self.split == "train" else f"scored/{self.split}"
         return f"{self.project}/{self.model}/{self.branch}/{self.group}/{self.judge}/{ended}"
@@ -93,6 +88,8 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
 
 class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     """Experience that will not train, and why: nothing is dropped in silence."""
+
+    subject_fields = ("project", "model", "group", "branch")
 
     group: str
     model: str
@@ -121,10 +118,6 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     branch: str = "main"
     split: Split = "train"
 
-    def subject(self) -> str:
-        names = (self.project, self.model, self.group, self.branch)
-        return ".".join(("group.discarded", *(subject_token(n) for n in names)))
-
     def message_id(self) -> str:
         first = self.trajectories[0] if self.trajectories else ""
         return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}"
@@ -132,6 +125,8 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
 
 class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     """What a judge found out about itself: its bias and agreement with itself, or with groups of known rewards."""
+
+    subject_fields = ("project", "ruler", "kind")
 
     kind: Literal["groups", "anchors"]
     """`groups`: over all groups that this judge process scored so far; `anchors`: one run over the anchor groups."""
@@ -164,10 +159,6 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     """Share of anchor trajectories whose advantage has the wrong sign."""
     alarm: bool = False
     """The judge has left the bound `judge.anchors.min_tau`."""
-
-    def subject(self) -> str:
-        names = (self.project, self.ruler, self.kind)
-        return ".".join(("group.measured", *(subject_token(n) for n in names)))
 
     def message_id(self) -> str:
         return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"

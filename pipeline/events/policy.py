@@ -6,19 +6,13 @@ from typing import Literal
 
 from pipeline.events.base import Event
 from pipeline.events.types import Micros, StreamSeqs
-from pipeline.names import subject_token
-
-
-def checkpoint_subject(project: str, model: str, step: str = "*", branch: str = "main") -> str:
-    """Of a checkpoint, or (`*`) of every checkpoint of a model on a branch."""
-    names = [project, model, *([] if step == "*" else [step])]
-    tokens = [subject_token(n) for n in names] + (["*"] if step == "*" else [])
-    return ".".join(("policy.checkpoint", *tokens, *([] if branch == "main" else [subject_token(branch)])))
 
 
 class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoint"):
     """One optimizer step, committed: its adapter is in the object store and its inputs are named."""
 
+    subject_fields = ("project", "model", "step")
+    last_subject_field = ("branch", "main")
     unique_subject = True
 
     model: str
@@ -51,9 +45,6 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     signer: str = ""
     """Public nkey of who signed."""
 
-    def subject(self) -> str:
-        return checkpoint_subject(self.project, self.model, str(self.step), self.branch)
-
     def message_id(self) -> str:
         other = "" if self.branch == "main" else f"/{self.branch}"
         return f"{self.project}/{self.version}{other}"
@@ -61,6 +52,8 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
 
 class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     """A vLLM replica serves a version: downloaded, checked, loaded and probed."""
+
+    subject_fields = ("project", "model")
 
     model: str
     step: int
@@ -75,9 +68,6 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     incarnation: str = ""
     """Tells one life of the replica from the next: a restarted server loads again."""
 
-    def subject(self) -> str:
-        return f"policy.loaded.{subject_token(self.project)}.{subject_token(self.model)}"
-
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/loaded/{self.replica}/{self.incarnation}"
 
@@ -85,14 +75,13 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
 class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
     """A vLLM replica no longer holds a version: its gateway unloaded it to make room."""
 
+    subject_fields = ("project", "model")
+
     model: str
     version: str
     replica: str
     incarnation: str = ""
     """Which life of the replica, as in `policy.loaded`."""
-
-    def subject(self) -> str:
-        return f"policy.unloaded.{subject_token(self.project)}.{subject_token(self.model)}"
 
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/unloaded/{self.replica}/{self.incarnation}/{self.at}"
@@ -101,14 +90,13 @@ class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
 class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
     """Retention will remove a version's adapter: no trajectory may be pinned to it and no decision may name it from now on."""
 
+    subject_fields = ("project", "model")
+
     model: str
     version: str
     branch: str = "main"
     withdrawn: bool = False
     """True: something came to need the version before it was removed; it stays."""
-
-    def subject(self) -> str:
-        return f"policy.retired.{subject_token(self.project)}.{subject_token(self.model)}"
 
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/retired/{self.branch}/{self.at}"
@@ -116,6 +104,8 @@ class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
 
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     """Which version(s) new trajectories of a model are routed to."""
+
+    subject_fields = ("project", "model")
 
     model: str
     version: str
@@ -129,9 +119,6 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     reason: str = ""
     request: str = ""
     """Caller's idempotency id, or a fresh one."""
-
-    def subject(self) -> str:
-        return f"policy.promoted.{subject_token(self.project)}.{subject_token(self.model)}"
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/promoted/{self.request}"

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pipeline.events.base import Event
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, TokenIds, TokenMask
-from pipeline.names import subject_token
 
 
 class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     """An agent run began. What it says holds for the whole run, so any gateway replica can rebuild the trajectory."""
 
+    subject_fields = ("project", "trajectory")
     unique_subject = True
 
     trajectory: str
@@ -38,15 +38,14 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     key_completes: bool = False
     """Whether the trajectory's own key may complete it, and so name its reward."""
 
-    def subject(self) -> str:
-        return f"rollout.opened.{subject_token(self.project)}.{subject_token(self.trajectory)}"
-
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/opened"
 
 
 class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange"):
     """One model call of a trajectory and one of its choices: exactly what was sent, sampled and answered."""
+
+    subject_fields = ("project", "trajectory")
 
     trajectory: str
     seq: int
@@ -84,9 +83,6 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     first_token_at: Micros = 0
     """0 where the reply was not streamed."""
 
-    def subject(self) -> str:
-        return f"rollout.exchange.{subject_token(self.project)}.{subject_token(self.trajectory)}"
-
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
 
@@ -94,6 +90,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
 class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.completed"):
     """An agent run ended, once."""
 
+    subject_fields = ("project", "model", "trajectory")
     unique_subject = True
 
     trajectory: str
@@ -119,11 +116,6 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     opened_at: Micros = 0
     inferred: bool = False
     """The gateway inferred where the trajectory began and ended."""
-
-    def subject(self) -> str:
-        return ".".join(
-            ("rollout.completed", *(subject_token(n) for n in (self.project, self.model, self.trajectory)))
-        )
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/completed"

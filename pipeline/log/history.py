@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline import streams
 from pipeline.errors import HistoryGoneError, OtherEventError, UndecodableError
 from pipeline.events import AnyEvent, ClaimCheck, Event, decode
 from pipeline.log import objects
@@ -55,16 +54,6 @@ class Reader(StreamReader):
 
         Other tasks run between the events of a page. The leader's answer ends a subject, as with `read`."""
         return await self._page(event, stream_of(event), subject_filter(event, **keys), start_seq, 0)
-
-    async def read_stream(self, stream: str, start_seq: int = 1) -> list[Recorded[Event]]:
-        """Return every event of a stream, of any class, from sequence `start_seq` on."""
-        (subject,) = streams.stream(stream).subjects
-        out: list[Recorded[Event]] = []
-        page = Page[Event]([], start_seq - 1, more=True)
-        while page.more:
-            page = await self._page(Event, stream, subject, page.last + 1, 0)
-            out += page.events
-        return out
 
     async def read_all(
         self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any
@@ -113,7 +102,7 @@ class Reader(StreamReader):
 
     async def count(self, event: type[Event], **keys: Any) -> int:
         """Return how many events a subject holds, without reading them; `keys` must name the whole subject."""
-        return await self.count_on(stream_of(event), subject_filter(event, **keys))
+        return await self.count_messages(stream_of(event), subject_filter(event, **keys))
 
     # -- one event -----------------------------------------------------------------------------------------------
 

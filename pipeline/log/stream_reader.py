@@ -207,7 +207,7 @@ class StreamReader:
             if not page or len(out) >= int(info.get("total", 0)):
                 return out
 
-    async def count_on(self, stream: str, subject: str) -> int:
+    async def count_messages(self, stream: str, subject: str) -> int:
         """Return how many messages `subject` (no wildcards) holds, without reading them."""
         info = await self._subjects_info(stream, {"subjects_filter": subject})
         return int((info["state"].get("subjects") or {}).get(subject, 0))

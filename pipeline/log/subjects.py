@@ -5,44 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline import streams
-from pipeline.events import (
-    CheckpointPublished,
-    DeadLettered,
-    Event,
-    ExchangeRecorded,
-    GroupDiscarded,
-    GroupScored,
-    JudgeMeasured,
-    PolicyLoaded,
-    PolicyPromoted,
-    PolicyRetired,
-    PolicyUnloaded,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    wire_name,
-)
+from pipeline.events import Event, wire_name
 from pipeline.names import subject_token
-
-_KEYS: dict[type[Event], tuple[str, ...]] = {
-    TrajectoryOpened: ("project", "trajectory"),
-    ExchangeRecorded: ("project", "trajectory"),
-    TrajectoryCompleted: ("project", "model", "trajectory"),
-    GroupScored: ("project", "model", "group", "judge", "branch"),
-    GroupDiscarded: ("project", "model", "group", "branch"),
-    JudgeMeasured: ("project", "ruler", "kind"),
-    CheckpointPublished: ("project", "model", "step"),
-    PolicyLoaded: ("project", "model"),
-    PolicyUnloaded: ("project", "model"),
-    PolicyRetired: ("project", "model"),
-    PolicyPromoted: ("project", "model"),
-    DeadLettered: ("stream", "consumer"),
-}
-"""The fields in a subject, in its order. `tests/pipeline/log/test_subjects.py` compares them with what each event publishes to."""
-_OPTIONAL: dict[type[Event], tuple[str, str]] = {
-    GroupScored: ("split", "train"),
-    CheckpointPublished: ("branch", "main"),
-}
-"""The field that ends the subject unless it has this value."""
 
 
 def stream_of(event: type[Event]) -> str:
@@ -51,28 +15,26 @@ def stream_of(event: type[Event]) -> str:
 
 
 def subject_filter(event: type[Event], **keys: str | int) -> str:
-    """Return the subject, with wildcards where `keys` does not name a field, of events of a class.
+    """Return the subject of events of a class, with wildcards for the fields that `keys` does not name.
 
-    `branch` of a checkpoint and `split` of a group match any value if they are not given, unless all other fields are:
-    then they stand for `main` and `train`. Raises `TypeError` for a key that is not part of the subject."""
-    names = _KEYS[event]
-    optional, default = _OPTIONAL.get(event, ("", ""))
-    if unknown := keys.keys() - {*names, optional}:
+    The optional last field (`branch` of a checkpoint, `split` of a group) matches any value if it is not named, unless all other
+    fields are: then it stands for `main` or `train`. Raises `TypeError` for a field that is not part of the subject."""
+    names, (last, default) = event.subject_fields, event.last_subject_field
+    if unknown := keys.keys() - {*names, last}:
         raise TypeError(
             f"the subject of {wire_name(event)} has no {', '.join(sorted(unknown))}; it has {names}"
         )
     tokens = [subject_token(str(keys[name])) if name in keys else "*" for name in names]
-    if optional in keys:
-        tokens += [subject_token(str(keys[optional]))] if keys[optional] != default else []
+    if last in keys:
+        tokens += [subject_token(str(keys[last]))] if keys[last] != default else []
     elif tokens[-1] == "*":
         while tokens and tokens[-1] == "*":
             tokens.pop()
         tokens.append(">")
-    prefix = "dead" if event is DeadLettered else wire_name(event)
-    return ".".join((prefix, *tokens))
+    return ".".join((event.subject_prefix(), *tokens))
 
 
 def keys_of(event: Event) -> dict[str, Any]:
-    """Return the keys that give the subject of `event`."""
-    optional = _OPTIONAL.get(type(event), ("", ""))[0]
-    return {name: getattr(event, name) for name in (*_KEYS[type(event)], optional) if name}
+    """Return the keys that select the events on the subject of `event`."""
+    names = (*event.subject_fields, event.last_subject_field[0])
+    return {name: getattr(event, name) for name in names if name}

@@ -9,6 +9,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
+from tests.kits.log import read_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -115,7 +116,7 @@ async def test_provisioning_twice_keeps_data(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.publish(exchange())
         await broker.provision()
-        assert len(await broker.read_stream("ROLLOUTS")) == 1
+        assert len(await read_stream(broker, "ROLLOUTS")) == 1
 
 
 async def test_objects_come_back_and_missing_ones_say_so(nats_config: NatsConfig) -> None:

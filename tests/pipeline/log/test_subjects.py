@@ -18,6 +18,7 @@ from pipeline.events import (
     GroupScored,
     PolicyRetired,
     TrajectoryCompleted,
+    wire_name,
 )
 from pipeline.log.subjects import keys_of, stream_of, subject_filter
 
@@ -27,6 +28,37 @@ def made(cls: type[Event], **fields: Any) -> Event:
     required = [f for f in msgspec.structs.fields(cls) if f.required]
     values = {"step": 7, "stream": "ROLLOUTS"}
     return cls(**{f.name: values.get(f.name, "a.b") for f in required} | fields)
+
+
+PUBLISHED_TO = {
+    "rollout.opened": "N.N",
+    "rollout.exchange": "N.N",
+    "rollout.completed": "N.N.N",
+    "group.scored": "N.N.N.N.main",
+    "group.discarded": "N.N.N.main",
+    "group.measured": "N.N.N",
+    "policy.checkpoint": "N.N.7",
+    "policy.loaded": "N.N",
+    "policy.unloaded": "N.N",
+    "policy.retired": "N.N",
+    "policy.promoted": "N.N",
+    "dead.letter": "N",
+}
+"""Tag to the rest of the subject; N is an escaped name. Logs hold such subjects: change none."""
+
+
+@pytest.mark.parametrize("cls", EVENTS, ids=lambda cls: cls.__name__)
+def test_subjects_stay(cls: type[Event]) -> None:
+    tag = wire_name(cls)
+    prefix = "dead.ROLLOUTS" if tag == "dead.letter" else tag
+    subject = f"{prefix}.{PUBLISHED_TO[tag].replace('N', 'a%2Eb')}"
+    assert made(cls).subject() == subject
+    if cls in OPTIONAL:
+        (last,) = OPTIONAL[cls].values()
+        assert (
+            made(cls, **OPTIONAL[cls]).subject()
+            == f"{subject.removesuffix('.train')}.{last.replace('.', '%2E')}"
+        )
 
 
 OPTIONAL = {GroupScored: {"split": "val"}, CheckpointPublished: {"branch": "other.one"}}

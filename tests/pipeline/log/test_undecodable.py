@@ -75,7 +75,7 @@ async def test_reads_skip_it_and_make_one_dead_letter_of_it(nats_config: NatsCon
     # Another service, and the same one after a restart, find it again: one letter.
     for _ in range(2):
         async with Broker.connect(nats_config) as broker:
-            assert len(await broker.read_stream("ROLLOUTS")) == 1
+            assert len(await broker.read(ExchangeRecorded)) == 1
     async with Broker.connect(nats_config) as broker:
         letters = await buried(broker)
         assert [(x.stream, x.stream_seq, x.consumer, x.reason, x.payload) for x in letters] == [
@@ -109,7 +109,7 @@ async def test_hundreds_are_buried_many_at_a_time(nats_config: NatsConfig) -> No
             plain.__class__ = Counting
             broker = cast(Counting, plain)
             broker.now = broker.most = 0
-            assert await broker.read_stream("POLICY") == []
+            assert await broker.read(CheckpointPublished) == []
             assert 8 < broker.most <= 64
             assert [x.stream_seq for x in sorted(await buried(broker), key=lambda x: x.stream_seq)] == list(
                 range(1, 301)
@@ -156,13 +156,13 @@ def test_what_readers_take_is_an_event() -> None:
 async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await throw(broker, "policy.checkpoint.p.m.1")
-        await broker.read_stream("POLICY")
+        await broker.read(CheckpointPublished)
         (letter,) = await broker.read(DeadLettered)
         await dead.retry(broker, letter)
         assert await broker.read(DeadLettered) == []
         assert (await broker.stream_info("POLICY")).state.messages == 1
     async with Broker.connect(nats_config) as broker:
-        await broker.read_stream("POLICY")  # still there, and still unreadable
+        await broker.read(CheckpointPublished)  # still there, and still unreadable
         assert len(await broker.read(DeadLettered)) == 1
 
 

@@ -15,6 +15,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
+from tests.kits.log import read_stream
 from tests.rollout_gateway.access.test_api_keys import key_config
 from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
@@ -51,7 +52,7 @@ async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> No
     assert "agent-key" not in gateway.log.replace('"agent-key"', "")
     assert opened["api_key"] not in gateway.log
     async with Broker.connect(nats_config) as broker:
-        recorded = [r.event for r in await broker.read_stream("ROLLOUTS")]
+        recorded = [r.event for r in await read_stream(broker, "ROLLOUTS")]
         assert not any(opened["api_key"].encode() in repr(event).encode() for event in recorded)
 
 

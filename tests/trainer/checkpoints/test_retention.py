@@ -26,6 +26,7 @@ from pipeline.log.messages import Recorded
 from pipeline.security import users
 from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
+from tests.kits.log import read_stream
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, running, steps_reach
 from trainer import service
@@ -128,7 +129,7 @@ async def test_a_retired_version_that_is_needed_after_all_stays(
         assert await present(broker) == set(V[1:6])  # the time of grace runs
         await broker.publish(loaded(V[1]))
         await retention.look()
-        history = await broker.read_stream("POLICY")
+        history = await read_stream(broker, "POLICY")
         policies = Policies("p", ["tiny"])
         for recorded in history:
             policies.apply(recorded)
@@ -156,7 +157,7 @@ async def test_events_that_nothing_needs_go_with_age(
             await retention.look()
 
         async def left() -> list[Recorded]:
-            return await broker.read_stream("POLICY")
+            return await read_stream(broker, "POLICY")
 
         before = len(await left())
         assert await retention.trim(0) == 0

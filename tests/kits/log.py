@@ -1,0 +1,13 @@
+"""Reading the log in tests."""
+
+from __future__ import annotations
+
+from pipeline.events import AnyEvent
+from pipeline.log.history import Reader
+from pipeline.log.messages import Recorded
+
+
+async def read_stream(reader: Reader, stream: str) -> list[Recorded[AnyEvent]]:
+    """Every event of a stream, of any class, in order."""
+    found = [await reader.recorded(stream, message) async for message in reader.messages(stream)]
+    return [recorded for recorded in found if recorded is not None]
