@@ -4,7 +4,8 @@
 2. Within a package, no two modules import each other, directly or through others. Whatever two modules share lives in a third that
    imports neither. Imports under `TYPE_CHECKING` count: a reader has to follow them too. Imports inside functions do not count:
    they delay the loading of large libraries and end no cycle that a reader meets at the top of a file.
-3. A room (a package within a package) says in the docstring of its `__init__.py` what lives there, module by module.
+3. A room (a package within a package) with a row in `ROOMS` imports only the rooms of its package that the row names.
+4. A room says in the docstring of its `__init__.py` what lives there, module by module.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": {"pipeline"},
     "store": {"pipeline"},
     "journeyman": set(),
+}
+ROOMS = {
+    "rollout_gateway.http": set[str](),
+    "rollout_gateway.dialects": {"rollout_gateway.http"},
+    "rollout_gateway.access": {"rollout_gateway.http"},
 }
 WITHOUT_TABLES = {"pipeline", "rollout_gateway", "judge"}
 """Packages with a room whose `__init__.py` does not name its modules yet."""
@@ -109,6 +115,18 @@ def test_no_modules_import_each_other(package: str) -> None:
         pytest.fail(
             f"import cycle: {' -> '.join(error.args[1])}; move what the modules share into a third one"
         )
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
+    package = room.partition(".")[0]
+    allowed = tuple(f"{name}." for name in (room, *ROOMS[room]))
+    wrong = {
+        name: bad
+        for name, needed in dependencies(package).items()
+        if name.startswith(f"{room}.") and (bad := {n for n in needed if not f"{n}.".startswith(allowed)})
+    }
+    assert not wrong
 
 
 @pytest.mark.parametrize("package", marked(WITHOUT_TABLES))

@@ -1,9 +1,8 @@
-"""API keys: stored as hashes, each with a role, a scope, an expiry and a rate. `journeyman keys` makes and revokes them.
+"""API keys: stored as hashes, each with a role, a scope, an expiry and a rate. `journeyman keys` manages them.
 
-Runs belong to the name of the key that opened them. Keys of one name share their runs and their rate, so that a key can be replaced by
-another. Keys come from the settings and from a file that is read again when it changes. Without any key, everyone may call, and the
-gateway listens on the loopback interface only.
-"""
+Runs belong to the name of the key that opened them. Keys of one name share their runs and their rate, so that a key
+can be replaced by another. Keys come from the settings and from a file that is read again when it changes. Without
+any key, everyone may call, and the gateway listens on the loopback interface only."""
 
 from __future__ import annotations
 
@@ -105,7 +104,8 @@ FULL_ACCESS = Access(operator=True)
 
 @dataclass(eq=False)
 class _Account:
-    """What the keys of one name permit together: a rate for their calls, and the limits of their trajectories' tokens."""
+    """What the keys of one name permit together: a rate for their calls, and the limits of their trajectories'
+    tokens."""
 
     per_minute: int
     """0: no limit."""
@@ -158,8 +158,8 @@ class ApiKeys:
             self._use(())
         if not self.required and not is_loopback(config.host):
             raise ConfigError(
-                f"gateway.host is {config.host}, but without API keys the gateway listens on 127.0.0.1 only: make a key with "
-                "`journeyman keys add`"
+                f"gateway.host is {config.host}, but without API keys the gateway listens on 127.0.0.1 only: add "
+                "one with `journeyman keys add`"
             )
 
     # -- checking ------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ class ApiKeys:
     def charge(self, owner: str, model: str) -> None:
         """Count a call with a trajectory's token as a call of the key that opened the trajectory, named `owner`.
 
-        Raises a 401, 403 or 429 `ApiError` if that key has expired, may not use the model or has no call left. `owner` is empty if
-        the trajectory was opened without a key, which limits nothing."""
+        Raises a 401, 403 or 429 `ApiError` if that key has expired, may not use the model or has no call left.
+        `owner` is empty if the trajectory was opened without a key, which limits nothing."""
         if not owner or not self.required:
             return
         account = self._accounts.get(owner)
@@ -192,7 +192,8 @@ class ApiKeys:
     # -- the file ------------------------------------------------------------------------------------------------
 
     def reload(self) -> bool:
-        """Read the file again if it has changed. Returns whether it has. Raises `ConfigError` and keeps the keys if it is invalid."""
+        """Read the file again if it has changed. Returns whether it has. Raises `ConfigError` and keeps the keys if
+        it is invalid."""
         return self._apply(self._read_changed())
 
     def _read_changed(self) -> tuple[_FileVersion, tuple[KeyConfig, ...]] | None:

@@ -1,9 +1,9 @@
 """Make, list and revoke API keys: `journeyman keys`. A running gateway uses a change within two seconds.
 
-    journeyman keys add --name ci --model support --expires 30d     print the key to standard error and add its hash to the file
+    journeyman keys add --name ci --model support --expires 30d   print a key to standard error, add its hash to the file
     journeyman keys revoke --name ci
     journeyman keys list
-    journeyman keys make --name ci                                  print the settings instead, for a file of your own
+    journeyman keys make --name ci                                print settings instead, for a file of your own
 
 The file is `keys.toml` in the run directory (`gateway.keys_file`). It holds hashes only.
 """
@@ -117,8 +117,8 @@ def _expiry(text: str) -> str:
             end = datetime.fromisoformat(text)
     except (ValueError, OverflowError) as error:
         raise ConfigError(
-            f"--expires {text!r} is invalid: give minutes, hours, days or weeks from now (30m, 12h, 30d, 2w), or a date and time "
-            "in ISO 8601 (2030-01-31 or 2030-01-31T12:00:00+01:00; the default offset is UTC)"
+            f"--expires {text!r} is invalid: give minutes, hours, days or weeks from now (30m, 12h, 30d, 2w), or a "
+            "date and time in ISO 8601 (2030-01-31 or 2030-01-31T12:00:00+01:00; the default offset is UTC)"
         ) from error
     if (end if end.tzinfo else end.replace(tzinfo=UTC)) <= now:
         raise ConfigError(f"--expires {text!r} is in the past: give a later time")
@@ -133,7 +133,8 @@ def _table(key: KeyConfig) -> dict[str, object]:
 
 @contextmanager
 def _editing(path: Path) -> Iterator[list[KeyConfig]]:
-    """Give the keys of a file for editing, and write them afterwards. The file is locked against other commands meanwhile."""
+    """Give the keys of a file for editing, and write them afterwards. The file is locked against other commands
+    meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".lock").touch(0o600)
     with path.with_suffix(".lock").open("w") as lock:

@@ -28,7 +28,8 @@ class TrajectoryTokens:
         return hashlib.sha256(token.encode()).hexdigest()
 
     def verify(self, token: str) -> str | None:
-        """Return the id of the token's trajectory, or `None` if the token was not issued with this secret and project."""
+        """Return the id of the token's trajectory, or `None` if the token was not issued with this secret and
+        project."""
         name = token[len(self.prefix) :].partition(".")[0] if token.startswith(self.prefix) else ""
         try:
             trajectory = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()

@@ -1,8 +1,7 @@
 """Model calls and replies, whichever endpoint they came by. `endpoints` knows how the endpoints differ.
 
-Bodies are decoded one level deep only. `msgspec.Raw` keeps the rest as it came, so fields that the gateway does not know pass through
-unchanged and cost nothing.
-"""
+Bodies are decoded one level deep only. `msgspec.Raw` keeps the rest as it came, so fields that the gateway does not
+know pass through unchanged and cost nothing."""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ _P = TypeVar("_P", bound=RequestParams)
 class Echo:
     """The prompts of a completion with `echo`.
 
-    vLLM repeats no prompt in a reply with token ids, which the gateway always asks for. So the gateway puts the prompt before each
-    choice."""
+    vLLM repeats no prompt in a reply with token ids, which the gateway always asks for. So the gateway puts the
+    prompt before each choice."""
 
     prompts: list[str | list[int]]
     """One for each prompt of the request, as the client sent them."""
@@ -94,7 +93,8 @@ class SampledChoice:
     """The choice's own prompt, if choices have different ones. Otherwise `Answer.prompt_ids` holds."""
 
     def ended_without_call(self) -> bool:
-        """Whether the model itself ended the reply without a tool call. A tool call that was begun ends only when it is complete."""
+        """Whether the model itself ended the reply without a tool call. A tool call that was begun ends only when it
+        is complete."""
         if self.finish_reason != "stop" or not is_null(self.fields.get("stop_reason")):
             return False
         message = self.fields.get("message")
@@ -149,10 +149,12 @@ class Call:
         return digest.hexdigest()
 
     def forced(self, choice: SampledChoice) -> bytes:
-        """Return the mask of tokens that were sampled under a grammar, one byte for each token. Empty if there are none.
+        """Return the mask of tokens that were sampled under a grammar, one byte for each token. Empty if there are
+        none.
 
-        A reply does not tell which tokens the grammar left unchanged, and the logprobs of the others are those of the grammar's
-        distribution instead of the policy's. So all tokens count as forced (docs/decisions/0004-forced-tokens.md)."""
+        A reply does not tell which tokens the grammar left unchanged, and the logprobs of the others are those of the
+        grammar's distribution instead of the policy's. So all tokens count as forced
+        (docs/decisions/0004-forced-tokens.md)."""
         grammar = self._grammar()
         if not grammar or (grammar == "calls" and choice.ended_without_call()):
             return b""

@@ -1,8 +1,8 @@
 """The two endpoints of vLLM that return token ids, and how they differ.
 
-A dialect says what to add to a request, where the ids and logprobs of a reply are, and what to remove from it. `/v1/responses` and
-`/v1/messages` have no dialect: vLLM returns no ids there, so `translate` makes chat completions of them.
-"""
+A dialect says what to add to a request, where the ids and logprobs of a reply are, and what to remove from it.
+`/v1/responses` and `/v1/messages` have no dialect: vLLM returns no ids there, so `translate` makes chat completions
+of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Dialect:
         return is_null(piece) or bytes(piece or b"") in self.empty_pieces
 
     def upstream_body(self, call: Call, version: str, *, capture: bool) -> bytes:
-        """Return the body for the inference server, with the exact policy version. `capture` asks for token ids and logprobs."""
+        """Return the body for the inference server, with the exact policy version. `capture` asks for token ids and
+        logprobs."""
         fields = dict(call.fields)
         fields["model"] = Raw(_encode(version))
         if capture:

@@ -1,9 +1,9 @@
 """OpenAI's `/v1/responses` as chat completions.
 
-Nothing is stored for `previous_response_id` and `GET /v1/responses/<id>`. The id of a response holds the id of its chat completion,
-and the log holds the chat completions of a trajectory. So both work for calls that name their trajectory, on any replica, for as long
-as the log keeps the calls. `store` in a response says whether that is so. It is false if the client asked for that.
-"""
+Nothing is stored for `previous_response_id` and `GET /v1/responses/<id>`. The id of a response holds the id of its
+chat completion, and the log holds the chat completions of a trajectory. So both work for calls that name their
+trajectory, on any replica, for as long as the log keeps the calls. `store` in a response says whether that is so. It
+is false if the client asked for that."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class ResponsesTranslation:
 
     @property
     def previous(self) -> str:
-        """Id of the chat completion that the call continues. Empty if there is none. Raises a 400 `ApiError` for an invalid id."""
+        """Id of the chat completion that the call continues. Empty if there is none. Raises a 400 `ApiError` for an
+        invalid id."""
         name = self.request.previous_response_id
         completion = completion_of(name) if name else ""
         if name and not completion:

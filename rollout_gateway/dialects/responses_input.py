@@ -17,8 +17,8 @@ HOSTED = frozenset(
         "computer_use_preview", "local_shell", "shell", "apply_patch", "mcp", "tool_search", "computer",
     )
 )  # fmt: skip
-"""Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their schema to the model,
-so it leaves them out, as vLLM does."""
+"""Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their
+schema to the model, so it leaves them out, as vLLM does."""
 
 
 class ContentPart(msgspec.Struct):
@@ -161,7 +161,8 @@ def _invalid_choice(why: str) -> ApiError:
 
 
 def client_tools(chat: list[dict[str, Any]], names: dict[str, ToolName]) -> list[dict[str, Any]]:
-    """Convert the tools of a recorded chat completion request back to the client's. `names` is `Tools.renamed()` of its call."""
+    """Convert the tools of a recorded chat completion request back to the client's. `names` is `Tools.renamed()` of
+    its call."""
     found: list[dict[str, Any]] = []
     namespaces: dict[str, dict[str, Any]] = {}
     for entry in chat:

@@ -137,7 +137,8 @@ class ResponseWriter:
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
 
     def _close_item(self, *, cut: bool = False) -> bytes:
-        """Complete the item that is being written. `cut` says that the token limit ended it: no event says that it is done."""
+        """Complete the item that is being written. `cut` says that the token limit ended it: no event says that it is
+        done."""
         if not self._writing:
             return b""
         item = self._items[-1]

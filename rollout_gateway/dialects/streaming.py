@@ -1,13 +1,12 @@
 """A streamed reply: cleaned for the client as it passes, and assembled for the log.
 
-The chunk with the last finish reason and all chunks after it are held back until the exchange is on the log. So a client that acts on
-the end of a reply can rely on its record.
+The chunk with the last finish reason and all chunks after it are held back until the exchange is on the log. So a
+client that acts on the end of a reply can rely on its record.
 
-Nearly every chunk of a chat completion holds one more token's text and has the same shape. A pattern matches such a chunk as a whole.
-The gateway's own fields are cut out, and the values are kept as JSON and decoded together at the end. Any other chunk is decoded
-(`_decode`). Both ways lead to the same record. If each HTTP chunk holds exactly one such event, the event is taken together with its
-HTTP framing (`cut`), and neither side's HTTP has to parse it.
-"""
+Nearly every chunk of a chat completion holds one more token's text and has the same shape. A pattern matches such a
+chunk as a whole. The gateway's own fields are cut out, and the values are kept as JSON and decoded together at the
+end. Any other chunk is decoded (`_decode`). Both ways lead to the same record. If each HTTP chunk holds exactly one
+such event, the event is taken together with its HTTP framing (`cut`), and neither side's HTTP has to parse it."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ _EVENT = (
     rb',"finish_reason":null,"token_ids":\[(\d+)\]\}\]\}'
 )
 _PIECE = re.compile(_EVENT, re.DOTALL)
-"""A chunk with one token of the only choice, in vLLM's order of fields. Groups: all up to the logprobs, the content, the logprob, the
-token id."""
+"""A chunk with one token of the only choice, in vLLM's order of fields. Groups: all up to the logprobs, the content,
+the logprob, the token id."""
 _FRAMED = re.compile(rb"([0-9a-f]{1,8})\r\n" + _EVENT + rb"\n\n\r\n", re.DOTALL)
 """The same as a chunk in HTTP's chunked coding. Groups: its size, then as in `_PIECE`."""
 _TAIL = b'null,"finish_reason":null}]}\n\n'
@@ -114,7 +113,8 @@ class StreamCapture:
         return b"".join(self._held)
 
     def take(self, data: bytes) -> bytes:
-        """Read what arrived. Returns what the client gets of it now. Raises `msgspec.DecodeError` for an invalid chunk."""
+        """Read what arrived. Returns what the client gets of it now. Raises `msgspec.DecodeError` for an invalid
+        chunk."""
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
         out: list[bytes] = []
@@ -131,7 +131,8 @@ class StreamCapture:
     def cut(self, data: bytes) -> tuple[int, bytes]:
         """Read the events of the usual shape at the start of `data`, which begins with a chunk in chunked coding.
 
-        Returns how many bytes they take, and what the client gets of them, in chunked coding too. The rest is for `take`."""
+        Returns how many bytes they take, and what the client gets of them, in chunked coding too. The rest is for
+        `take`."""
         if not self._plain or not self._top or self._finished or self._buffer:
             return 0, b""
         out: list[bytes] = []

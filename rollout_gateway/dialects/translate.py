@@ -1,7 +1,7 @@
 """What the translations of other APIs share.
 
-vLLM serves these APIs too, but returns no token ids there. Translated into chat completions, their calls are captured like any other.
-"""
+vLLM serves these APIs too, but returns no token ids there. Translated into chat completions, their calls are captured
+like any other."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
 
 
 def read_body(body: bytes, kind: type[_T]) -> _T:
-    """Decode `body` as `kind`. Raises a 400 `ApiError` that says what is wrong, and names the field in `param` if one is."""
+    """Decode `body` as `kind`. Raises a 400 `ApiError` that says what is wrong, and names the field in `param` if one
+    is."""
     try:
         body.decode()  # also what `msgspec.Raw` skips has to be valid UTF-8
         return msgspec.json.decode(body, type=kind)

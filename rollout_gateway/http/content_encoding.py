@@ -17,8 +17,8 @@ _WINDOW_BITS = {b"gzip": (31,), b"x-gzip": (31,), b"deflate": (15, -15)}
 async def decode_body(body: bytes, encoding: bytes, limit: int) -> bytes:
     """Decompress `body`. `encoding` is the value of its `Content-Encoding` header.
 
-    Raises a 415 `ApiError` for an unsupported encoding, a 413 one if the result is larger than `limit` bytes, and a 400 one if the
-    body does not have that encoding."""
+    Raises a 415 `ApiError` for an unsupported encoding, a 413 one if the result is larger than `limit` bytes, and a
+    400 one if the body does not have that encoding."""
     name = encoding.strip().lower()
     if name in (b"", b"identity"):
         return body

@@ -1,8 +1,7 @@
 """Whether a client that ended its side of a connection still waits for its answer (docs/decisions/0008).
 
-A client that half-closed and one that left look the same: both sent a FIN. They differ once something is sent to them: a client that
-left answers with a reset.
-"""
+A client that half-closed and one that left look the same: both sent a FIN. They differ once something is sent to
+them: a client that left answers with a reset."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2))
 
 
 def watch(transport: asyncio.Transport, may_send: Callable[[], bool]) -> None:
-    """Abort a half-closed connection once its client turns out to have left. `may_send` says whether an interim response may be
-    sent, which is so before the answer of an HTTP/1.1 request has begun."""
+    """Abort a half-closed connection once its client turns out to have left. `may_send` says whether an interim
+    response may be sent, which is so before the answer of an HTTP/1.1 request has begun."""
     loop = asyncio.get_running_loop()
     peer: socket.socket = transport.get_extra_info("socket")
     # Where nothing may be sent (between two events of a stream, or in HTTP/1.0), TCP's keep-alive finds out.

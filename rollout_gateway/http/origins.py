@@ -1,9 +1,8 @@
 """Checks of `Host`, `Origin` and the headers of proxies.
 
-A web page can make a browser send requests to a gateway on the loopback interface, and the page's owner can make a host name point
-there. So `Host` has to hold one of the gateway's names, and requests of other web pages are refused unless the settings name their
-origin.
-"""
+A web page can make a browser send requests to a gateway on the loopback interface, and the page's owner can make a
+host name point there. So `Host` has to hold one of the gateway's names, and requests of other web pages are refused
+unless the settings name their origin."""
 
 from __future__ import annotations
 
@@ -57,10 +56,11 @@ class OriginPolicy:
         self._known: set[bytes] = set()
 
     def check(self, request: Request) -> bool:
-        """Check the headers. Returns whether this is a CORS preflight, which needs no key and is answered without a body.
+        """Check the headers. Returns whether this is a CORS preflight, which needs no key and is answered without a
+        body.
 
-        Raises a 400 `ApiError` for an invalid `Host`, a 421 one for a `Host` that is not the gateway's, and a 403 one for a request of
-        a web page that may not call."""
+        Raises a 400 `ApiError` for an invalid `Host`, a 421 one for a `Host` that is not the gateway's, and a 403 one
+        for a request of a web page that may not call."""
         headers = request.headers
         host = headers.get(b"host")
         if host is not None and host not in self._known:
@@ -78,7 +78,7 @@ class OriginPolicy:
         if not _is_authority(authority):
             raise ApiError(
                 400,
-                f"The Host {authority[:200]!r} is invalid: send a name or an address, with or without a port from 1 to 65535.",
+                f"The Host {authority[:200]!r} is invalid: send a name or address, and a port from 1 to 65535 or none.",
                 code="invalid_host",
             )
         name = _name_of(authority)
@@ -116,7 +116,8 @@ class OriginPolicy:
     # -- URLs ------------------------------------------------------------------------------------------------------
 
     def base_url(self, request: Request) -> str:
-        """Return scheme and authority of the URL by which the client reached this gateway, as far as its headers say."""
+        """Return scheme and authority of the URL by which the client reached this gateway, as far as its headers
+        say."""
         if self._public:
             return self._public
         scheme, host = "http", request.headers.get(b"host", b"").decode("latin-1") or request.server
@@ -134,7 +135,8 @@ class OriginPolicy:
 
 
 def _forwarded(request: Request) -> dict[str, str]:
-    """Return `proto` and `host` as the first proxy saw them, from `Forwarded` (RFC 7239) or else the `X-Forwarded-` headers."""
+    """Return `proto` and `host` as the first proxy saw them, from `Forwarded` (RFC 7239) or else the `X-Forwarded-`
+    headers."""
     headers = request.headers
     if b"forwarded" in headers:
         first = headers[b"forwarded"].decode("latin-1").partition(",")[0]
@@ -160,8 +162,8 @@ def _name_of(authority: str) -> str:
 
 
 def _is_authority(text: str) -> bool:
-    """Whether `text` is `name` or `name:port`, where the name may be an address. Anything else could change the URL that it is put
-    into."""
+    """Whether `text` is `name` or `name:port`, where the name may be an address. Anything else could change the URL
+    that it is put into."""
     found = _AUTHORITY.fullmatch(text)
     if found is None or (found[2] is not None and not 1 <= int(found[2]) <= 65535):
         return False

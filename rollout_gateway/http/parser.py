@@ -1,8 +1,8 @@
 """From a connection's bytes to requests (docs/decisions/0008).
 
-Only the framing headers decide where a body ends. An `Upgrade` is ignored, so nothing inside a body can become a request. `CONNECT` is
-refused. Trailers are read, counted and dropped. A request that two programs could read in two ways is refused.
-"""
+Only the framing headers decide where a body ends. An `Upgrade` is ignored, so nothing inside a body can become a
+request. `CONNECT` is refused. Trailers are read, counted and dropped. A request that two programs could read in two
+ways is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rollout_gateway.http.request import Request
 _HEAD_LIMIT = 65536
 """Bytes of a request's head, and of trailers or chunk extensions before the next byte of a body."""
 _SMALL_PARTS = 64
-"""Parts of a body that are kept as separate objects. Further ones are joined: small objects take far more than their bytes."""
+"""Parts of a body that are kept as separate objects. Further ones are joined: small objects take far more than their
+bytes."""
 _UNIQUE = frozenset(
     (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
      b"x-journeyman-trajectory", b"x-journeyman-group", b"x-journeyman-attempt")
@@ -44,7 +45,8 @@ class Receiver(Protocol):
 
 
 class RequestParser:
-    """Parses the requests of one connection, one after another. The methods that begin with `on_` are called by httptools."""
+    """Parses the requests of one connection, one after another. The methods that begin with `on_` are called by
+    httptools."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -94,8 +96,8 @@ class RequestParser:
             self._reject(431, message, "trailers_too_large")
 
     def _resume(self, data: bytes) -> bool:
-        """Go on after an `Upgrade` header, behind which httptools parses nothing. A fresh parser is given only the framing headers,
-        so it reads the body as a body. Returns whether there is `data` to feed it."""
+        """Go on after an `Upgrade` header, behind which httptools parses nothing. A fresh parser is given only the
+        framing headers, so it reads the body as a body. Returns whether there is `data` to feed it."""
         request = self.request
         assert request is not None
         self._upgrading, self._resuming = False, True

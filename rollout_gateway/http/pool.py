@@ -19,7 +19,8 @@ _OTHER_FILES = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for clients. docs/configuration.md describes the settings of the same names. Sizes are in bytes, times in seconds."""
+    """Limits for clients. docs/configuration.md describes the settings of the same names. Sizes are in bytes, times
+    in seconds."""
 
     max_body: int = _DEFAULTS.http.max_body_bytes
     max_buffered: int = _DEFAULTS.http.max_buffered_bytes
@@ -33,12 +34,12 @@ class Limits:
     def from_config(cls, config: GatewayConfig) -> Limits:
         """Read the settings, and raise the process's limit of open files to its hard limit.
 
-        `max_connections` is lowered where the process cannot open enough files: a client's connection may need another one to an
-        inference server. Raises `ConfigError` if one body may be larger than all bodies together."""
+        `max_connections` is lowered where the process cannot open enough files: a client's connection may need
+        another one to an inference server. Raises `ConfigError` if one body may be larger than all bodies together."""
         if config.http.max_buffered_bytes < config.http.max_body_bytes:
             raise ConfigError(
-                f"gateway.http.max_buffered_bytes ({config.http.max_buffered_bytes}) is less than gateway.http.max_body_bytes "
-                f"({config.http.max_body_bytes}): raise the first or lower the second"
+                f"gateway.http.max_buffered_bytes ({config.http.max_buffered_bytes}) is less than "
+                f"gateway.http.max_body_bytes ({config.http.max_body_bytes}): raise the first or lower the second"
             )
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
@@ -91,8 +92,8 @@ class ConnectionPool(Generic[_C]):
         """Connections with an incomplete request, oldest first."""
 
     def add(self, connection: _C) -> bool:
-        """Add a new connection. At the limit, close the longest idle connection for it, or else the one that has been reading a
-        request longest. Returns false if all connections are being answered."""
+        """Add a new connection. At the limit, close the longest idle connection for it, or else the one that has been
+        reading a request longest. Returns false if all connections are being answered."""
         if len(self.connections) >= self.limits.max_connections:
             oldest = next(iter(self._idle), None) or next(iter(self._reading), None)
             if oldest is None:

@@ -3,12 +3,11 @@
 It is written on asyncio and httptools. A general server and its interface cost as much per call as capture does
 (docs/decisions/0006). TLS and HTTP/2 are left to a reverse proxy.
 
-One connection answers one request at a time. What a client sends ahead waits. When a client goes away, `Request.gone` is set and
-`Request.cancellation` is cancelled. The handler itself runs on, since it may have something to record.
+One connection answers one request at a time. What a client sends ahead waits. When a client goes away, `Request.gone`
+is set and `Request.cancellation` is cancelled. The handler itself runs on, since it may have something to record.
 
-`admit` is called for every request when its head is complete and before its body is read. The handler gets refused requests too, with
-`Request.refusal`, and answers them in the format of its API.
-"""
+`admit` is called for every request when its head is complete and before its body is read. The handler gets refused
+requests too, with `Request.refusal`, and answers them in the format of its API."""
 
 from __future__ import annotations
 
@@ -80,9 +79,9 @@ async def run_server(
 ) -> AsyncIterator[ConnectionPool[Connection]]:
     """Answer requests on `listener` with `handler` while the block runs.
 
-    When the block is left, running handlers have `grace_s` seconds to end. Then `cut_off` is called, which has to end them.
-    Meanwhile new requests still reach the handler. A body larger than `limits.max_body` is not read: `Request.too_large` is set.
-    Yields the server's connections."""
+    When the block is left, running handlers have `grace_s` seconds to end. Then `cut_off` is called, which has to end
+    them. Meanwhile new requests still reach the handler. A body larger than `limits.max_body` is not read:
+    `Request.too_large` is set. Yields the server's connections."""
     loop = asyncio.get_running_loop()
     pool: ConnectionPool[Connection] = ConnectionPool(limits)
     server = await loop.create_server(lambda: Connection(pool, handler, admit), sock=listener, backlog=4096)

@@ -1,9 +1,8 @@
 """A pooled HTTP/1.1 client for inference servers, on asyncio and httptools.
 
-General clients cost more per request than the rest of the gateway together (docs/decisions/0006). The server may close a pooled
-connection just as a request goes out on it. If that happens before any byte of a reply came back, the request is sent again on a new
-connection.
-"""
+General clients cost more per request than the rest of the gateway together (docs/decisions/0006). The server may
+close a pooled connection just as a request goes out on it. If that happens before any byte of a reply came back, the
+request is sent again on a new connection."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ class UpstreamReply:
             self.close()
 
     async def pipe(self, sink: Sink, cutter: Cutter | None = None) -> None:
-        """Give the body to `sink` as it arrives, until its end. Raises `UpstreamError`, and what `sink` or `cutter` raises.
+        """Give the body to `sink` as it arrives, until its end. Raises `UpstreamError`, and what `sink` or `cutter`
+        raises.
 
         `cutter` is asked first wherever a chunk begins, and `sink` is given the rest."""
         connection = self._connection
@@ -126,8 +126,9 @@ class Upstream:
     ) -> UpstreamReply:
         """Send a request and wait for the head of its reply, which has to be complete within `timeout_s`.
 
-        `headers` are further ones, each ended by CRLF. Where the caller is cancelled, the exchange is broken off, which tells the
-        server to stop. Raises `UpstreamError`. Unless it is `answered`, the request may be sent again."""
+        `headers` are further ones, each ended by CRLF. Where the caller is cancelled, the exchange is broken off,
+        which tells the server to stop. Raises `UpstreamError`. Unless it is `answered`, the request may be sent
+        again."""
         data = self._head(method, path, len(body), headers) + body
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)

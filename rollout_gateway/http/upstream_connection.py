@@ -11,7 +11,8 @@ import httptools
 
 Sink = Callable[[bytes], None]
 Cutter = Callable[[bytes], int]
-"""Is given bytes that begin with a chunk in chunked coding. Returns how many bytes it took, which have to be whole chunks."""
+"""Is given bytes that begin with a chunk in chunked coding. Returns how many bytes it took, which have to be whole
+chunks."""
 
 
 class UpstreamError(Exception):
