@@ -1,9 +1,9 @@
 """Make, list and revoke API keys: `journeyman keys`. A running gateway uses a change within two seconds.
 
-    journeyman keys add --name ci --model support --expires 30d   print a key to standard error, add its hash to the file
+    journeyman keys add --name ci --model support --expires 30d  print a key to standard error, add its hash to a file
     journeyman keys revoke --name ci
     journeyman keys list
-    journeyman keys make --name ci                                print settings instead, for a file of your own
+    journeyman keys make --name ci                               print settings instead, for a file of your own
 
 The file is `keys.toml` in the run directory (`gateway.keys_file`). It holds hashes only.
 """

@@ -44,7 +44,7 @@ def invalid_json(detail: str) -> ApiError:
 def body_too_large() -> ApiError:
     return ApiError(
         413,
-        "The body is larger than gateway.http.max_body_bytes, or gateway.http.max_control_body_bytes for the control API.",
+        "The body is larger than gateway.http.max_body_bytes (control API: gateway.http.max_control_body_bytes).",
         code="body_too_large",
     )
 

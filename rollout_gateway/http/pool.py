@@ -53,8 +53,8 @@ class Limits:
             )
             most = possible
         return cls(
-            config.http.max_body_bytes, config.http.max_buffered_bytes, most, config.http.head_timeout_s, config.http.body_timeout_s,
-            config.http.idle_timeout_s, config.http.write_timeout_s,
+            config.http.max_body_bytes, config.http.max_buffered_bytes, most, config.http.head_timeout_s,
+            config.http.body_timeout_s, config.http.idle_timeout_s, config.http.write_timeout_s,
         )  # fmt: skip
 
 
