@@ -36,7 +36,7 @@ from pipeline.events import GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.attacks import ATTACKS
-from tests.judge.helpers import Model, completed, exchange, ruler, transcript
+from tests.judge.kit import Model, completed, exchange, ruler, transcript
 from tests.kits.scoring_server import Scorer
 
 MEMBERS = 8

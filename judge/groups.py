@@ -1,9 +1,9 @@
-"""Group assembly: which completed trajectories are compared with each other, and when a group is complete.
+"""Assembles groups: which completed trajectories are compared with each other, and when a group is complete.
 
-Plain bookkeeping without I/O. A group is the trajectories of one project, model, group id and split. It closes when as
-many trajectories as were announced have completed (those without a result count, so that a failed one does not wedge
-the group), or when its time is up. Time is the log's: while a backlog is being read, the newest event read says how
-late it is, so a judge that was down for an hour does not take the whole backlog for stragglers.
+Bookkeeping without I/O. A group is the trajectories of one project, model, group id and split. It closes when as many
+trajectories have completed as were announced, or when its time is up. Trajectories without a result count, so that a
+failed one does not keep its group open. Time is that of the log: while a backlog is read, the newest event read is
+the present, so that a judge which was down for an hour does not treat the whole backlog as late.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from pipeline.names import InvalidNameError, check_name
 from pipeline.streams import consumer
 
 REDELIVERY_S = consumer("judge").ack_wait_s + 2.0
-"""A group opened by one member waits at least this long for those that a dead judge held."""
-_REMEMBERED = 20_000
+"""A group stays open at least this long, so that trajectories delivered to a judge that died can be delivered again."""
+_MAX_CLOSED = 20_000
+"""Closed groups that are remembered."""
 
 
 class GroupKey(NamedTuple):
-    """What makes a group one group."""
+    """The identity of a group."""
 
     project: str
     model: str
@@ -37,7 +38,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(eq=False)
 class Arrival:
-    """A completed trajectory and the deliveries that hold it (more than one after a redelivery)."""
+    """A completed trajectory and its deliveries (several after a redelivery)."""
 
     event: TrajectoryCompleted
     seq: int
@@ -56,7 +57,7 @@ class Group:
 
     @property
     def members(self) -> list[Arrival]:
-        """In the order in which the log holds them."""
+        """In the order of the log."""
         return sorted(self.arrivals.values(), key=lambda a: a.seq)
 
     @property
@@ -64,17 +65,16 @@ class Group:
         return [d for a in self.arrivals.values() for d in a.deliveries]
 
 
-class Closed(NamedTuple):
-    """What became of a delivery whose group is closed already."""
+class AfterClosing(NamedTuple):
+    """A delivery for a group whose event is on the log, or being made."""
 
-    delivery: Delivery
-    key: GroupKey
     late: bool
-    """False: the group's event holds it, so it only has to be acknowledged."""
+    """The group's event does not hold the trajectory. If it does, the delivery only has to be acknowledged."""
 
 
 def key_of(event: TrajectoryCompleted) -> GroupKey:
-    """A trajectory without a group is a group of its own; a group id that can't be part of a subject goes by its hash."""
+    """Return the group of a trajectory. Without a group id it is a group of its own; an id that no subject can hold
+    is hashed."""
     group = event.group or event.trajectory
     try:
         check_name(group)
@@ -83,8 +83,8 @@ def key_of(event: TrajectoryCompleted) -> GroupKey:
     return GroupKey(event.project, event.model, group, event.split)
 
 
-class Assembler:
-    """Open groups, those being scored, and whose turn it was already."""
+class GroupAssembler:
+    """The groups that are open, those being scored, and those that are closed."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
@@ -93,59 +93,57 @@ class Assembler:
         self._closed: OrderedDict[GroupKey, frozenset[str]] = OrderedDict()
 
     def knows(self, key: GroupKey) -> bool:
-        """Whether the log has to be asked if the group was scored in an earlier life."""
+        """Return whether the group's state is known here. If not, the log says whether an earlier process scored it."""
         return key in self._open or key in self._closing or key in self._closed
 
-    def remember(self, key: GroupKey, trajectories: Iterable[str]) -> None:
-        """The group is on the log with these members."""
+    def mark_closed(self, key: GroupKey, trajectories: Iterable[str]) -> None:
+        """Remember that events on the log hold these trajectories of the group."""
         self._closed[key] = self._closed.pop(key, frozenset()) | frozenset(trajectories)
-        if len(self._closed) > _REMEMBERED:
+        if len(self._closed) > _MAX_CLOSED:
             self._closed.popitem(last=False)
 
-    def add(self, delivery: Delivery, event: TrajectoryCompleted, now: float) -> Group | Closed | None:
-        """A group that this trajectory completes, or what to do with one whose group is closed; else none."""
+    def add(self, delivery: Delivery, event: TrajectoryCompleted, now: float) -> Group | AfterClosing | None:
+        """Add a trajectory. Return the group if this completes it, `AfterClosing` if it is closed, `None` if it stays
+        open."""
         key = key_of(event)
-        if (closing := self._closing.get(key)) is not None:
-            if (arrival := closing.arrivals.get(event.trajectory)) is None:
-                return Closed(delivery, key, late=True)
-            arrival.deliveries.append(delivery)
-            return None
-        if (held := self._closed.get(key)) is not None:
-            return Closed(delivery, key, late=event.trajectory not in held)
-        group = self._open.get(key)
+        closing, closed = self._closing.get(key), self._closed.get(key)
+        if closing is None and closed is not None:
+            return AfterClosing(late=event.trajectory not in closed)
+        if closing is not None and event.trajectory not in closing.arrivals:
+            return AfterClosing(late=True)
+        group = closing or self._open.get(key)
         if group is None:
-            deadline = max(
-                event.at / 1e6 + self._config.timeout_s, now + min(REDELIVERY_S, self._config.timeout_s)
-            )
-            group = self._open[key] = Group(key, deadline)
+            soonest = now + min(REDELIVERY_S, self._config.timeout_s)
+            group = Group(key, max(event.at / 1e6 + self._config.timeout_s, soonest))
+            self._open[key] = group
         if (arrival := group.arrivals.get(event.trajectory)) is not None:
             arrival.deliveries.append(delivery)
             return None
         group.arrivals[event.trajectory] = Arrival(event, delivery.seq, [delivery])
-        wanted = max(a.event.group_size for a in group.arrivals.values()) or self._config.group_size
-        if not event.group:
-            wanted = 1
+        announced = max(a.event.group_size for a in group.arrivals.values())
+        wanted = (announced or self._config.group_size) if event.group else 1
         return self._close(group) if len(group.arrivals) >= wanted else None
 
-    def due(self, now: float) -> list[Group]:
-        """Groups whose time was up at `now` (unix seconds, by the log's time)."""
-        late = [g for g in self._open.values() if g.deadline <= now]
-        for group in late:
+    def close_due(self, now: float) -> list[Group]:
+        """Close and return the groups whose time is up at `now` (Unix seconds, by the log's time)."""
+        due = [g for g in self._open.values() if g.deadline <= now]
+        for group in due:
             group.closed_by = "timeout"
             self._close(group)
-        return late
+        return due
 
     def next_deadline(self) -> float:
+        """Return the earliest deadline of an open group in Unix seconds, or infinity."""
         return min((g.deadline for g in self._open.values()), default=math.inf)
 
-    def finished(self, group: Group, held: Iterable[str]) -> None:
-        """The group's event is acknowledged; it holds the trajectories `held`."""
+    def finish(self, group: Group, trajectories: Iterable[str]) -> None:
+        """The log has acknowledged the group's event; events on the log hold these trajectories."""
         self._closing.pop(group.key, None)
-        self.remember(group.key, held)
+        self.mark_closed(group.key, trajectories)
 
     @property
     def scoring(self) -> int:
-        """How many groups are closed and not yet on the log."""
+        """The number of groups that are closed and not yet on the log."""
         return len(self._closing)
 
     def _close(self, group: Group) -> Group:

@@ -1,22 +1,24 @@
-"""Whether the judge can still be trusted: what it measured of itself, and its agreement with groups of known rewards.
+"""Measures whether the judge can still be trusted, among other things by judging groups with known rewards again and
+again.
 
-A judge that drifts trains the policy towards its own error, and its scores rise while it does. So a set of anchor
-groups with known rewards is judged again and again; a Kendall tau below the bound is an alarm. Everything stands in
-`judge.json` in the run directory, for whoever watches the run, and goes to the log as `group.measured`, so that it can be
-asked for with SQL beside what was trained meanwhile.
+A judge that drifts trains the policy towards its own error, and the rewards rise while it does. The anchors are
+groups with known rewards; a Kendall tau below `judge.anchors.min_tau` is an alarm. All measurements are in
+`judge.json` in the run directory, and on the log as `group.measured`, where SQL can compare them with what was
+trained meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
-from judge.commands.labelled import LabelledGroup, agreement
+from judge.labelled import LabelledGroup, measure_agreement
 from judge.ruler.ruler import JudgingError, LlmRuler
 from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured, now_us
@@ -24,17 +26,16 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.monitor")
 
-_EVERY_S = 5.0
-_SAY_S = 60.0
-"""Least time between two events about the same judge's groups."""
-_KEPT = 200
-
+_WRITE_S = 5.0
+_PUBLISH_S = 60.0
+"""Least time between two events about the groups of one ruler."""
+_MAX_ANCHOR_RUNS = 200
 
 Publish = Callable[[JudgeMeasured], Awaitable[object]]
 
 
-class Watch:
-    """Writes `judge.json` and judges the anchors."""
+class JudgeMonitor:
+    """Writes `judge.json`, publishes `group.measured`, and judges the anchors."""
 
     def __init__(
         self,
@@ -47,45 +48,46 @@ class Watch:
         project: str = "",
         judge: str = "",
     ) -> None:
-        """`judge` is the judge configuration's hash."""
-        self._publish, self._project, self._judge = publish, project, judge
-        self._said: dict[str, tuple[int, float]] = {}
+        """`rulers` by the name of their reward (`""` for the default one); `judge` is the judge configuration's
+        hash."""
         self._config, self._path, self._rulers, self._anchors = config, path, rulers, anchors
+        self._publish, self._project, self._judge = publish, project, judge
+        self._published: dict[str, tuple[int, float]] = {}
+        """By ruler: the number of groups in its last event, and when that was."""
         self.anchor_runs: list[dict[str, Any]] = []
 
     async def run(self) -> None:
-        """For as long as the service lives."""
+        """Measure until cancelled."""
         async with anyio.create_task_group() as tg:
             if self._anchors and self._rulers:
                 tg.start_soon(self._judge_anchors)
             try:
                 while True:
                     self.write()
-                    await self.say(_SAY_S)
-                    await anyio.sleep(_EVERY_S)
+                    await self.publish(_PUBLISH_S)
+                    await anyio.sleep(_WRITE_S)
             finally:
                 with anyio.move_on_after(2, shield=True):
-                    await self.say()
+                    await self.publish()
 
-    async def say(self, every_s: float = 0.0) -> None:
-        """Publish what each ruler measured, where there is something new since the last time, `every_s` ago or more."""
+    async def publish(self, interval_s: float = 0.0) -> None:
+        """Publish each ruler's statistics if it judged groups since its last event, `interval_s` ago or longer."""
         for name, ruler in self._rulers.items():
-            groups, at = self._said.get(name, (0, -every_s))
-            if ruler.measured.groups == groups or time.monotonic() - at < every_s:
+            found = ruler.statistics
+            groups, at = self._published.get(name, (0, -interval_s))
+            if found.groups == groups or time.monotonic() - at < interval_s:
                 continue
-            self._said[name] = (ruler.measured.groups, time.monotonic())
-            found = ruler.measured
+            self._published[name] = (found.groups, time.monotonic())
             await self._publish(
                 JudgeMeasured(
-                    **self._about(name, ruler), kind="groups", groups=found.groups, failed=found.failed_judgings,
-                    calls=found.calls, asked_again=found.asked_again, prompt_tokens=found.prompt_tokens,
-                    completion_tokens=found.completion_tokens, cost_usd=found.cost_usd,
+                    **self._identity(name, ruler), **asdict(found.usage), kind="groups", groups=found.groups,
+                    failed=found.failed_judgings, asked_again=found.asked_again,
                     self_agreement=found.self_agreement if found.agreement_groups else None,
-                    position_bias=found.bias.first_place() if found.agreement_groups else None,
+                    position_bias=found.bias.first_position() if found.agreement_groups else None,
                 )
             )  # fmt: skip
 
-    def _about(self, name: str, ruler: LlmRuler) -> dict[str, Any]:
+    def _identity(self, name: str, ruler: LlmRuler) -> dict[str, Any]:
         return {
             "project": self._project,
             "judge": self._judge,
@@ -96,19 +98,20 @@ class Watch:
         }
 
     def write(self) -> None:
-        """Replace the file by the present state, whole or not at all."""
+        """Replace `judge.json` atomically."""
+        rulers = {
+            name or "default": {
+                "rubric": ruler.rubric.name,
+                "rubric_hash": ruler.rubric.hash,
+                **ruler.statistics.as_dict(),
+            }
+            for name, ruler in self._rulers.items()
+        }
         state = {
             "at": now_us(),
             "model": self._config.model,
             "alarm": bool(self.anchor_runs and self.anchor_runs[-1]["alarm"]),
-            "rulers": {
-                name or "default": {
-                    "rubric": ruler.rubric.name,
-                    "rubric_hash": ruler.rubric.hash,
-                    **ruler.measured.as_dict(),
-                }
-                for name, ruler in self._rulers.items()
-            },
+            "rulers": rulers,
             "anchors": self.anchor_runs,
         }
         temporary = self._path.with_suffix(".json.tmp")
@@ -119,43 +122,29 @@ class Watch:
     async def _judge_anchors(self) -> None:
         while True:
             for name, ruler in self._rulers.items():
-                await self.check(name, ruler)
+                await self.check_anchors(name, ruler)
             self.write()
             await anyio.sleep(self._config.anchors.every_s)
 
-    async def check(self, name: str, ruler: LlmRuler) -> None:
-        """Judge the anchors once and raise the alarm where agreement is lost."""
+    async def check_anchors(self, name: str, ruler: LlmRuler) -> None:
+        """Judge the anchors once, publish the agreement, and raise the alarm if it is too low or nothing could be
+        judged."""
         pairs = []
-        failed = 0
         for group in self._anchors:
             try:
-                scores, _ = await ruler.judge(group.transcripts, measure=False)
-            except JudgingError as error:
-                failed += 1
-                log.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
-            else:
+                scores, _ = await ruler.judge(group.transcripts, count=False)
                 pairs.append((group.rewards, scores))
-        found = agreement(pairs)
+            except JudgingError as error:
+                log.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
+        failed = len(self._anchors) - len(pairs)
+        found = measure_agreement(pairs)
         alarm = not pairs or found.kendall_tau < self._config.anchors.min_tau
-        self.anchor_runs.append(
-            {
-                "at": now_us(),
-                "ruler": name or "default",
-                "kendall_tau": found.kendall_tau,
-                "pairwise_accuracy": found.pairwise_accuracy,
-                "sign_flips": found.sign_flips,
-                "groups": len(pairs),
-                "failed": failed,
-                "alarm": alarm,
-            }
-        )
-        del self.anchor_runs[:-_KEPT]
-        await self._publish(
-            JudgeMeasured(
-                **self._about(name, ruler), kind="anchors", groups=len(pairs), failed=failed, alarm=alarm,
-                kendall_tau=found.kendall_tau if pairs else None, sign_flips=found.sign_flips if pairs else None,
-                pairwise_accuracy=found.pairwise_accuracy if pairs else None,
-            )
-        )  # fmt: skip
-        say = log.error if alarm else log.info
-        say("judge drifts" if alarm else "anchors judged", ruler=name or "default", kendall_tau=found.kendall_tau, failed=failed)  # fmt: skip
+        measured = {**asdict(found), "failed": failed, "alarm": alarm}
+        self.anchor_runs.append({"at": now_us(), "ruler": name or "default", **measured})
+        del self.anchor_runs[:-_MAX_ANCHOR_RUNS]
+        if not pairs:
+            measured |= {"kendall_tau": None, "sign_flips": None, "pairwise_accuracy": None}
+        await self._publish(JudgeMeasured(**self._identity(name, ruler), **measured, kind="anchors"))
+        write = log.error if alarm else log.info
+        message = "judge disagrees with the anchors" if alarm else "judge agrees with the anchors"
+        write(message, ruler=name or "default", kendall_tau=found.kendall_tau, failed=failed)

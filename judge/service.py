@@ -1,9 +1,9 @@
-"""The judge service: completed trajectories in, scored groups out.
+"""The judge service: consumes completed trajectories, publishes scored groups.
 
-A trajectory is acknowledged only once the log acknowledged the event that holds it: the group's `group.scored`, or a
-`group.discarded`. Until then the broker holds it, so open groups are rebuilt by redelivery when a judge dies. That a
-group is scored once is the broker's to keep (its subject may hold one event only); a judge that finds its group on the
-log already takes that event for its own and calls late what is not in it.
+A trajectory is acknowledged only after the log has acknowledged the event that holds it: the group's `group.scored`,
+or a `group.discarded`. Until then the broker keeps it, so that a new judge rebuilds the open groups from
+redeliveries. The broker enforces that a group is scored once: its subject may hold one event. A judge that finds its
+group on the log takes that event as its own, and records the trajectories that it does not hold as late.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from judge.commands.labelled import read_labelled
-from judge.groups import Assembler, Closed, Group, GroupKey, key_of
-from judge.monitor import Watch
-from judge.rewards.compose import open_composer
-from judge.scoring import Composer, judge_hash, late, score
+from judge.groups import AfterClosing, Group, GroupAssembler, GroupKey, key_of
+from judge.labelled import read_labelled
+from judge.monitor import JudgeMonitor
+from judge.rewards.compose import open_composer_on_log
+from judge.scoring import RewardComposer, judge_hash, late, score_closed
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
@@ -31,104 +31,106 @@ from pipeline.telemetry.logs import get_logger
 log = get_logger("judge")
 
 _BATCH = 512
-_GATHER_S = 0.05
-"""After the first trajectory of a batch, how long the batch may fill: latency against work per trajectory."""
-_IDLE_S = 1.0
+_FILL_S = 0.05
+"""How long a batch may fill after its first trajectory. Longer means less work per trajectory and more latency."""
+_MIN_WAIT_S, _MAX_WAIT_S = 0.01, 1.0
 _LOOKUPS = 32
-_WAITING_GROUPS = 1024
-"""Closed groups in memory at once; beyond it the rest waits on the log."""
+_MAX_SCORING = 1024
+"""Closed groups in memory at once. The other trajectories stay on the log until there is room."""
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Runs until cancelled."""
+    """Run the service until it is cancelled."""
+    judge_id = judge_hash(config.judge)
     async with (
         Broker.connect(config.nats, name="judge") as broker,
-        open_composer(config, broker) as composer,
+        open_composer_on_log(config, broker) as composer,
         broker.consume("judge") as messages,
     ):
-        judge = Judge(broker, config, composer, judge_hash(config.judge))
         anchors = read_labelled(Path(config.judge.anchors.file)) if config.judge.anchors.file else []
         async with anyio.create_task_group() as tg:
             if composer is not None:
-                watch = Watch(
+                monitor = JudgeMonitor(
                     config.judge, config.path("judge.json"), composer.rulers, anchors, broker.publish,
-                    project=config.project, judge=judge_hash(config.judge),
+                    project=config.project, judge=judge_id,
                 )  # fmt: skip
-                tg.start_soon(watch.run)
+                tg.start_soon(monitor.run)
             ready()
-            await judge.run(messages)
+            await Judge(broker, config, composer, judge_id).run(messages)
 
 
 class Judge:
-    """One consumer of completed trajectories. Groups are assembled in memory, so a project has one judge process;
-    more judging at once is `judge.concurrency`."""
+    """A consumer of completed trajectories. Groups are assembled in memory, so a project has one judge process."""
 
     def __init__(
         self,
         broker: Broker,
         config: Config,
-        composer: Composer | None,
-        judge_hash: str,
+        composer: RewardComposer | None,
+        judge_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`judge_id` is the judge configuration's hash; `clock` returns Unix seconds."""
         self._broker, self._config, self._composer = broker, config.judge, composer
-        self._hash, self._clock = judge_hash, clock
-        self._assembler = Assembler(config.judge)
+        self._judge_id, self._clock = judge_id, clock
+        self._assembler = GroupAssembler(config.judge)
         self._backlog = 0
         self._newest = 0.0
         self._room = anyio.Event()
 
     async def run(self, messages: Consumption) -> None:
-        """Consume for ever. A group's failure is a crash: what was not acknowledged comes again."""
+        """Consume until cancelled. A failure while a group is scored ends the process; what was not acknowledged
+        comes again."""
         async with anyio.create_task_group() as tg:
             while True:
-                await self._wait_for_room()
-                for group in await self._take(await self._next_batch(messages)):
+                while self._assembler.scoring >= _MAX_SCORING:
+                    self._room = anyio.Event()
+                    await self._room.wait()
+                for group in await self._assemble(await self._next_batch(messages)):
                     tg.start_soon(self._finish, group)
 
-    # -- assembling ------------------------------------------------------------------------------------------------
-
     async def _next_batch(self, messages: Consumption) -> list[Delivery]:
-        patience = min(max(self._assembler.next_deadline() - self._clock(), 0.01), _IDLE_S)
-        batch = await messages.batch(1, patience)
+        wait_s = min(max(self._assembler.next_deadline() - self._clock(), _MIN_WAIT_S), _MAX_WAIT_S)
+        batch = await messages.batch(1, wait_s)
         if batch and batch[-1].pending:
-            batch += await messages.batch(min(batch[-1].pending, _BATCH), _GATHER_S)
+            batch += await messages.batch(min(batch[-1].pending, _BATCH), _FILL_S)
         self._backlog = batch[-1].pending if batch else 0
         return batch
 
-    async def _take(self, batch: list[Delivery]) -> list[Group]:
-        """Put deliveries into their groups; the groups that are complete, or whose time is up."""
+    async def _assemble(self, batch: list[Delivery]) -> list[Group]:
+        """Add deliveries to their groups. Return the groups that are complete, or whose time is up."""
         arrived = [(d, d.event) for d in batch if isinstance(d.event, TrajectoryCompleted)]
-        await self._look_up({key_of(e) for _, e in arrived if not self._assembler.knows(key_of(e))})
+        await self._look_up({key for _, e in arrived if not self._assembler.knows(key := key_of(e))})
         closed: list[Group] = []
         for delivery, event in arrived:
             self._newest = max(self._newest, event.at / 1e6)
             match self._assembler.add(delivery, event, self._clock()):
                 case Group() as group:
                     closed.append(group)
-                case Closed(late=False):
+                case AfterClosing(late=False):
                     await delivery.ack()
-                case Closed(key=key):
-                    await self._late(delivery, event, key)
-                case None:
-                    pass
-        return closed + self._assembler.due(self._newest if self._backlog else self._clock())
+                case AfterClosing(late=True):
+                    await self._broker.publish(late(event))
+                    await delivery.ack()
+                    self._assembler.mark_closed(key_of(event), [event.trajectory])
+                    log.info("late", group=key_of(event).group, trajectory=event.trajectory)
+        return closed + self._assembler.close_due(self._newest if self._backlog else self._clock())
 
     async def _look_up(self, keys: set[GroupKey]) -> None:
-        """Find out which groups were scored or discarded in an earlier life."""
+        """Find out which groups an earlier process scored or discarded."""
         limiter = anyio.CapacityLimiter(_LOOKUPS)
 
-        async def one(key: GroupKey) -> None:
+        async def look_up(key: GroupKey) -> None:
             async with limiter:
                 if held := await self._held_on_log(key):
-                    self._assembler.remember(key, held)
+                    self._assembler.mark_closed(key, held)
 
         async with anyio.create_task_group() as tg:
             for key in keys:
-                tg.start_soon(one, key)
+                tg.start_soon(look_up, key)
 
     async def _held_on_log(self, key: GroupKey) -> set[str]:
-        """The trajectories in this group's events on the log."""
+        """Return the trajectories in this group's events on the log."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
         held: set[str] = set()
         for scored in await self._broker.read(GroupScored, **names):
@@ -140,33 +142,20 @@ class Judge:
                 held |= set(event.trajectories)
         return held
 
-    async def _late(self, delivery: Delivery, event: TrajectoryCompleted, key: GroupKey) -> None:
-        await self._broker.publish(late(event))
-        await delivery.ack()
-        self._assembler.remember(key, [event.trajectory])
-        log.info("late", group=key.group, trajectory=event.trajectory)
-
-    # -- finishing -------------------------------------------------------------------------------------------------
-
     async def _finish(self, group: Group) -> None:
-        event = await score(group, self._config, self._hash, self._composer)
+        """Score a closed group, publish its event, then acknowledge its trajectories."""
+        event = await score_closed(group, self._config, self._judge_id, self._composer)
         crash.point("judge.before_publish")
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
-        trajectories = set(group.arrivals)
-        held = trajectories
+        held = trajectories = set(group.arrivals)
         if ack.duplicate and isinstance(event, GroupScored):
             held = await self._held_on_log(group.key)
         for missed in [a for t, a in group.arrivals.items() if t not in held]:
             await self._broker.publish(late(missed.event))
         for delivery in group.deliveries:
             await delivery.ack()
-        self._assembler.finished(group, trajectories | held)
+        self._assembler.finish(group, trajectories | held)
         self._room.set()
         if isinstance(event, GroupDiscarded):
             log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
-
-    async def _wait_for_room(self) -> None:
-        while self._assembler.scoring >= _WAITING_GROUPS:
-            self._room = anyio.Event()
-            await self._room.wait()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.rewards.sandbox_view import fault
+from judge.rewards.sandbox_view import unavailable
 from tests.compose_box import Box, Loopback
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ RUN = Path("/runs/default")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(590),
-    pytest.mark.skipif(bool(fault()), reason=fault()),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]
 
 

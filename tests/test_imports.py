@@ -31,7 +31,7 @@ ROOMS = {
     "rollout_gateway.dialects": {"rollout_gateway.http"},
     "rollout_gateway.access": {"rollout_gateway.http"},
 }
-WITHOUT_TABLES = {"pipeline", "rollout_gateway", "judge"}
+WITHOUT_TABLES = {"pipeline", "rollout_gateway"}
 """Packages with a room whose `__init__.py` does not name its modules yet."""
 
 

@@ -144,7 +144,7 @@ def test_nothing_that_trains_is_missing_from_the_judge_s_prompt(part: int) -> No
     several = 0
     for words, group in itertools.islice(scenarios(), part, None, 3):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
-        asked = prompt.build(load_rubric(), transcripts, random.Random(1), ROOM)
+        asked = prompt.build_prompt(load_rubric(), transcripts, random.Random(1), ROOM)
         assert asked.left_out == 0
         shown = asked.messages[1]["content"].split()
         place: dict[str, int] = {}
@@ -166,7 +166,7 @@ def test_nothing_is_shown_twice() -> None:
     for words, group in itertools.islice(scenarios(), 20):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
         shown = (
-            prompt.build(load_rubric(), transcripts, random.Random(1), ROOM).messages[1]["content"].split()
+            prompt.build_prompt(load_rubric(), transcripts, random.Random(1), ROOM).messages[1]["content"].split()
         )
         said = [w for w in shown if w in words.ids]
         assert len(said) < 1.5 * len(set(said)) + 100

@@ -1,9 +1,8 @@
-"""`journeyman judge eval LABELLED.jsonl`: how far a judge agrees with the truth, and what that costs.
+"""`journeyman judge eval LABELLED.jsonl`: how well a judge agrees with known rewards, and what that costs.
 
     journeyman judge eval groups.jsonl --config journeyman.toml --set judge.rubric=my.md --json
 
-The judge is the one in the settings. The file's form is described in `judge.commands.labelled`. Exits 1 where `--min-tau` is not
-reached, 2 on settings or a file that can't be used.
+The judge is that of the settings. docs/judging.md describes the file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.labelled import LabelledGroup, agreement, read_labelled
+from judge.commands.options import add_settings
+from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
 from judge.ruler.rubrics import load_rubric
@@ -30,10 +30,10 @@ from pipeline.events import TrajectoryCompleted, Verdict
 
 
 async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel) -> dict[str, Any]:
-    """Judge every group once and compare. Groups that could not be judged are counted, not guessed."""
+    """Judge every group once and compare. Groups that could not be judged are counted and left out of the averages."""
 
     async def no_log(member: TrajectoryCompleted) -> Transcript:
-        raise LookupError(member.trajectory)  # labelled groups bring their transcripts along
+        raise LookupError(member.trajectory)  # labelled groups come with their transcripts
 
     rubric = load_rubric(config.rubric)
     ruler = LlmRuler(config, rubric, model, no_log)
@@ -42,61 +42,60 @@ async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: 
     failures: list[str] = []
     slots = anyio.CapacityLimiter(config.concurrency)
 
-    async def one(group: LabelledGroup) -> None:
+    async def judge(group: LabelledGroup) -> None:
         async with slots:
             try:
-                scores, said = await ruler.judge(group.transcripts)
+                scores, found = await ruler.judge(group.transcripts)
             except JudgingError as error:
                 failures.append(f"{group.id}: {error}")
                 return
             pairs.append((dict(group.rewards), scores))
-            verdicts.extend(said)
+            verdicts.extend(found)
 
     began = time.monotonic()
     async with anyio.create_task_group() as tg:
         for group in groups:
-            tg.start_soon(one, group)
-    took = time.monotonic() - began
+            tg.start_soon(judge, group)
+    duration_s = time.monotonic() - began
     latencies = sorted(v.latency_s for v in verdicts) or [0.0]
     return {
         "judge": config.model,
         "rubric": rubric.name,
         "rubric_hash": rubric.hash,
-        **asdict(agreement(pairs)),
+        **ruler.statistics.as_dict(),
+        **asdict(measure_agreement(pairs)),
         "failed": len(failures),
         "failures": failures[:20],
-        **{k: v for k, v in ruler.measured.as_dict().items() if k != "groups"},
-        "cost_usd_per_group": ruler.measured.cost_usd / max(len(pairs), 1),
+        "cost_usd_per_group": ruler.statistics.usage.cost_usd / max(len(pairs), 1),
         "latency_p50_s": latencies[len(latencies) // 2],
-        "latency_p95_s": latencies[int(len(latencies) * 0.95)] if len(latencies) > 1 else latencies[0],
-        "wall_s": took,
+        "latency_p95_s": latencies[int(len(latencies) * 0.95)],
+        "wall_s": duration_s,
     }
-
-
-async def _run(config: JudgeConfig, groups: Sequence[LabelledGroup]) -> dict[str, Any]:
-    async with open_judge_model(config) as model:
-        return await evaluate(config, groups, model)
 
 
 def add_command(commands: Any) -> None:
     """Add `eval` to the subcommands of `journeyman judge`."""
-    parser = commands.add_parser("eval", help="agreement with a labelled set")
-    parser.add_argument("data", type=Path, help="labelled groups, JSONL")
-    parser.add_argument("--config", help="settings, TOML")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
-    parser.add_argument("--limit", type=int, default=0, help="only so many groups")
+    parser = commands.add_parser("eval", help="agreement with known rewards")
+    parser.add_argument("data", type=Path, help="groups with rewards, JSONL")
+    add_settings(parser)
+    parser.add_argument("--limit", type=int, default=0, help="only the first N groups")
     parser.add_argument("--min-tau", type=float, default=None, help="exit 1 below this Kendall tau")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=command)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_command)
 
 
-def command(args: argparse.Namespace) -> None:
-    """`journeyman judge eval`. Raises `ConfigError`; exits 1 where the bound is not reached."""
-    config = load(args.config, args.overrides).judge
+def run_command(args: argparse.Namespace) -> None:
+    """Print the report. Raises `ConfigError`; exits 1 if no group could be judged or `--min-tau` is not reached."""
+    config = load(args.config or None, args.overrides).judge
     if not config.model:
         raise ConfigError("judge.model is not set: there is no judge to measure")
     groups = read_labelled(args.data)
-    report = anyio.run(_run, config, groups[: args.limit] if args.limit else groups)
+
+    async def run() -> dict[str, Any]:
+        async with open_judge_model(config) as model:
+            return await evaluate(config, groups[: args.limit or None], model)
+
+    report = anyio.run(run)
     console = Console(highlight=False)
     if args.json:
         console.print_json(msgspec.json.encode(report).decode())

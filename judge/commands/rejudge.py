@@ -1,13 +1,12 @@
-"""`journeyman rejudge`: score history again, with another judge or rubric, as a verdict set of its own.
+"""`journeyman rejudge`: score history again with another judge or rubric, as a verdict set of its own.
 
     journeyman rejudge --run-dir runs/x --set judge.rubric=stricter.md [--branch NAME] [--limit N]
 
-Every scored group of the branch it reads (`--from-branch`, `main` by default) is judged by the judge of the settings and published on another
-branch, with its origin; the trainer reads `main` only, so nothing trains twice. Agents' own rewards are not passed
-through here where a judge model is set: asking that model is the point. So is every group that the judge discarded as
-unscored or too small, if this judge can score it: a judge model that was away, or was not set, is no reason to lose the
-group. A group that is on the branch already is skipped, so the command can be stopped and run again. What the log no longer
-holds is recorded as discarded.
+Every scored group of one branch (`--from-branch`) is judged by the judge of the settings and published on another
+branch, with its origin. The trainer reads `main` only, so nothing trains twice. If a judge model is set, it is asked
+even if agents gave rewards. Groups that the judge discarded as unscored or too small are scored too if this judge
+can. A group that is on the branch already is skipped, so the command can be stopped and run again. A group that the
+log no longer holds is recorded as discarded.
 """
 
 from __future__ import annotations
@@ -23,27 +22,25 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.labelled import agreement
+from judge.commands.options import add_settings
 from judge.groups import Arrival, Group, GroupKey
-from judge.rewards.compose import open_composer
-from judge.scoring import Composer, Scores, UnscoredError, agents_own, judge_hash, member_of, score
+from judge.labelled import measure_agreement
+from judge.rewards.compose import open_composer_on_log
+from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, member_of, score_closed
 from pipeline.config import Config, ConfigError, load
-from pipeline.events import Event, GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
-from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
+from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
+from pipeline.log.broker import Broker, BrokerError, HistoryGoneError
 from pipeline.names import InvalidNameError, check_name
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.commands.rejudge")
 
-
-def _name(event: object) -> tuple[str, str, str]:
-    assert isinstance(event, GroupScored | GroupDiscarded)
-    return event.model, event.group, event.split
+GroupEvent = GroupScored | GroupDiscarded
 
 
 @dataclass
-class Report:
-    """What became of the groups."""
+class RejudgeReport:
+    """How many groups had which result."""
 
     branch: str
     judge: str
@@ -52,197 +49,164 @@ class Report:
     failed: int = 0
     gone: int = 0
     rescued: int = 0
-    """Of the rejudged ones, those that had been discarded."""
+    """Of those rejudged, the groups that had been discarded."""
     pairs: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
     """Old and new rewards of each group."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "branch": self.branch,
-            "judge": self.judge,
-            "rejudged": self.rejudged,
-            "skipped": self.skipped,
-            "failed": self.failed,
-            "gone": self.gone,
-            "rescued": self.rescued,
-            "agreement_with_before": asdict(agreement(self.pairs)),
-        }
+        """Return the answer of the command."""
+        counts = asdict(self)
+        del counts["pairs"]
+        return {**counts, "agreement_with_before": asdict(measure_agreement(self.pairs))}
 
 
 class Rejudge:
-    """One verdict set in the making."""
+    """Makes one verdict set."""
 
     def __init__(
         self,
         broker: Broker,
         config: Config,
-        composer: Composer | None,
+        composer: RewardComposer | None,
         *,
         branch: str = "",
         source: str = "main",
     ) -> None:
-        """`branch` is named after the judge where it is empty. Raises `ConfigError` if it is the one it reads."""
+        """`branch` is `judge-<hash>` if empty. Raises `ConfigError` if it is the branch that is read, or `main`."""
         self._broker, self._config, self._composer, self._source = broker, config, composer, source
         judge = judge_hash(config.judge)
-        self.report = Report(branch or f"judge-{judge}", judge)
+        self.report = RejudgeReport(branch or f"judge-{judge}", judge)
         if self.report.branch in (source, "main"):
             raise ConfigError(f"a verdict set needs a branch of its own, not {self.report.branch!r}")
 
-    async def run(self, limit: int = 0) -> Report:
+    async def run(self, limit: int = 0) -> RejudgeReport:
         """Judge the newest `limit` groups (0: all), `judge.concurrency` at once."""
-        history = await self._broker.read(GroupScored, project=self._config.project)
-        found: list[Recorded[Event]] = [r for r in history if r.event.branch == self._source]
+        project = self._config.project
+        history = await self._broker.read(GroupScored, project=project)
         done = {
-            (r.event.model, r.event.group, r.event.split)
+            _key(r.event)
             for r in history
             if (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
         }
-        found += await self._discarded({_name(r.event) for r in found})
-        found.sort(key=lambda r: r.seq)
-        slots = anyio.CapacityLimiter(self._config.judge.concurrency)
-
-        async def one(recorded: Recorded[Event]) -> None:
-            async with slots:
-                match recorded.event:
-                    case GroupScored() as event:
-                        await self._group(recorded, event)
-                    case GroupDiscarded() as event:
-                        await self._rescue(recorded, event)
-
-        async with anyio.create_task_group() as tg:
-            for recorded in found[-limit:] if limit else found:
-                if _name(recorded.event) in done:
-                    self.report.skipped += 1
-                else:
-                    tg.start_soon(one, recorded)
-        return self.report
-
-    async def _discarded(self, scored: set[tuple[str, str, str]]) -> list[Recorded[GroupDiscarded]]:
-        """What the judge discarded for want of scores, but for groups that are scored too."""
-        history = await self._broker.read(GroupDiscarded, project=self._config.project)
-        return [
+        scored = {_key(r.event): r for r in history if r.event.branch == self._source}
+        dropped = [
             r
-            for r in history
+            for r in await self._broker.read(GroupDiscarded, project=project)
             if (r.event.by, r.event.branch) == ("judge", self._source)
             and r.event.reason in ("unscored", "too_small")
-            and _name(r.event) not in scored
+            and _key(r.event) not in scored
         ]
+        groups: list[tuple[int, GroupEvent]] = [(r.seq, r.event) for r in scored.values()]
+        groups += [(r.seq, r.event) for r in dropped]
+        groups.sort(key=lambda group: group[0])
+        slots = anyio.CapacityLimiter(self._config.judge.concurrency)
 
-    async def _rescue(self, recorded: Recorded[Event], event: GroupDiscarded) -> None:
-        """Score a group that was discarded, where this judge can."""
-        group = Group(
-            GroupKey(event.project, event.model, event.group, event.split), 0.0, closed_by="timeout"
-        )
+        async def rejudge(seq: int, event: GroupEvent) -> None:
+            async with slots:
+                try:
+                    await (
+                        self._score(seq, event)
+                        if isinstance(event, GroupScored)
+                        else self._rescue(seq, event)
+                    )
+                except HistoryGoneError as error:
+                    self.report.gone += 1
+                    await self._publish_gone(event, str(error))
+
+        async with anyio.create_task_group() as tg:
+            for seq, event in groups[-limit:]:
+                if _key(event) in done:
+                    self.report.skipped += 1
+                else:
+                    tg.start_soon(rejudge, seq, event)
+        return self.report
+
+    async def _rescue(self, seq: int, event: GroupDiscarded) -> None:
+        """Score a group that was discarded, if this judge can. Raises `HistoryGoneError`."""
+        key = GroupKey(event.project, event.model, event.group, event.split)
+        group = Group(key, 0.0, closed_by="timeout")
         for trajectory in event.trajectories:
-            completed = await self._completion(event, trajectory)
-            if completed is None:
-                self.report.gone += 1
-                await self._discard(event, f"the end of trajectory {trajectory}")
-                return
-            group.arrivals[trajectory] = Arrival(*completed, [])
-        result = await score(group, self._config.judge, self.report.judge, self._composer)
+            group.arrivals[trajectory] = Arrival(*await self._completion(event, trajectory), [])
+        result = await score_closed(group, self._config.judge, self.report.judge, self._composer)
         if isinstance(result, GroupDiscarded):
             self.report.failed += result.reason == "unscored"
             log.info("still not scored", group=event.group, reason=result.reason, detail=result.detail[:300])
             return
-        await self._broker.publish(
-            msgspec.structs.replace(
-                result, branch=self.report.branch, closed_by="replay", offline=True,
-                origin=f"{self._source}/{recorded.seq}",
-            )
-        )  # fmt: skip
-        self.report.rejudged += 1
+        await self._publish(seq, result)
         self.report.rescued += 1
 
-    async def _completion(
-        self, event: GroupScored | GroupDiscarded, trajectory: str
-    ) -> tuple[TrajectoryCompleted, int] | None:
-        completed = await self._broker.read(
-            TrajectoryCompleted, project=event.project, model=event.model, trajectory=trajectory
-        )
-        return (completed[0].event, completed[0].seq) if completed else None
-
-    async def _group(self, recorded: Recorded[Event], event: GroupScored) -> None:
+    async def _score(self, seq: int, event: GroupScored) -> None:
+        """Score a group again. Raises `HistoryGoneError`."""
+        trained = [m for m in event.members if m.outcome != "no_result"]
+        members = {m.trajectory: await self._completed(event, m) for m in trained}
+        scorable = [m for m in members.values() if m.outcome == "scored"]
         try:
-            members = {
-                m.trajectory: await self._completed(event, m)
-                for m in event.members
-                if m.outcome != "no_result"
-            }
-            scorable = [m for m in members.values() if m.outcome == "scored"]
-            scores = await self._score(scorable)
-        except HistoryGoneError as error:
-            self.report.gone += 1
-            await self._discard(event, str(error))
-            return
+            rewards = await self._composer(scorable) if self._composer else agent_rewards(scorable)
+            if len(rewards.final) < 2 and event.split == "train":
+                raise UnscoredError(rewards.missing or "fewer than 2 have a reward")
         except UnscoredError as error:
             self.report.failed += 1
             log.error("not rejudged", group=event.group, reason=str(error)[:300])
             return
-        if len(scores.final) < 2 and event.split == "train":
-            self.report.failed += 1
-            log.error(
-                "not rejudged", group=event.group, reason=scores.missing or "fewer than 2 have a reward"
-            )
-            return
         rejudged = tuple(
-            member_of(members[m.trajectory], m.completed_seq, scores) if m.trajectory in members else m
+            member_of(members[m.trajectory], m.completed_seq, rewards) if m.trajectory in members else m
             for m in event.members
         )
+        new = {"members": rejudged, "verdicts": rewards.verdicts}
+        await self._publish(seq, msgspec.structs.replace(event, at=now_us(), judge=self.report.judge, **new))
+        before = {
+            m.trajectory: m.reward
+            for m in event.members
+            if m.outcome == "scored" and m.trajectory in rewards.final
+        }
+        self.report.pairs.append((before, {t: rewards.final[t] for t in before}))
+
+    async def _completed(self, event: GroupScored, member: Member) -> TrajectoryCompleted:
+        """Return the completion of a member. Raises `HistoryGoneError` if the log does not hold it."""
+        try:
+            found = (await self._broker.read_at(TrajectoryCompleted, member.completed_seq)).event
+            if found.trajectory == member.trajectory:
+                return found
+        except HistoryGoneError:
+            pass  # looked for by its subject, as below
+        # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
+        return (await self._completion(event, member.trajectory))[0]
+
+    async def _completion(self, event: GroupEvent, trajectory: str) -> tuple[TrajectoryCompleted, int]:
+        found = await self._broker.read(
+            TrajectoryCompleted, project=event.project, model=event.model, trajectory=trajectory
+        )
+        if found:
+            return found[0].event, found[0].seq
+        raise HistoryGoneError(f"the end of trajectory {trajectory}")
+
+    async def _publish(self, seq: int, event: GroupScored) -> None:
         await self._broker.publish(
             msgspec.structs.replace(
-                event, at=now_us(), judge=self.report.judge,
-                branch=self.report.branch, members=rejudged, verdicts=scores.verdicts, closed_by="replay", offline=True,
-                origin=f"{self._source}/{recorded.seq}",
+                event, branch=self.report.branch, closed_by="replay", offline=True, origin=f"{self._source}/{seq}"
             )
         )  # fmt: skip
         self.report.rejudged += 1
-        before = {m.trajectory: m.reward for m in event.members if m.outcome == "scored"}
-        shared = before.keys() & scores.final.keys()
-        self.report.pairs.append(({t: before[t] for t in shared}, {t: scores.final[t] for t in shared}))
 
-    async def _score(self, members: Sequence[TrajectoryCompleted]) -> Scores:
-        return agents_own(members) if self._composer is None else await self._composer(members)
-
-    async def _completed(self, event: GroupScored, member: Member) -> TrajectoryCompleted:
-        """How a member of `event` ended. Raises `HistoryGoneError` where the log does not say."""
-        try:
-            found = (await self._broker.read_at(TrajectoryCompleted, member.completed_seq)).event
-        except HistoryGoneError:
-            found = None
-        if found is not None and found.trajectory == member.trajectory:
-            return found
-        # After a power cut the number may stand for another event; the subject is the trajectory's own.
-        again = await self._completion(event, member.trajectory)
-        if again is None:
-            raise HistoryGoneError(f"the end of trajectory {member.trajectory}")
-        return again[0]
-
-    async def _discard(self, event: GroupScored | GroupDiscarded, detail: str) -> None:
-        members = (
-            tuple(m.trajectory for m in event.members)
-            if isinstance(event, GroupScored)
-            else event.trajectories
-        )
+    async def _publish_gone(self, event: GroupEvent, detail: str) -> None:
+        if isinstance(event, GroupScored):
+            trajectories = tuple(m.trajectory for m in event.members)
+        else:
+            trajectories = event.trajectories
         await self._broker.publish(
             GroupDiscarded(
-                project=event.project, model=event.model, group=event.group, split=event.split,
-                trajectories=members, reason="history_gone", by="rejudge",
-                detail=detail, branch=self.report.branch,
+                project=event.project, model=event.model, group=event.group, split=event.split, by="rejudge",
+                trajectories=trajectories, reason="history_gone", detail=detail, branch=self.report.branch,
             )
         )  # fmt: skip
 
 
-async def _run(config: Config, branch: str, source: str, limit: int) -> Report:
-    async with (
-        Broker.connect(config.nats, name="rejudge", provision=False) as broker,
-        open_composer(config, broker) as composer,
-    ):
-        return await Rejudge(broker, config, composer, branch=branch, source=source).run(limit)
+def _key(event: GroupEvent) -> tuple[str, str, str]:
+    return event.model, event.group, event.split
 
 
 def settings(run_dir: str, file: str, overrides: Sequence[str], nats_url: str) -> Config:
-    """Settings of a run (or of a file), with the address of the log that the run uses. Raises `ConfigError`."""
+    """Load the settings of a run (or of a file), with the address of the run's log. Raises `ConfigError`."""
     folder = Path(run_dir) if run_dir else None
     if not file and folder is not None and (folder / "config.toml").exists():
         file = str(folder / "config.toml")
@@ -253,23 +217,30 @@ def settings(run_dir: str, file: str, overrides: Sequence[str], nats_url: str) -
         more.append("nats.url=" + msgspec.json.encode(nats_url).decode())
     config = load(file or None, more)
     if not config.nats.url:
-        raise ConfigError("which log? name it with --run-dir, --nats-url or nats.url in the settings")
+        raise ConfigError("no log is named; name it with --run-dir, --nats-url or nats.url in the settings")
     return config
 
 
+async def _run(config: Config, branch: str, source: str, limit: int) -> RejudgeReport:
+    async with (
+        Broker.connect(config.nats, name="rejudge", provision=False) as broker,
+        open_composer_on_log(config, broker) as composer,
+    ):
+        return await Rejudge(broker, config, composer, branch=branch, source=source).run(limit)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; exits 1 where a group could not be judged, 2 on settings that can't be used."""
+    """Run the command. Exits 1 if a group could not be judged or the log fails, 2 if the settings cannot be used."""
     parser = argparse.ArgumentParser(
         prog="journeyman rejudge", description="Score history again as a new verdict set."
     )
     parser.add_argument("--run-dir", default="", help="the run whose settings and log to use")
-    parser.add_argument("--config", default="", help="settings, TOML; default: the run's")
+    add_settings(parser, "settings, TOML; default: the run's")
     parser.add_argument("--nats-url", default="", help="the log; default: the run's")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
-    parser.add_argument("--from-branch", default="main", help="line of history to judge again")
+    parser.add_argument("--from-branch", default="main", help="branch whose groups are judged again")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
         if args.branch:
@@ -280,15 +251,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"journeyman: {error}\n")
         raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error
     console = Console(highlight=False)
+    answer = report.as_dict()
     if args.json:
-        console.print_json(msgspec.json.encode(report.as_dict()).decode())
+        console.print_json(msgspec.json.encode(answer).decode())
     else:
         console.print(
             f"{report.rejudged} groups judged again on branch {report.branch} ({report.rescued} of them had been "
-            f"discarded); {report.skipped} were there already, "
-            f"{report.failed} failed, {report.gone} are no longer in the log"
+            f"discarded); {report.skipped} were there already, {report.failed} failed, "
+            f"{report.gone} are no longer in the log"
         )
-        console.print(f"agreement with the rewards before: {agreement(report.pairs)}")
+        console.print(f"agreement with the rewards before: {answer['agreement_with_before']}")
     if report.failed:
         raise SystemExit(1)
 

@@ -1,7 +1,7 @@
 """Calls through litellm's router: any provider, fallbacks, prices.
 
-litellm takes seconds to import and would fetch a price list, so it is imported only when it is needed, in a thread, with
-the price list that comes with it.
+litellm takes seconds to import and would fetch a price list, so it is imported only when it is needed, in a thread,
+with the price list that comes with it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class LiteLlmClient:
             disable_cooldowns=len(names) == 1,
         )
         if len(names) == 1:
-            # The router counts calls and tokens for limits and cooldowns, which a single model does not have. The callbacks make
-            # litellm assemble a log record of every call: a fifth of a call's CPU time.
+            # The router counts calls and tokens for limits and cooldowns, which a single model does not have. The
+            # callbacks make litellm assemble a log record of every call: a fifth of a call's CPU time.
             for callbacks in (self._litellm.success_callback, self._litellm._async_success_callback):
                 callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
 

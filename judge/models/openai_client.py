@@ -1,4 +1,5 @@
-"""Calls to an OpenAI-compatible URL with OpenAI's own client. docs/decisions/0035-direct-judge-calls.md has the figures.
+"""Calls to an OpenAI-compatible URL with OpenAI's own client. docs/decisions/0035-direct-judge-calls.md has the
+figures.
 
 A call takes about a quarter of the CPU time that litellm needs, and litellm's import (3 s, 150 MB) is saved.
 """
@@ -30,7 +31,8 @@ class OpenAiClient:
 
     @staticmethod
     def supports(config: JudgeConfig) -> bool:
-        """Return whether the settings need nothing that only litellm has: another provider, fallbacks, prices, its own parameters.
+        """Return whether the settings need nothing that only litellm has: another provider, fallbacks, prices, its
+        own parameters.
 
         Imports `openai`, which takes half a second, if the model and its address are right."""
         if not (config.api_base and config.model.startswith(_PREFIX)) or config.fallbacks:

@@ -1,7 +1,7 @@
-"""Rewards of several parts: what agents reported, functions of yours, and RULER with one rubric or several.
+"""Rewards of several parts: agents' own rewards, metrics, Python functions, and RULER with one rubric or several.
 
-Every part is kept under its name in the member's `components`. A trajectory for which one part can't be had (the agent
-reported none, the function failed) has no reward: a failure never counts as a bad score.
+Every part is kept under its name in the member's `components`. A trajectory that lacks a part (its agent reported
+none, the function failed) has no reward: a failure never counts as a low score.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import anyio
 import msgspec
@@ -18,9 +17,9 @@ from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.rubrics import load_rubric
-from judge.ruler.ruler import LlmRuler, Load
-from judge.ruler.transcripts import Transcript, load
-from judge.scoring import AGENT, Scores, UnscoredError, agent_reward, judge_hash
+from judge.ruler.ruler import LlmRuler, LoadTranscript
+from judge.ruler.transcripts import Transcript, load_transcript
+from judge.scoring import AGENT, GroupRewards, UnscoredError, agent_reward, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
 from pipeline.log.broker import Broker, HistoryGoneError
@@ -29,107 +28,113 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.rewards.compose")
 
-_RECALLED = 1000
-"""Messages of the groups' stream that a starting judge looks back."""
+_RECENT = 1000
+"""Messages of the stream `GROUPS` from which a starting judge learns its position bias."""
 
-Part = tuple[Mapping[str, float], tuple[Verdict, ...]]
+Component = tuple[Mapping[str, float], tuple[Verdict, ...]]
+"""One part of the rewards: its value by trajectory, and the verdicts behind it."""
 
 
-class Composed:
-    """Rewards as the settings compose them."""
+class ConfiguredComposer:
+    """The `RewardComposer` that the settings describe."""
 
     def __init__(
         self,
         config: JudgeConfig,
         rulers: Mapping[str, LlmRuler],
         functions: Mapping[str, RewardFunction],
-        load: Load,
+        load: LoadTranscript,
     ) -> None:
-        """`rulers` by the name of their reward (`""`: the default one), `functions` likewise."""
+        """`rulers` and `functions` by the name of their reward; `""` is the ruler of uncomposed rewards."""
         self._config, self.rulers, self._functions, self._load = config, rulers, functions, load
 
-    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> Scores:
+    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> GroupRewards:
         if not self._config.rewards:
             final, verdicts = await self.rulers[""](members)
-            components = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
-            return Scores(final, components, verdicts)
-        parts: dict[str, Part] = {}
+            reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
+            return GroupRewards(final, reported, verdicts)
+        components: dict[str, Component] = {}
+        failures: list[UnscoredError] = []
+
+        async def compute(reward: RewardConfig) -> None:
+            try:
+                components[reward.name] = await self._component(reward, members)
+            except UnscoredError as error:
+                failures.append(error)
+
         async with anyio.create_task_group() as tg:
             for reward in self._config.rewards:
-                tg.start_soon(self._part, reward, members, parts)
-        if failed := [str(p) for p in parts.values() if isinstance(p, UnscoredError)]:
-            raise UnscoredError(failed[0])
-        return self._compose(members, parts)
+                tg.start_soon(compute, reward)
+        if failures:
+            raise failures[0]
+        return self._compose(members, components)
 
-    async def _part(
-        self, reward: RewardConfig, members: Sequence[TrajectoryCompleted], parts: dict[str, Any]
-    ) -> None:
-        try:
-            match reward.kind:
-                case "ruler":
-                    parts[reward.name] = await self.rulers[reward.name](members)
-                case "python":
-                    parts[reward.name] = await self._function(reward, members)
-                case "metric":
-                    parts[reward.name] = _verdict(
-                        reward, {m.trajectory: m.metrics.get(reward.name) for m in members}
-                    )
-                case "agent":
-                    found = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}
-                    parts[reward.name] = _verdict(reward, found)
-        except UnscoredError as error:
-            parts[reward.name] = error
+    async def _component(self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]) -> Component:
+        match reward.kind:
+            case "ruler":
+                return await self.rulers[reward.name](members)
+            case "python":
+                source, values = f"python:{reward.entry}", await self._call_function(reward, members)
+            case "metric":
+                source = f"metric:{reward.name}"
+                values = {m.trajectory: m.metrics.get(reward.name) for m in members}
+            case "agent":
+                source = AGENT
+                values = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}
+        found = {t: v for t, v in values.items() if v is not None and math.isfinite(v)}
+        scores = tuple(Score(trajectory=t, score=v) for t, v in found.items())
+        return found, (Verdict(judge_model=source, rubric=reward.name, scores=scores),)
 
-    async def _function(self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]) -> Part:
-        function = self._functions[reward.name]
-        found: dict[str, float | None] = {}
+    async def _call_function(
+        self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
+    ) -> dict[str, float | None]:
+        values: dict[str, float | None] = dict.fromkeys(m.trajectory for m in members)
 
-        async def one(member: TrajectoryCompleted) -> None:
+        async def call(member: TrajectoryCompleted) -> None:
             try:
-                transcript = await self._load(member)
-                found[member.trajectory] = await function(
-                    {
-                        "id": member.trajectory,
-                        "group": member.group,
-                        "task": member.task,
-                        "messages": transcript.messages,
-                        "conversations": [c.messages for c in transcript.parts()],
-                        "tools": transcript.tools,
-                        "reward": member.reward,
-                        "rewards": member.rewards,
-                        "metrics": member.metrics,
-                        "metadata": msgspec.json.decode(member.metadata),
-                    }
-                )
+                argument = _function_argument(member, await self._load(member))
+                values[member.trajectory] = await self._functions[reward.name](argument)
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:
-                log.error(
-                    "reward function failed",
-                    reward=reward.name,
-                    trajectory=member.trajectory,
-                    reason=str(error),
-                )
+                about = f"reward function {reward.name} failed"
+                log.error(about, trajectory=member.trajectory, reason=str(error))
 
         async with anyio.create_task_group() as tg:
             for member in members:
-                tg.start_soon(one, member)
-        return _verdict(reward, {m.trajectory: found.get(m.trajectory) for m in members})
+                tg.start_soon(call, member)
+        return values
 
-    def _compose(self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Part]) -> Scores:
+    def _compose(
+        self, members: Sequence[TrajectoryCompleted], found: Mapping[str, Component]
+    ) -> GroupRewards:
         names = [r.name for r in self._config.rewards]
         final: dict[str, float] = {}
         components: dict[str, dict[str, float]] = {}
         for member in members:
-            have = {n: parts[n][0][member.trajectory] for n in names if member.trajectory in parts[n][0]}
-            components[member.trajectory] = {**_reported(member), **have}
-            if len(have) == len(names):
-                final[member.trajectory] = combine(self._config, have)
-        lacking = {n: len(members) - len(parts[n][0]) for n in names}
-        return Scores(
-            final,
-            components,
-            tuple(v for n in names for v in parts[n][1]),
-            "; ".join(f"reward {n} is missing for {c} of {len(members)}" for n, c in lacking.items() if c),
+            own = {n: found[n][0][member.trajectory] for n in names if member.trajectory in found[n][0]}
+            components[member.trajectory] = {**_reported(member), **own}
+            if len(own) == len(names):
+                final[member.trajectory] = combine(self._config, own)
+        lacking = {n: len(members) - len(found[n][0]) for n in names}
+        missing = "; ".join(
+            f"reward {n} is missing for {c} of {len(members)}" for n, c in lacking.items() if c
         )
+        return GroupRewards(final, components, tuple(v for n in names for v in found[n][1]), missing)
+
+
+def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> dict[str, object]:
+    """Return what a reward function is given. Raises `msgspec.DecodeError` if the metadata is no JSON."""
+    return {
+        "id": member.trajectory,
+        "group": member.group,
+        "task": member.task,
+        "messages": transcript.messages,
+        "conversations": [c.messages for c in transcript.all_conversations()],
+        "tools": transcript.tools,
+        "reward": member.reward,
+        "rewards": member.rewards,
+        "metrics": member.metrics,
+        "metadata": msgspec.json.decode(member.metadata),
+    }
 
 
 def _reported(member: TrajectoryCompleted) -> dict[str, float]:
@@ -137,54 +142,34 @@ def _reported(member: TrajectoryCompleted) -> dict[str, float]:
     return {**member.rewards, **({AGENT: own} if own is not None else {})}
 
 
-def _verdict(reward: RewardConfig, found: Mapping[str, float | None]) -> Part:
-    """A part that no model judged, as a verdict: `agent`, `metric:name` or `python:entry`."""
-    known = {t: s for t, s in found.items() if s is not None and math.isfinite(s)}
-    source = {"agent": AGENT, "metric": f"metric:{reward.name}"}.get(reward.kind, f"python:{reward.entry}")
-    scores = tuple(Score(trajectory=t, score=s) for t, s in known.items())
-    return known, (Verdict(judge_model=source, rubric=reward.name, scores=scores),)
-
-
-def combine(config: JudgeConfig, parts: Mapping[str, float]) -> float:
-    """One reward of its parts, as `judge.combine` says; weights do not count for `product` and `min`."""
+def combine(config: JudgeConfig, components: Mapping[str, float]) -> float:
+    """Combine the parts of a reward by `judge.combine`. Weights do not count for `product` and `min`."""
     weights = {r.name: r.weight for r in config.rewards}
+    weighted = math.fsum(weights[n] * v for n, v in components.items())
     match config.combine:
         case "product":
-            return math.prod(parts.values())
+            return math.prod(components.values())
         case "min":
-            return min(parts.values())
+            return min(components.values())
         case "sum":
-            return math.fsum(weights[n] * v for n, v in parts.items())
+            return weighted
         case "mean":
-            total = math.fsum(abs(weights[n]) for n in parts)
-            return math.fsum(weights[n] * v for n, v in parts.items()) / total if total else 0.0
+            total = math.fsum(abs(weights[n]) for n in components)
+            return weighted / total if total else 0.0
 
 
-def make_rulers(config: JudgeConfig, model: ChatModel, load: Load) -> dict[str, LlmRuler]:
-    """One for each rubric in use."""
-    wanted = {r.name: r.rubric or config.rubric for r in config.rewards if r.kind == "ruler"}
+def _make_rulers(config: JudgeConfig, model: ChatModel, load: LoadTranscript) -> dict[str, LlmRuler]:
+    rubrics = {r.name: r.rubric or config.rubric for r in config.rewards if r.kind == "ruler"}
     if not config.rewards:
-        wanted = {"": config.rubric}
-    return {name: LlmRuler(config, load_rubric(rubric), model, load) for name, rubric in wanted.items()}
-
-
-async def recall(broker: Broker, config: Config, rulers: Mapping[str, LlmRuler]) -> None:
-    """Let rulers learn from what this judge configuration scored last."""
-    newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
-    judge = judge_hash(config.judge)
-    recent = await broker.read(GroupScored, start_seq=max(1, newest - _RECALLED), project=config.project)
-    for event in (recorded.event for recorded in recent):
-        if (event.branch, event.judge) == ("main", judge):
-            for ruler in rulers.values():
-                ruler.recall(event.verdicts)
+        rubrics = {"": config.rubric}
+    return {name: LlmRuler(config, load_rubric(rubric), model, load) for name, rubric in rubrics.items()}
 
 
 @asynccontextmanager
-async def open_composed(config: Config, read: Load) -> AsyncIterator[Composed | None]:
-    """What the settings say beyond agents' own rewards; None where they say nothing. `read` gives a member's transcript.
-    Imports litellm only for a model.
+async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[ConfiguredComposer | None]:
+    """Open what the settings want beyond agents' own rewards; `None` if nothing. `load` returns a member's transcript.
 
-    Raises `ConfigError` for a rubric or key that is missing."""
+    Raises `ConfigError` if a rubric, a key or a required sandbox is missing."""
     judge = config.judge
     if not judge.model and not judge.rewards:
         yield None
@@ -197,18 +182,29 @@ async def open_composed(config: Config, read: Load) -> AsyncIterator[Composed | 
         }
         rulers: dict[str, LlmRuler] = {}
         if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
-            rulers = make_rulers(judge, await stack.enter_async_context(open_judge_model(judge)), read)
-        yield Composed(judge, rulers, functions, read)
+            rulers = _make_rulers(judge, await stack.enter_async_context(open_judge_model(judge)), load)
+        yield ConfiguredComposer(judge, rulers, functions, load)
 
 
 @asynccontextmanager
-async def open_composer(config: Config, broker: Broker) -> AsyncIterator[Composed | None]:
-    """`open_composed` over the log: members are read from it, and rulers remember what this judge scored last."""
+async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[ConfiguredComposer | None]:
+    """`open_composer` for members on the log. Its rulers learn the position bias from this judge's last verdicts
+    there."""
 
-    async def read(member: TrajectoryCompleted) -> Transcript:
-        return await load(broker, member.project, member.trajectory, member.exchanges)
+    async def load(member: TrajectoryCompleted) -> Transcript:
+        return await load_transcript(broker, member.project, member.trajectory, member.exchanges)
 
-    async with open_composed(config, read) as composed:
-        if composed is not None and composed.rulers:
-            await recall(broker, config, composed.rulers)
-        yield composed
+    async with open_composer(config, load) as composer:
+        if composer is not None and composer.rulers:
+            newest, judge = (
+                (await broker.stream_info(stream_of(GroupScored))).state.last_seq,
+                judge_hash(config.judge),
+            )
+            recent = await broker.read(
+                GroupScored, start_seq=max(1, newest - _RECENT), project=config.project
+            )
+            for event in (recorded.event for recorded in recent):
+                if (event.branch, event.judge) == ("main", judge):
+                    for ruler in composer.rulers.values():
+                        ruler.learn(event.verdicts)
+        yield composer

@@ -1,7 +1,7 @@
-"""Reward functions in processes of their own: a function that hangs, crashes or eats memory fails its own score only.
+"""Reward functions in processes of their own: one that hangs, crashes or exhausts memory fails only its own score.
 
-`judge.rewards.sandbox_worker` says how a call is kept apart from the judge and from other calls, `judge.rewards.sandbox_view` what it can see.
-docs/judging.md says what is promised with bubblewrap and what without it.
+`judge.rewards.sandbox_worker` separates a call from the judge and from other calls; `judge.rewards.sandbox_view`
+defines what it can see. docs/judging.md says what is guaranteed with and without bubblewrap.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.rewards.sandbox")
 
-_MAX_FRAME = 16 << 20
-"""An answer of 1 MB and what was printed, both with every character escaped."""
+_MAX_MESSAGE = 16 << 20
+"""Bytes of an answer of 1 MB and the printed text, both with every character escaped."""
 _WORKER = str(Path(__file__).with_name("sandbox_worker.py"))
 _START_S = 30.0
-"""For importing the function's module, before the first call's own timeout runs."""
+"""For importing the function's module, which is not part of the first call's time limit."""
 _GRACE_S = 10.0
-"""The worker keeps its limits of time itself; one that is so much late is broken."""
+"""The worker enforces the time limits itself; one that is later than this is broken."""
 _STOP_S = 5.0
 _BROKEN = (
     anyio.BrokenResourceError,
@@ -45,11 +45,11 @@ _BROKEN = (
 
 
 class RewardFunctionError(Exception):
-    """A reward function gave no number."""
+    """A reward function returned no number. The message says why."""
 
 
-class _Frame(msgspec.Struct):
-    """What the worker says of one call; `answer` is JSON that the function wrote."""
+class _WorkerMessage(msgspec.Struct):
+    """The worker's message about one call. `answer` is JSON text that the function may have written."""
 
     n: int
     answer: str
@@ -58,93 +58,97 @@ class _Frame(msgspec.Struct):
 
 
 class RewardFunction:
-    """One function of the settings; open it with `async with RewardFunction(config).open() as call`."""
+    """One function of the settings. Open it with `async with RewardFunction(config).open() as call`."""
 
     def __init__(self, config: RewardConfig, hidden: tuple[str, ...] = ()) -> None:
-        """`hidden` are folders that a sandboxed function never sees: the run directory."""
+        """`hidden` are folders that a sandboxed function cannot see: the run directory."""
         self._config, self._hidden = config, hidden
         self._process: anyio.abc.Process | None = None
         self._answers: BufferedByteReceiveStream | None = None
         self._turn = anyio.Lock()
         self._calls = 0
-        self._jailed: bool | None = None
+        self._sandboxed: bool | None = None
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFunction]:
-        """The process starts with the first call and ends with the block.
+        """Allow calls within the block. The process starts with the first call and ends with the block.
 
-        Raises `ConfigError` where the settings require a sandbox and this machine has none."""
-        await self._decide()
+        Raises `ConfigError` if the settings require a sandbox and this machine has none."""
+        await self._is_sandboxed()
         try:
             yield self
         finally:
             await self._stop()
 
-    async def _decide(self) -> bool:
-        """Whether this function runs in a sandbox."""
-        if self._jailed is None:
-            fault = (
-                "" if self._config.isolate == "off" else await anyio.to_thread.run_sync(sandbox_view.fault)
-            )
-            if fault and self._config.isolate == "require":
+    async def _is_sandboxed(self) -> bool:
+        """Return whether this function runs in a sandbox. Raises `ConfigError`."""
+        if self._sandboxed is None:
+            isolate = self._config.isolate
+            fault = "" if isolate == "off" else await anyio.to_thread.run_sync(sandbox_view.unavailable)
+            if fault and isolate == "require":
                 raise ConfigError(
                     f'judge.rewards: {self._config.name} has isolate = "require", but {fault}; '
                     'isolate = "auto" runs the function without a sandbox where there is none'
                 )
             if fault:
                 log.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
-            self._jailed = not fault and self._config.isolate != "off"
-        return self._jailed
+            self._sandboxed = not fault and isolate != "off"
+        return self._sandboxed
 
     async def __call__(self, trajectory: dict[str, Any]) -> float:
-        """Return the reward of a trajectory. Raises `RewardFunctionError` with what went wrong."""
+        """Return the reward of a trajectory. Raises `RewardFunctionError`."""
         entry = self._config.entry
         async with self._turn:
             process = await self._running()
             self._calls += 1
-            try:
-                with anyio.fail_after(self._config.timeout_s + _GRACE_S):
-                    assert process.stdin is not None
-                    await process.stdin.send(b"%d\n%b\n" % (self._calls, msgspec.json.encode(trajectory)))
-                    frame = await self._frame(self._calls)
-            except (*_BROKEN, TimeoutError) as error:
+            async with self._ended_on_failure("ended its process", self._config.timeout_s):
+                assert process.stdin is not None
+                await process.stdin.send(b"%d\n%b\n" % (self._calls, msgspec.json.encode(trajectory)))
+                message = await self._receive(self._calls)
+            if message.last:
                 await self._stop()
-                raise RewardFunctionError(f"{entry} ended its process") from error
-            except BaseException:
-                # Cancelled between question and answer: the next answer would be of this question.
-                await self._stop()
-                raise
-            if frame.last:
-                await self._stop()
-        if frame.printed:
-            log.info("reward function printed", entry=entry, text=frame.printed)
+        if message.printed:
+            log.info("reward function printed", entry=entry, text=message.printed)
         try:
-            answer = msgspec.json.decode(frame.answer)
+            answer = msgspec.json.decode(message.answer)
         except msgspec.DecodeError as error:
-            raise RewardFunctionError(f"{entry} returned {frame.answer[:200]}, which is no number") from error
-        if not isinstance(answer, dict):  # the function wrote it past the worker
+            raise RewardFunctionError(f"{entry} returned {message.answer[:200]}, not a number") from error
+        if not isinstance(answer, dict):  # the function wrote to the channel itself
             answer = {"reward": answer}
         if "error" in answer:
             raise RewardFunctionError(f"{entry}: {answer['error']}")
         value = answer.get("reward")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RewardFunctionError(f"{entry} returned {value!r}, which is no number")
+            raise RewardFunctionError(f"{entry} returned {value!r}, not a number")
         return float(value)
 
-    async def _frame(self, n: int) -> _Frame:
-        assert self._answers is not None
-        line = await self._answers.receive_until(b"\n", _MAX_FRAME)
+    @asynccontextmanager
+    async def _ended_on_failure(self, why: str, seconds: float) -> AsyncIterator[None]:
+        """End the process if the block fails, takes too long or is cancelled: its next answer would be of this call."""
         try:
-            frame = msgspec.json.decode(line, type=_Frame)
+            with anyio.fail_after(seconds + _GRACE_S):
+                yield
+        except (*_BROKEN, TimeoutError) as error:
+            await self._stop()
+            raise RewardFunctionError(f"{self._config.entry} {why}") from error
+        except BaseException:
+            await self._stop()
+            raise
+
+    async def _receive(self, n: int) -> _WorkerMessage:
+        assert self._answers is not None
+        line = await self._answers.receive_until(b"\n", _MAX_MESSAGE)
+        try:
+            message = msgspec.json.decode(line, type=_WorkerMessage)
         except msgspec.DecodeError as error:
             raise anyio.BrokenResourceError from error
-        if frame.n != n:
+        if message.n != n:
             raise anyio.BrokenResourceError
-        return frame
+        return message
 
     async def _argv(self) -> list[str]:
         path = sandbox_view.search_path()
-        jailed = await self._decide()
+        sandboxed = await self._is_sandboxed()
         settings = {
             "entry": self._config.entry,
             "path": path,
@@ -152,11 +156,11 @@ class RewardFunction:
             "processes": self._config.processes,
             "timeout_s": self._config.timeout_s,
             "start_s": _START_S,
-            "jailed": jailed,
+            "sandboxed": sandboxed,
         }
-        # -I: neither the environment nor the working directory says what the worker itself imports.
+        # -I: environment and working directory do not affect what the worker itself imports.
         argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]
-        if not jailed:
+        if not sandboxed:
             return argv
         extra = (*self._config.readable, _WORKER)
         return await anyio.to_thread.run_sync(
@@ -177,7 +181,7 @@ class RewardFunction:
                 "PATH": os.environ.get("PATH", ""),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "LANG": "C.UTF-8",
-                # The cores belong to the inference server and the trainer; a pool of threads also takes address space.
+                # The cores are for the inference server and the trainer, and a thread pool takes address space.
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },
@@ -185,19 +189,12 @@ class RewardFunction:
         )
         assert self._process.stdout is not None
         self._answers = BufferedByteReceiveStream(self._process.stdout)
-        try:
-            with anyio.fail_after(_START_S + _GRACE_S):
-                hello = await self._frame(0)
-        except (*_BROKEN, TimeoutError) as error:
+        async with self._ended_on_failure("did not start; see the judge's log", _START_S):
+            started = await self._receive(0)
+        if started.last:
             await self._stop()
-            raise RewardFunctionError(f"{entry} did not start; the judge's log may say why") from error
-        except BaseException:
-            await self._stop()
-            raise
-        if hello.last:
-            await self._stop()
-            why = msgspec.json.decode(hello.answer).get("error")
-            raise RewardFunctionError(f"{entry} can't be imported: {why}\n{hello.printed}".strip())
+            why = msgspec.json.decode(started.answer).get("error")
+            raise RewardFunctionError(f"{entry} cannot be imported: {why}\n{started.printed}".strip())
         return self._process
 
     async def _stop(self) -> None:
@@ -205,7 +202,7 @@ class RewardFunction:
         if process is None:
             return
         with anyio.CancelScope(shield=True):
-            # At the end of its input the worker ends what the function began, then itself.
+            # At the end of its input the worker ends the function's processes, then itself.
             with suppress(*_BROKEN):
                 assert process.stdin is not None
                 await process.stdin.aclose()

@@ -1,9 +1,10 @@
-"""What a sandboxed reward function sees: the arguments of bubblewrap for it.
+"""What a sandboxed reward function can see, as arguments of bubblewrap.
 
-The view begins empty and holds only Python, the system's libraries, the packages and modules of the search path, and what
-`judge.rewards.readable` names; all of it read-only. Nothing can be written anywhere. There is no network, no other process, no
-device but /dev/null and its like, and no System V or POSIX message of the host. A folder of the search path shows its
-importable modules only, because it often is the working directory, which holds run directories with their secrets.
+The file system holds only Python, the system's libraries, the packages and modules of the search path, and what
+`judge.rewards.readable` names, all of it read-only. There is no network, no other process, no device except /dev/null
+and similar, and no access to System V or POSIX message queues of the host. Of a folder of the search path only
+importable modules are shown, because it often is the working directory, which holds run directories with their
+secrets.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap)"
 
 _SYSTEM = (
     "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib", "/usr/share/zoneinfo",
-    "/usr/share/misc", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime",
-    "/etc/mime.types", "/sys/devices/system/cpu",
+    "/usr/share/misc", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d",
+    "/etc/localtime", "/etc/mime.types", "/sys/devices/system/cpu",
 )  # fmt: skip
 _MERGED = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 """Links into /usr on most systems, folders on others."""
@@ -31,13 +32,13 @@ _CODE = (".py", ".pyc", ".so", ".zip", ".egg", ".whl")
 
 @functools.cache
 def _features(bwrap: str) -> tuple[str, ...]:
-    """Options that only newer versions of bubblewrap have."""
+    """Return those options that only newer versions of bubblewrap have."""
     known = subprocess.run([bwrap, "--help"], capture_output=True, text=True, check=False)
     return tuple(o for o in ("--disable-userns",) if o in known.stdout + known.stderr)
 
 
 def _namespaces(bwrap: str) -> list[str]:
-    # A user namespace also for root, so that no process inside has a capability outside.
+    # Root gets a user namespace too, so that no process inside has a capability outside.
     return [
         bwrap, "--unshare-all", "--unshare-user", *_features(bwrap), "--die-with-parent", "--new-session", "--as-pid-1",
         "--cap-drop", "ALL",
@@ -48,7 +49,7 @@ _DEVICES = ("--proc", "/proc", "--dev", "/dev")
 
 
 @functools.cache
-def _fault(bwrap: str) -> str:
+def _try_bwrap(bwrap: str) -> str:
     try:
         tried = subprocess.run(
             [*_namespaces(bwrap), "--ro-bind", "/", "/", *_DEVICES, "true"],
@@ -64,23 +65,23 @@ def _fault(bwrap: str) -> str:
     return f"{bwrap} does not work here: {tried.stderr.strip() or f'exit code {tried.returncode}'}"
 
 
-def fault() -> str:
-    """Return why bubblewrap can't be used on this machine, or nothing where it can. Tried once per program."""
+def unavailable() -> str:
+    """Return why bubblewrap cannot be used on this machine, or an empty string. Tried once per process."""
     bwrap = shutil.which("bwrap")
-    return _fault(bwrap) if bwrap else f"bubblewrap is not installed: {INSTALL}"
+    return _try_bwrap(bwrap) if bwrap else f"bubblewrap is not installed: {INSTALL}"
 
 
 def search_path() -> list[str]:
-    """`sys.path` of a reward function: the working directory, then what this process imports from."""
+    """Return the `sys.path` of a reward function: the working directory, then that of this process."""
     beside = str(
         Path(__file__).parent
-    )  # there where the judge runs as a script; its modules would shadow others
+    )  # on the path of scripts in this folder, whose names would shadow others
     paths = [str(Path.cwd()), *(str(Path(p).absolute()) for p in sys.path if p and p != beside)]
     return list(dict.fromkeys(paths))
 
 
 def _is_code(entry: Path) -> bool:
-    """Whether an entry of a search-path folder is a module or a package."""
+    """Return whether an entry of a search-path folder is a module or a package."""
     if entry.is_file():
         return entry.suffix in _CODE
     if not entry.name.isidentifier() or not entry.is_dir():
@@ -99,7 +100,8 @@ def _modules(folder: Path) -> list[Path]:
 
 
 def _origin(entry: str) -> list[Path]:
-    """Where the function's top-level module lies, if an import hook finds it outside of the search path."""
+    """Return the location of the function's top-level module, which an import hook may find outside of the search
+    path."""
     spec = importlib.util.find_spec(entry.partition(":")[0].partition(".")[0])
     if spec is None:
         return []
@@ -109,13 +111,13 @@ def _origin(entry: str) -> list[Path]:
 
 
 def readable(entry: str, path: Iterable[str], extra: Iterable[str]) -> list[Path]:
-    """Return every file and folder that the function `entry` may read, outermost first, without repetition."""
+    """Return the files and folders that the function `entry` may read, outermost first, without repetition."""
     prefixes = {
         Path(sys.prefix),
         Path(sys.base_prefix),
         *(Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib")),
     }
-    # Of a system's own Python the prefix is /usr or /usr/local: its library folders are enough.
+    # The prefix of a system's own Python is /usr or /usr/local; its library folders are enough.
     whole = [p for p in prefixes if p not in (Path("/usr"), Path("/usr/local"), Path("/"))]
     whole += [Path(sys.executable).resolve(), *(Path(p).absolute() for p in extra)]
     whole += [Path(p) for p in _SYSTEM]
@@ -137,8 +139,8 @@ def command(
 ) -> list[str]:
     """Return the command that runs `argv` in a sandbox which shows `readable(entry, path, extra)` without `hidden`.
 
-    `hidden` are folders (the run directory) that stay empty even where something readable holds them.
-    Only call this where `fault()` is empty."""
+    `hidden` are folders (the run directory) that are shown empty even if they are within something readable.
+    Call this only if `unavailable()` returns an empty string."""
     made = [*_namespaces(shutil.which("bwrap") or "bwrap"), *_DEVICES]
     shown = readable(entry, path, extra)
     for place in shown:

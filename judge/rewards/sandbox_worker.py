@@ -1,19 +1,22 @@
-"""The process side of `judge.rewards.sandbox`; run as a script, with the standard library alone.
+"""The process side of `judge.rewards.sandbox`: a script that imports the standard library only.
 
-Three kinds of process, from trusted to not trusted:
+There are three kinds of process, from trusted to untrusted:
 
-- The warden (this script's own process) reads requests from the judge and writes the answers. It never runs user code. In a
-  sandbox it is process 1 of its own PID namespace, so nothing in there can signal it, and everything ends with it.
-- The host is a fork of the warden that imports the function's module once.
-- A call is a fork of the host, one for each trajectory. It gets a socket of its own for one request and one answer.
+- The supervisor (this script's own process) reads requests from the judge and writes the answers. It never runs user
+  code. In a sandbox it is process 1 of its own PID namespace, so that no process there can signal it, and all of them
+  end with it.
+- The fork server is a fork of the supervisor that imports the function's module once.
+- A call is a fork of the fork server, one for each trajectory. It gets a socket of its own for one request and one
+  answer.
 
-A call that is taken over by the trajectory it scores therefore holds nothing by which it could answer for another one. After
-each answer every process but warden and host is killed, so nothing stays behind for the next trajectory.
+A trajectory that takes over the call which scores it has no channel on which it could answer for another one. After
+each answer every process except supervisor and fork server is killed, so that nothing is left for the next
+trajectory.
 
-Argument: JSON with the fields of `Settings`. Then on stdin, for each call: a line with the call's number and a line with the
-trajectory as JSON. On stdout, one JSON line each: first `{"n": 0, "answer": "{}"}` once the function is imported, then
-`{"n": <number>, "answer": "{\\"reward\\": 0.5}", "printed": "…"}`. An answer holds `reward` or `error`; `"last": true` says that
-the process must be replaced.
+Argument: JSON with the fields of `Settings`. Then on stdin, for each call: a line with the call's number and a line
+with the trajectory as JSON. On stdout, one JSON line each: first `{"n": 0, "answer": "{}"}` once the function is
+imported, then `{"n": <number>, "answer": "{\\"reward\\": 0.5}", "printed": "…"}`. An answer holds `reward` or
+`error`. `"last": true` says that the process must be replaced.
 """
 
 from __future__ import annotations
@@ -35,16 +38,16 @@ from typing import Any, NamedTuple, NoReturn
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _MAX_ANSWER = 1 << 20
 _MAX_PRINTED = 4096
-_AT_ONCE = 200
-"""Processes that are ended in one go; each takes a file descriptor until it has ended."""
+_MAX_HANDLES = 200
+"""Processes that are ended at once. Each takes a file descriptor until it has ended."""
 _READY_S = 5.0
-"""How long the host may take to see that its call has ended."""
-_WATCH_MS = 25
-"""Time between two looks at the memory and the number of the function's processes."""
+"""How long the fork server may take to reap its call."""
+_CHECK_MS = 25
+"""Interval of the checks of memory and number of processes."""
 
 
 class Settings(NamedTuple):
-    """What the judge says about the function."""
+    """The judge's settings for the function."""
 
     entry: str
     path: list[str]
@@ -53,12 +56,12 @@ class Settings(NamedTuple):
     processes: int
     timeout_s: float
     start_s: float
-    jailed: bool
-    """Whether this process is process 1 of a sandbox."""
+    sandboxed: bool
+    """This process is process 1 of a sandbox."""
 
 
-class _EndError(Exception):
-    """The judge closed its end."""
+class _ClosedError(Exception):
+    """The judge has closed the worker's input."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -71,16 +74,16 @@ def _prctl(option: int, value: int) -> None:
 def _limit(settings: Settings) -> None:
     memory = settings.memory_mb << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    if settings.jailed:
-        # No memory behind file descriptors (memfd), which no other limit sees.
+    if settings.sandboxed:
+        # No memory behind file descriptors (memfd): no other limit counts it.
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         if tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14):
             # Before Linux 5.14 the limit counts all of the user's processes, not only those of this namespace.
             resource.setrlimit(resource.RLIMIT_NPROC, (settings.processes, settings.processes))
 
 
-def _host(settings: Settings, control: socket.socket, printed: int) -> NoReturn:
-    """Import the function, say so on `control`, then fork a call for every socket that comes."""
+def _run_fork_server(settings: Settings, control: socket.socket, printed: int) -> NoReturn:
+    """Import the function, report that on `control`, then fork a call for every socket received there."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (printed, 1), (printed, 2)):
         os.dup2(source, target)
@@ -90,15 +93,15 @@ def _host(settings: Settings, control: socket.socket, printed: int) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _limit(settings)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_DUMPABLE, 1)  # libraries look at /proc/self while they are imported
+    _prctl(_PR_SET_DUMPABLE, 1)  # libraries read /proc/self while they are imported
     sys.path[:] = settings.path
     module, _, name = settings.entry.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except BaseException as error:  # noqa: BLE001 - the edge between their code and ours
+    except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
         os._exit(1)
-    # From here on a call, although of the same user, can neither trace the host nor open its descriptors.
+    # From here on a call can neither trace the fork server nor open its descriptors, although it has the same user.
     _prctl(_PR_SET_DUMPABLE, 0)
     control.send(b"{}")
     while True:
@@ -120,7 +123,7 @@ def _call(function: Any, fd: int) -> NoReturn:
             with channel.makefile("rb") as request:
                 trajectory = json.loads(request.read())
             answer = json.dumps({"reward": function(trajectory)})
-        except BaseException as error:  # noqa: BLE001 - as above; `SystemExit` too is an answer
+        except BaseException as error:  # noqa: BLE001 - as above, `SystemExit` included
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
         with suppress(BaseException):
             sys.stdout.flush()
@@ -128,30 +131,27 @@ def _call(function: Any, fd: int) -> NoReturn:
     os._exit(0)
 
 
-# -- the warden --------------------------------------------------------------------------------------------------
+# -- the supervisor --------------------------------------------------------------------------------------------------
 
 
-class _Warden:
+class _Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._host = 0
         self._requests = b""
         self._printed, write_end = os.pipe()
         os.set_blocking(self._printed, False)
         self._said = b""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._host = os.fork()
-        if self._host == 0:
-            _host(settings, theirs, write_end)
+        self._server = os.fork()
+        if self._server == 0:
+            _run_fork_server(settings, theirs, write_end)
         theirs.close()
         os.close(write_end)
-
-    # -- the judge's side
 
     def _line(self) -> bytes:
         while b"\n" not in self._requests:
             if not (read := os.read(0, 1 << 20)):
-                raise _EndError
+                raise _ClosedError
             self._requests += read
         line, _, self._requests = self._requests.partition(b"\n")
         return line
@@ -163,20 +163,18 @@ class _Warden:
             frame = frame[os.write(1, frame) :]
 
     def run(self) -> None:
-        """Answer until the judge closes its end or the host is gone."""
+        """Answer until the judge closes the input or the fork server is gone."""
         try:
             started = self._start()
-            self._answer(0, started, not self._host)
-            while self._host:
+            self._answer(0, started, not self._server)
+            while self._server:
                 n, trajectory = int(self._line()), self._line()
                 answer = self._ask(trajectory)
-                self._answer(n, answer, not self._host)
-        except (_EndError, BrokenPipeError):
+                self._answer(n, answer, not self._server)
+        except (_ClosedError, BrokenPipeError):
             pass
         finally:
-            self._sweep(keep_host=False)
-
-    # -- the function's side
+            self._kill_all(keep_server=False)
 
     def _start(self) -> str:
         poll = self._poll(self._control)
@@ -184,7 +182,7 @@ class _Warden:
         if not why:
             said = self._control.recv(1 << 16).decode("utf-8", "replace")
             why = "" if said == "{}" else said or _error("ended its process while it was imported")
-        self._sweep(keep_host=not why)
+        self._kill_all(keep_server=not why)
         return why or "{}"
 
     def _ask(self, trajectory: bytes) -> str:
@@ -194,12 +192,12 @@ class _Warden:
                 try:
                     socket.send_fds(self._control, [b"c"], [theirs.fileno()])
                 except OSError:
-                    self._sweep(keep_host=False)
+                    self._kill_all(keep_server=False)
                     return _error("ended its process")
             answer = self._converse(ours, trajectory)
-        self._sweep(keep_host=True)
-        if self._host and not self._host_is_ready():
-            self._sweep(keep_host=False)
+        self._kill_all(keep_server=True)
+        if self._server and not self._server_is_ready():
+            self._kill_all(keep_server=False)
         return answer
 
     def _converse(self, channel: socket.socket, trajectory: bytes) -> str:
@@ -209,13 +207,8 @@ class _Warden:
         poll.modify(channel, select.POLLIN | select.POLLOUT)
         deadline = time.monotonic() + self._settings.timeout_s
         while b"\n" not in got:
-            why = self._watch(
-                poll,
-                deadline - time.monotonic(),
-                channel.fileno(),
-                f"took longer than {self._settings.timeout_s} s",
-            )
-            if why:
+            late = f"took longer than {self._settings.timeout_s} s"
+            if why := self._watch(poll, deadline - time.monotonic(), channel.fileno(), late):
                 return why
             with suppress(BlockingIOError, ConnectionResetError, BrokenPipeError):
                 if unsent:
@@ -242,48 +235,50 @@ class _Warden:
         return poll
 
     def _watch(self, poll: select.poll, seconds: float, fd: int, late: str) -> str:
-        """Wait until `fd` is ready. Return an error where time, memory or number of processes ran out first."""
+        """Wait until `fd` is ready. Return an error if time, memory or the number of processes exceeds its limit
+        first."""
         deadline = time.monotonic() + seconds
-        look = time.monotonic() + _WATCH_MS / 1000
+        look = time.monotonic() + _CHECK_MS / 1000
         while True:
-            ready = poll.poll(_WATCH_MS)
+            ready = poll.poll(_CHECK_MS)
             for end, _ in ready:
                 if end == self._printed:
                     self._listen()
                 if end == 0 and not self._requests:
                     if not (read := os.read(0, 1 << 20)):
-                        raise _EndError
+                        raise _ClosedError
                     self._requests += read
             if any(end == fd for end, _ in ready):
                 return ""
             if (now := time.monotonic()) > deadline:
                 return _error(late)
             if now >= look:
-                if why := self._over():
+                if why := self._exceeded():
                     return _error(why)
-                look = time.monotonic() + _WATCH_MS / 1000
+                look = time.monotonic() + _CHECK_MS / 1000
 
     def _listen(self) -> None:
-        """Keep the end of what the function printed, so that its pipe never fills."""
+        """Read what the function printed, so that its pipe never fills, and keep the end of it."""
         with suppress(BlockingIOError):
             while read := os.read(self._printed, 1 << 16):
                 self._said = (self._said + read)[-_MAX_PRINTED:]
 
-    def _host_is_ready(self) -> bool:
-        """Wait until the host has reaped its call. One that was killed by the call may look alive until then."""
+    def _server_is_ready(self) -> bool:
+        """Wait until the fork server has reaped its call. If the call killed it, it may look alive until then."""
         self._control.settimeout(_READY_S)
         try:
             return self._control.recv(16) == b"ready"
         except (TimeoutError, ConnectionResetError):
             return False
 
-    def _host_lives(self) -> bool:
-        return _state(self._host) not in ("", "Z")
+    def _server_lives(self) -> bool:
+        return _state(self._server) not in ("", "Z")
 
-    def _descend(self) -> list[int]:
-        """Every process that comes from the host, itself included, with those that have ended but are not reaped yet."""
-        if self._settings.jailed:
-            return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]  # noqa: PTH208 - quicker
+    def _descendants(self) -> list[int]:
+        """Return all descendants of this process, also those that have ended but are not reaped yet."""
+        if self._settings.sandboxed:
+            names = os.listdir("/proc")  # noqa: PTH208 - quicker
+            return [int(name) for name in names if name.isdigit() and name != "1"]
         found, todo = [], [os.getpid()]
         while todo:
             children = _children(todo.pop())
@@ -291,17 +286,17 @@ class _Warden:
             todo += children
         return found
 
-    def _others(self) -> list[int]:
-        """Every process that comes from the host and still runs, the host included."""
-        found = self._descend()
+    def _running(self) -> list[int]:
+        """Return the descendants of this process that still run, the fork server included."""
+        found = self._descendants()
         if len(found) > 2 * self._settings.processes:
-            return found  # no time to look at each
+            return found  # too many to check each of them
         return [pid for pid in found if _state(pid) not in ("", "Z")]
 
-    def _over(self) -> str:
-        """What exceeds its limit now."""
-        pids = self._others()
-        if len(pids) > self._settings.processes:  # before anything that takes time for each of them
+    def _exceeded(self) -> str:
+        """Return which limit is exceeded now, or an empty string."""
+        pids = self._running()
+        if len(pids) > self._settings.processes:  # first, because the rest takes time for each of them
             return f"had more than {self._settings.processes} processes and threads"
         limit, held, threads = self._settings.memory_mb << 20, _shared_memory(self._settings), 0
         for pid in pids:
@@ -313,34 +308,35 @@ class _Warden:
             return f"had more than {self._settings.processes} processes and threads"
         return ""
 
-    def _sweep(self, *, keep_host: bool) -> None:
-        """End every process that the function began, and the host too unless it is kept."""
-        if self._settings.jailed:
+    def _kill_all(self, *, keep_server: bool) -> None:
+        """Kill every process of the function, and the fork server too unless it is kept."""
+        if self._settings.sandboxed:
             with suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGSTOP)  # all at once, so that none can fork away from the search
-        ended, again = set[int](), not self._settings.jailed
+                os.kill(-1, signal.SIGSTOP)  # all at once, so that none can fork during the search
+        ended, again = set[int](), not self._settings.sandboxed
         while True:
-            found = {pid for pid in self._descend() if not (keep_host and pid == self._host)}
+            found = {pid for pid in self._descendants() if not (keep_server and pid == self._server)}
             doomed = [pid for pid in found if _state(pid) not in ("", "Z")]
             if not doomed and not again:
                 break
-            # A process that ended during the search may have left children, which are this one's from then on: look again.
-            again = not self._settings.jailed and not found <= ended
+            # A process that ended during the search may have left children, which are then children of this one:
+            # search again.
+            again = not self._settings.sandboxed and not found <= ended
             ended |= found
             handles = []
-            for pid in doomed[:_AT_ONCE]:
+            for pid in doomed[:_MAX_HANDLES]:
                 with suppress(ProcessLookupError):
                     handles.append(os.pidfd_open(pid))
                     os.kill(pid, signal.SIGKILL)
             for handle in handles:
                 select.select([handle], [], [])  # readable once the process has ended
                 os.close(handle)
-        if keep_host and self._settings.jailed:
+        if keep_server and self._settings.sandboxed:
             with suppress(ProcessLookupError):
-                os.kill(self._host, signal.SIGCONT)
-        # Segments of System V shared memory outlive their processes: only the namespace's end frees them.
-        if not keep_host or not self._host_lives() or _shared_memory(self._settings):
-            self._host = 0
+                os.kill(self._server, signal.SIGCONT)
+        # Segments of System V shared memory outlive their processes. Only the end of the namespace frees them.
+        if not keep_server or not self._server_lives() or _shared_memory(self._settings):
+            self._server = 0
 
 
 def _error(why: str) -> str:
@@ -348,7 +344,7 @@ def _error(why: str) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat from the third (the state) on; empty where the process is gone."""
+    """Return the fields of /proc/<pid>/stat from the third (the state) on; none if the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -375,7 +371,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _memory(pid: int) -> int:
-    """Bytes that a process holds: its share of shared pages, or all of them where the kernel does not tell its share."""
+    """Return the bytes that a process holds: with its share of shared pages, or with all of them if the kernel does
+    not tell."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
             if line.startswith("Pss:"):
@@ -386,8 +383,8 @@ def _memory(pid: int) -> int:
 
 
 def _shared_memory(settings: Settings) -> int:
-    """Bytes of System V shared memory segments in the sandbox."""
-    if not settings.jailed:
+    """Return the bytes of System V shared memory segments in the sandbox."""
+    if not settings.sandboxed:
         return 0
     with suppress(OSError):
         rows = Path("/proc/sysvipc/shm").read_text("ascii").splitlines()[1:]
@@ -398,14 +395,14 @@ def _shared_memory(settings: Settings) -> int:
 def main() -> None:
     """Answer until stdin ends."""
     settings = Settings(**json.loads(sys.argv[1]))
-    # The function's processes have the same user: none of them may trace this one or open its descriptors.
+    # The function's processes have the same user. None of them may trace this one or open its descriptors.
     _prctl(_PR_SET_DUMPABLE, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if not settings.jailed:
+    if not settings.sandboxed:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The kernel reaps what ends: processes whose parents are gone become children of this one.
+    # Processes whose parents are gone become children of this one, and the kernel reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    _Warden(settings).run()
+    _Supervisor(settings).run()
 
 
 if __name__ == "__main__":

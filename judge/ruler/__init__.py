@@ -1,0 +1,12 @@
+"""RULER: a language model compares the trajectories of a group.
+
+| module | what it does |
+| --- | --- |
+| `ruler` | judges a group: calls, repeated requests, several orders, subsets, retries, accounting |
+| `transcripts`, `conversations` | what the judge reads of a trajectory: everything that trains |
+| `layout`, `budget`, `prompt` | how it is asked: common text once, cut only if it has to be, all of it between nonce
+lines |
+| `replies`, `lenient_json` | how its replies are parsed |
+| `aggregation` | one score per trajectory from several judge passes, without the effect of positions |
+| `rubrics` | what a judge looks for: files, identified by their hash |
+"""

@@ -1,9 +1,8 @@
-"""From several judgings of a group to one score each: orders, position bias, agreement.
+"""From several judge passes over a group to one score per trajectory, without the judge's position bias.
 
-A judge that favours a place in the list favours another trajectory when the order changes, so what changes with the
-place can be told from what belongs to the trajectory. `PositionBias` estimates the effect of each place from all groups
-judged so far; `merge` takes it out and averages. Judgings of overlapping subsets are brought to one level by their
-shared trajectories (least squares with an offset for each judging).
+A judge that favours a position in the list favours another trajectory when the order changes. `PositionBias`
+estimates the effect of each position from all groups judged so far; `aggregate` subtracts it and averages. Passes
+over overlapping subsets are aligned by the trajectories they share (least squares with one offset per pass).
 """
 
 from __future__ import annotations
@@ -16,30 +15,31 @@ import numpy as np
 import numpy.typing as npt
 
 _RIDGE = 2.0
-"""Strength of the assumption that places don't matter, in groups judged twice."""
+"""Regularisation towards no position effect, in units of groups judged twice."""
 _DECAY = 0.995
-"""Weight of a judged group once the next one came: the estimate follows about the last 200."""
+"""Factor on a group's weight for each later group: the estimate follows about the last 200 groups."""
+_OFFSET_RIDGE = 0.05
 
 Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Judging:
-    """Scores of one judging, in the order in which the judge saw them."""
+class JudgePass:
+    """Scores of one pass over a group, or over a subset of a long one, in the order in which the judge saw them."""
 
     order: tuple[str, ...]
     scores: Mapping[str, float]
 
 
-def orders(ids: Sequence[str], count: int, rng: random.Random) -> list[list[str]]:
-    """`count` random orders; neighbours in the list share as few places as chance allows within some tries."""
+def draw_orders(ids: Sequence[str], count: int, rng: random.Random) -> list[list[str]]:
+    """Return `count` random orders. Of 20 draws each, the one that shares the fewest positions with the order before
+    is taken."""
     out: list[list[str]] = []
     for _ in range(count):
         best: list[str] = []
         fewest = len(ids) + 1
         for _ in range(20):
-            shuffled = list(ids)
-            rng.shuffle(shuffled)
+            shuffled = rng.sample(ids, len(ids))
             same = sum(a == b for a, b in zip(shuffled, out[-1], strict=True)) if out else 0
             if same < fewest:
                 best, fewest = shuffled, same
@@ -50,33 +50,36 @@ def orders(ids: Sequence[str], count: int, rng: random.Random) -> list[list[str]
 
 
 class PositionBias:
-    """What each place is worth to a judge, by length of the list; measured from groups that were judged repeatedly."""
+    """The effect of each position on a judge's scores, by length of the list N; estimated from groups with several
+    passes."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[npt.NDArray[np.float64], Vector, float, float]] = {}
+        """By N: A [N, N] and b [N] of the normal equations A x = b, the sum of squares, and the degrees of freedom."""
 
-    def learn(self, judgings: Sequence[Judging]) -> None:
-        """Take in the judgings of one group over the same trajectories; fewer than two say nothing."""
-        if len(judgings) < 2:
+    def update(self, passes: Sequence[JudgePass]) -> None:
+        """Add the passes of one group over the same trajectories. Fewer than two have no information."""
+        if len(passes) < 2:
             return
-        n = len(judgings[0].order)
+        n = len(passes[0].order)
         a, b, squares, count = self._sums.get(n, (np.zeros((n, n)), np.zeros(n), 0.0, 0.0))
         a, b, squares, count = a * _DECAY, b * _DECAY, squares * _DECAY, count * _DECAY
-        for name in judgings[0].order:
-            places = np.zeros((len(judgings), n))
-            for row, judging in enumerate(judgings):
-                places[row, judging.order.index(name)] = 1.0
-            scores = np.array([j.scores[name] for j in judgings])
-            centred = places - places.mean(axis=0)
+        for name in passes[0].order:
+            positions = np.zeros((len(passes), n))
+            for row, judged in enumerate(passes):
+                positions[row, judged.order.index(name)] = 1.0
+            scores = np.array([p.scores[name] for p in passes])
+            centred = positions - positions.mean(axis=0)
             residual = scores - scores.mean()
             a = a + centred.T @ centred
             b = b + centred.T @ residual
             squares += float(residual @ residual)
-            count += len(judgings) - 1
+            count += len(passes) - 1
         self._sums[n] = (a, b, squares, count)
 
     def effects(self, n: int) -> Vector:
-        """Points that each of `n` places adds, mean 0; what noise could explain is shrunk towards 0."""
+        """Return the score that each of `n` positions adds [n], mean 0. Effects that noise could explain are shrunk
+        towards 0."""
         if n not in self._sums:
             return np.zeros(n)
         a, b, squares, count = self._sums[n]
@@ -87,88 +90,80 @@ class PositionBias:
         shrunk = found * np.maximum(0.0, 1.0 - error / np.maximum(found**2, 1e-12))
         return np.asarray(shrunk - shrunk.mean())
 
-    def first_place(self) -> float:
-        """What the first place is worth over the others, on average over list lengths."""
-        found = [
-            (float(e[0] - e[1:].mean()), self._sums[n][3])
-            for n in self._sums
-            if n > 1
-            for e in [self.effects(n)]
-        ]
-        weight = sum(w for _, w in found)
-        return sum(v * w for v, w in found) / weight if weight else 0.0
+    def first_position(self) -> float:
+        """Return how much the first position adds compared with the others, weighted over the lengths of lists."""
+        effects = {n: self.effects(n) for n in self._sums if n > 1}
+        weights = {n: self._sums[n][3] for n in effects}
+        total = sum(weights.values())
+        return (
+            sum(float(e[0] - e[1:].mean()) * weights[n] for n, e in effects.items()) / total if total else 0.0
+        )
 
 
-def merge(judgings: Sequence[Judging], bias: PositionBias | None = None) -> dict[str, float]:
-    """One score in 0..1 for each trajectory of any judging, without the effect of places and of judgings."""
-    names = list(dict.fromkeys(n for j in judgings for n in j.order))
-    corrected = [_corrected(j, bias) for j in judgings]
+def aggregate(passes: Sequence[JudgePass], bias: PositionBias | None = None) -> dict[str, float]:
+    """Return one score in 0..1 for each trajectory of any pass, without the effects of positions and of passes."""
+    names = list(dict.fromkeys(n for p in passes for n in p.order))
+    corrected = [_corrected(p, bias) for p in passes]
     if all(len(c) == len(names) for c in corrected):
         found = {n: float(np.mean([c[n] for c in corrected])) for n in names}
     else:
-        found = _levelled(names, corrected)
+        found = _aligned(names, corrected)
     return {n: min(max(s, 0.0), 1.0) for n, s in found.items()}
 
 
-def _corrected(judging: Judging, bias: PositionBias | None) -> dict[str, float]:
-    effects = bias.effects(len(judging.order)) if bias is not None else np.zeros(len(judging.order))
-    return {name: judging.scores[name] - float(effects[i]) for i, name in enumerate(judging.order)}
+def _corrected(judged: JudgePass, bias: PositionBias | None) -> dict[str, float]:
+    effects = bias.effects(len(judged.order)) if bias is not None else np.zeros(len(judged.order))
+    return {
+        name: judged.scores[name] - float(effect) for name, effect in zip(judged.order, effects, strict=True)
+    }
 
 
-def _levelled(names: Sequence[str], judgings: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Least squares of score = trajectory + judging, offsets of mean 0 (ridge: subsets without a shared one stay)."""
+def _aligned(names: Sequence[str], passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Solve score = trajectory + pass by least squares. A ridge on the offsets keeps passes that share no trajectory
+    solvable."""
     index = {n: i for i, n in enumerate(names)}
-    rows, values = [], []
-    for number, judging in enumerate(judgings):
-        for name, score in judging.items():
-            row = np.zeros(len(names) + len(judgings))
-            row[index[name]] = 1.0
-            row[len(names) + number] = 1.0
-            rows.append(row)
-            values.append(score)
-    for number in range(len(judgings)):
-        row = np.zeros(len(names) + len(judgings))
-        row[len(names) + number] = 0.05
-        rows.append(row)
-        values.append(0.0)
-    solution = np.linalg.lstsq(np.array(rows), np.array(values), rcond=None)[0]
+    scored = [(number, name, score) for number, judged in enumerate(passes) for name, score in judged.items()]
+    rows = np.zeros((len(scored) + len(passes), len(names) + len(passes)))
+    values = np.zeros(len(rows))
+    for row, (number, name, score) in enumerate(scored):
+        rows[row, index[name]] = rows[row, len(names) + number] = 1.0
+        values[row] = score
+    for number in range(len(passes)):
+        rows[len(scored) + number, len(names) + number] = _OFFSET_RIDGE
+    solution = np.linalg.lstsq(rows, values, rcond=None)[0]
     found = {n: float(solution[i]) for n, i in index.items()}
-    # Levelling may leave 0..1: move and, where need be, compress all alike rather than clamp some.
+    # The offsets may move scores out of 0..1. Shifting and scaling all of them keeps their order, which clamping
+    # would not.
     low = min(0.0, *found.values())
     high = max(1.0, *(v - low for v in found.values()))
     return {n: (v - low) / high for n, v in found.items()}
 
 
-def difference(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    """Mean absolute difference over shared trajectories; 0 where none is shared."""
+def any_two_agree(passes: Sequence[JudgePass], tolerance: float, bias: PositionBias | None = None) -> bool:
+    """Return whether the scores of any two passes differ by at most `tolerance` on average (mean absolute
+    difference)."""
+    found = [_corrected(p, bias) for p in passes]
+    return any(_difference(a, b) <= tolerance for i, a in enumerate(found) for b in found[i + 1 :])
+
+
+def _difference(a: Mapping[str, float], b: Mapping[str, float]) -> float:
     shared = a.keys() & b.keys()
     return sum(abs(a[n] - b[n]) for n in shared) / len(shared) if shared else 0.0
 
 
-def agree(judgings: Sequence[Judging], tolerance: float, bias: PositionBias | None = None) -> bool:
-    """Whether any two of the judgings say the same."""
-    found = [_corrected(j, bias) for j in judgings]
-    return any(
-        difference(found[i], found[j]) <= tolerance
-        for i in range(len(found))
-        for j in range(i + 1, len(found))
-    )
-
-
-def concordance(a: Mapping[str, float], b: Mapping[str, float], tie: float = 1e-6) -> float | None:
-    """Share of pairs that both put into the same order; a pair tied in one only counts half. None without pairs."""
+def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float], tie: float = 1e-6) -> float | None:
+    """Return the share of pairs that both put into the same order; a pair tied in one only counts half. `None`
+    without pairs."""
     names = sorted(a.keys() & b.keys())
     agreed, pairs = 0.0, 0
     for i, x in enumerate(names):
         for y in names[i + 1 :]:
-            first, second = _sign(a[x] - a[y], tie), _sign(b[x] - b[y], tie)
+            first, second = sign(a[x] - a[y], tie), sign(b[x] - b[y], tie)
             pairs += 1
-            if first == second:
-                agreed += 1.0
-            elif first == 0 or second == 0:
-                agreed += 0.5
+            agreed += 1.0 if first == second else 0.5 if 0 in (first, second) else 0.0
     return agreed / pairs if pairs else None
 
 
-def _sign(value: float, tie: float) -> int:
+def sign(value: float, tie: float) -> int:
+    """Return -1, 0 or 1; 0 for an absolute value of at most `tie`."""
     return 0 if abs(value) <= tie else (1 if value > 0 else -1)

@@ -1,13 +1,15 @@
-"""How a prompt's room is shared: everything that fits stays whole, what is long gets what is left."""
+"""How the space of a prompt is shared between texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def shares(sizes: Sequence[int], room: int) -> list[int]:
-    """The room that each of `sizes` gets. What needs less than an equal share gets what it needs, and what it leaves goes to
-    the others, so that nothing is cut while there is room to spare."""
+def allocate(sizes: Sequence[int], room: int) -> list[int]:
+    """Return how much of `room` each of `sizes` gets. Nothing is cut while there is room, and what is cut is cut to
+    one length.
+
+    A text that needs less than an equal share leaves the rest of it to the others."""
     out = [0] * len(sizes)
     left = max(room, 0)
     ascending = sorted(range(len(sizes)), key=lambda i: sizes[i])
@@ -17,12 +19,15 @@ def shares(sizes: Sequence[int], room: int) -> list[int]:
     return out
 
 
-def pieces(sizes: Sequence[int], context: int, room: int, smallest: int, overlap: int) -> list[range]:
-    """Indices of the list in pieces whose members fit, uncut and with what all share (`context`), into `room`.
+def split_overlapping(
+    sizes: Sequence[int], context: int, room: int, smallest: int, overlap: int
+) -> list[range]:
+    """Split a list into subsets that fit uncut into `room`, each together with the common text of size `context`.
 
-    A piece has at least `smallest` members, whether they fit or not, and neighbours have `overlap` members in common. What is
-    so long that it would be cut in the smallest piece too counts as what it would get there: fewer neighbours would not help
-    it. A context counts as half of the room at most."""
+    A subset has at least `smallest` members, even if they do not fit, and shares `overlap` members with its
+    neighbour. A member that would be cut in the smallest subset too counts as what it would get there, because fewer
+    neighbours would not help it. The common text counts as half of the room at most. Return the subsets as ranges of
+    indices."""
     count = len(sizes)
     context = min(context, room // 2)
     sizes = [min(s, (room - context) // smallest) for s in sizes]

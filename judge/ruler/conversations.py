@@ -1,12 +1,13 @@
-"""Everything of a trajectory that trains, as conversations: what the judge reads is what the trainer learns from.
+"""Everything of a trajectory that trains, as conversations: the judge reads what the trainer learns from.
 
-The trainer learns from every complete reply of every call that is no side call. One conversation does not show all of them:
-a call with `n > 1` has several replies, sub-agents have conversations of their own, an agent that shortens its history
-drops what it said before. So a trajectory is a list of conversations, in the order in which they began. A call continues the
-longest conversation with which its request begins, message by message; any other call begins a new one.
+The trainer learns from every complete reply of every call that is no side call. One conversation does not hold all of
+them: a call with `n > 1` has several replies, sub-agents have conversations of their own, and an agent that shortens
+its history drops earlier messages. So a trajectory is a list of conversations, in the order in which they began. A
+call continues the longest conversation with which its request begins, message by message; any other call begins a new
+one.
 
-An agent may send a reply back without its reasoning, or with other empty fields than it got. Such a reply still counts as
-the same message, and the conversation keeps the reply as it was sampled.
+An agent may send a reply back without its reasoning, or with other empty fields. Such a reply still counts as the
+same message, and the conversation keeps it as it was sampled.
 """
 
 from __future__ import annotations
@@ -20,50 +21,54 @@ import msgspec
 from pipeline.events import ExchangeRecorded
 
 Message = dict[str, Any]
-
-
-Place = tuple[int, int]
+Position = tuple[int, int]
 """Index of a conversation, and of a message in it."""
+_PROMPT = "prompt"
+"""Role under which a plain completion's prompt is shown."""
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of messages, each after all those before it."""
+    """A list of messages, each sent after all those before it."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     calls: str = ""
-    """Which model calls of the trajectory it holds, counted from 1, for the reader: `calls 1 to 3`, `call 2, choice 2`."""
-    origins: tuple[Place | None, ...] = ()
-    """Where an earlier conversation of the trajectory holds the message already; None for a message that is new here. Empty:
-    all are new."""
+    """The model calls of the trajectory that it holds, counted from 1: `calls 1 to 3`, or `call 2, choice 2 of call
+    2`."""
+    origins: tuple[Position | None, ...] = ()
+    """For each message, where an earlier conversation holds it already; `None` for a new message. Empty if all are
+    new."""
 
 
 @dataclass(frozen=True)
-class _Read:
-    """A message and what tells it from others."""
-
+class _Keyed:
     message: Message
     key: int
+    """Equal for messages that say the same."""
 
 
 @dataclass
-class _Growing:
+class _OpenConversation:
     number: int
     choice: int
     messages: list[Message] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    origins: list[Place | None] = field(default_factory=list)
+    origins: list[Position | None] = field(default_factory=list)
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[int] = field(default_factory=list)
     partial: int = 0
-    """Messages at the end that came from a reply which broke off: the agent may have gone on without them."""
-    remembered: int = 0
+    """Messages at the end from a reply that broke off: the agent may have continued without them."""
+    indexed: int = 0
+    """Messages that the builder's index of new messages covers."""
 
     def firm(self) -> int:
+        """Return the number of messages without the partial ones."""
         return len(self.messages) - self.partial
 
-    def add(self, messages: Sequence[_Read], origins: Sequence[Place | None] = ()) -> None:
+    def add(self, messages: Sequence[_Keyed], origins: Sequence[Position | None] = ()) -> None:
         self.messages += [m.message for m in messages]
         self.keys += [m.key for m in messages]
         self.origins += origins or [None] * len(messages)
@@ -73,12 +78,17 @@ class _Growing:
         del self.messages[kept:], self.keys[kept:], self.origins[kept:]
         self.partial = 0
 
+    def close(self, calls_with_choices: set[int]) -> Conversation:
+        calls = f"call{'s' if len(self.calls) > 1 else ''} {_ranges(sorted(self.calls))}"
+        if self.calls[0] in calls_with_choices:
+            calls += f", choice {self.choice + 1} of call {self.calls[0] + 1}"
+        return Conversation(tuple(self.messages), self.tools, calls, tuple(self.origins))
 
-def conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversation, ...], int]:
-    """The conversations of one trajectory, and the index of the one with its last call.
 
-    Side calls are left out, because they do not train; they are read where there is nothing else. There are no
-    conversations where there is no exchange."""
+def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversation, ...], int]:
+    """Return the conversations of one trajectory, and the index of the one with its last call.
+
+    Side calls do not train and are left out, unless there is nothing else. Without exchanges the list is empty."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)
@@ -90,116 +100,105 @@ def conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversa
         number = builder.add(exchange)
         if (exchange.seq, -exchange.choice) > newest:
             last, newest = number, (exchange.seq, -exchange.choice)
-    several = {e.seq for e in main if e.choice}
-    return tuple(_done(g, several) for g in builder.growing), last
+    calls_with_choices = {e.seq for e in main if e.choice}
+    return tuple(c.close(calls_with_choices) for c in builder.conversations), last
 
 
 class _Builder:
+    """Assigns exchanges to conversations."""
+
     def __init__(self) -> None:
-        self.growing: list[_Growing] = []
-        self._read: dict[bytes, _Read] = {}
-        self._first: dict[int, Place] = {}
-        """Where a message with this key was new."""
+        self.conversations: list[_OpenConversation] = []
+        self._decoded: dict[bytes, _Keyed] = {}
+        self._first: dict[int, Position] = {}
+        """Where the message with a key was new."""
 
     def add(self, exchange: ExchangeRecorded) -> int:
-        """Put the exchange where it belongs; the index of its conversation."""
-        asked, tools = self._asked(exchange)
-        keys = [m.key for m in asked]
-        conversation = self._continued(keys)
+        """Add an exchange to the conversation that it continues, or begin a new one. Return the conversation's
+        index."""
+        request, tools = self._request(exchange)
+        keys = [m.key for m in request]
+        conversation = self._continued_by(keys)
         if conversation is None:
-            conversation = _Growing(len(self.growing), exchange.choice)
-            conversation.add(asked, self._origins(keys))
-            self.growing.append(conversation)
+            conversation = _OpenConversation(len(self.conversations), exchange.choice)
+            conversation.add(request, self._origins(keys))
+            self.conversations.append(conversation)
         elif conversation.keys != keys[: len(conversation.keys)]:
             conversation.drop_partial()
-        conversation.add(asked[len(conversation.keys) :])
+        conversation.add(request[len(conversation.keys) :])
         conversation.tools = tools or conversation.tools
         conversation.calls.append(exchange.seq)
-        replies = [_Read(m, _key(m)) for m in _replied(exchange)]
-        conversation.add(replies)
-        conversation.partial = len(replies) if exchange.status != "complete" else 0
-        self._remember(conversation)
+        reply = [_Keyed(m, _key(m)) for m in _reply_messages(exchange)]
+        conversation.add(reply)
+        conversation.partial = len(reply) if exchange.status != "complete" else 0
+        self._index(conversation)
         return conversation.number
 
-    def _continued(self, keys: Sequence[int]) -> _Growing | None:
-        """The longest conversation that a request begins with."""
-        fitting = [g for g in self.growing if g.keys[: g.firm()] == keys[: g.firm()]]
-        return max(fitting, key=_Growing.firm, default=None)
+    def _continued_by(self, keys: Sequence[int]) -> _OpenConversation | None:
+        """Return the longest conversation with which a request begins."""
+        fitting = [c for c in self.conversations if c.keys[: c.firm()] == keys[: c.firm()]]
+        return max(fitting, key=_OpenConversation.firm, default=None)
 
-    def _origins(self, keys: Sequence[int]) -> list[Place | None]:
-        """Where each message of a new conversation was said before."""
-        out: list[Place | None] = []
+    def _origins(self, keys: Sequence[int]) -> list[Position | None]:
+        """Return where each message of a new conversation occurred before."""
+        out: list[Position | None] = []
         for key in keys:
-            place = self._first.get(key)
+            position = self._first.get(key)
             if out and (before := out[-1]) is not None:
                 number, after = before[0], before[1] + 1
-                earlier = self.growing[number]
+                earlier = self.conversations[number]
                 if after < earlier.firm() and earlier.keys[after] == key and earlier.origins[after] is None:
-                    place = (number, after)  # the run goes on, though the same was said elsewhere too
-            out.append(place)
+                    position = (number, after)  # continue the run, even if the message occurred elsewhere too
+            out.append(position)
         return out
 
-    def _remember(self, conversation: _Growing) -> None:
-        for index in range(conversation.remembered, conversation.firm()):
+    def _index(self, conversation: _OpenConversation) -> None:
+        for index in range(conversation.indexed, conversation.firm()):
             if conversation.origins[index] is None:
                 self._first.setdefault(conversation.keys[index], (conversation.number, index))
-        conversation.remembered = conversation.firm()
+        conversation.indexed = conversation.firm()
 
-    def _asked(self, exchange: ExchangeRecorded) -> tuple[list[_Read], tuple[dict[str, Any], ...]]:
-        """The request's messages and tools. A request repeats all before it, so each message is decoded once only."""
+    def _request(self, exchange: ExchangeRecorded) -> tuple[list[_Keyed], tuple[dict[str, Any], ...]]:
+        """Return the request's messages and tools. A request repeats the earlier messages, so each one is decoded
+        only once."""
         try:
             request = _raw_fields.decode(exchange.request)
         except msgspec.DecodeError:
             return [], ()
-        tools = _decoded(request.get("tools"))
+        tools = _decode(request.get("tools"))
         offered = tuple(t for t in tools if isinstance(t, dict)) if isinstance(tools, list) else ()
         if "messages" not in request and "prompt" in request:
-            return self._completion(_prompt(request, exchange.choice)), offered
+            return self._completion(_prompt_text(request, exchange.choice)), offered
         try:
             messages = _raw_list.decode(request.get("messages", b"[]"))
         except msgspec.DecodeError:
             return [], offered
-        return [r for m in messages if (r := self._message(bytes(m))) is not None], offered
+        return [keyed for m in messages if (keyed := self._keyed(bytes(m))) is not None], offered
 
-    def _message(self, raw: bytes) -> _Read | None:
-        if (known := self._read.get(raw)) is not None:
-            return known
-        message = _decoded(raw)
-        if not isinstance(message, dict):
-            return None
-        return self._read.setdefault(raw, _Read(message, _key(message)))
+    def _keyed(self, raw: bytes) -> _Keyed | None:
+        if raw not in self._decoded:
+            message = _decode(raw)
+            if not isinstance(message, dict):
+                return None
+            self._decoded[raw] = _Keyed(message, _key(message))
+        return self._decoded[raw]
 
-    def _completion(self, prompt: str) -> list[_Read]:
-        """A plain completion's prompt, told apart into the conversation that it goes on with and what is new."""
-        begun = [
-            (text, g)
-            for g in self.growing
-            if g.messages
-            and g.messages[0].get("role") == _PROMPT
-            and prompt.startswith(text := "".join(text_of(m.get("content")) for m in g.messages[: g.firm()]))
-        ]
-        text, before = max(begun, key=lambda b: len(b[0]), default=("", None))
-        known = before.firm() if before is not None else 0
-        out = (
-            [_Read(m, k) for m, k in zip(before.messages[:known], before.keys, strict=False)]
-            if before
-            else []
-        )
+    def _completion(self, prompt: str) -> list[_Keyed]:
+        """Split a plain completion's prompt into the messages of the conversation that it continues, and new text."""
+        text, known = "", list[_Keyed]()
+        for conversation in self.conversations:
+            firm = conversation.messages[: conversation.firm()]
+            said = "".join(text_of(m.get("content")) for m in firm)
+            if firm and firm[0].get("role") == _PROMPT and len(said) > len(text) and prompt.startswith(said):
+                text, known = said, [_Keyed(m, k) for m, k in zip(firm, conversation.keys, strict=False)]
         if rest := prompt[len(text) :]:
-            new = {"role": _PROMPT, "content": rest}
-            out.append(_Read(new, _key(new)))
-        return out
-
-
-def _done(growing: _Growing, several: set[int]) -> Conversation:
-    said = f"call{'s' if len(growing.calls) > 1 else ''} {_ranges(sorted(growing.calls))}"
-    if growing.calls[0] in several:
-        said += f", choice {growing.choice + 1} of call {growing.calls[0] + 1}"
-    return Conversation(tuple(growing.messages), growing.tools, said, tuple(growing.origins))
+            message = {"role": _PROMPT, "content": rest}
+            known.append(_Keyed(message, _key(message)))
+        return known
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Calls counted from 1: `1 to 3, 5`."""
+    """Return indices from 0 as calls counted from 1: `1 to 3, 5`."""
     out: list[list[int]] = []
     for number in numbers:
         if out and number == out[-1][1] + 1:
@@ -209,35 +208,26 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in out)
 
 
-# -- reading an exchange -------------------------------------------------------------------------------------------
-
-
-_PROMPT = "prompt"
-"""Role under which a plain completion's prompt is shown."""
-_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_raw_list = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-def _decoded(document: bytes | msgspec.Raw | None) -> Any:
-    """The document's value; None where it is none, as the reply of a call that broke off may be."""
+def _decode(document: bytes | msgspec.Raw | None) -> Any:
+    """Return the document's value, or `None` if it is no JSON, as the response of a call that broke off may be."""
     try:
         return msgspec.json.decode(document) if document is not None else None
     except msgspec.DecodeError:
         return None
 
 
-def _prompt(request: dict[str, msgspec.Raw], choice: int) -> str:
-    """The text that a plain completion was asked to go on with; its choices are those of its first prompt, then the next."""
-    prompt, n = _decoded(request["prompt"]), _decoded(request.get("n"))
+def _prompt_text(request: dict[str, msgspec.Raw], choice: int) -> str:
+    """Return the prompt of a plain completion's choice. Of several prompts, the first `n` choices belong to the first
+    one."""
+    prompt, n = _decode(request["prompt"]), _decode(request.get("n"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[min(choice // (n if isinstance(n, int) and n > 0 else 1), len(prompt) - 1)]
-    return (
-        prompt if isinstance(prompt, str) else f"({len(prompt) if isinstance(prompt, list) else 0} token ids)"
-    )
+    tokens = len(prompt) if isinstance(prompt, list) else 0
+    return prompt if isinstance(prompt, str) else f"({tokens} token ids)"
 
 
-def _replied(exchange: ExchangeRecorded) -> list[Message]:
-    response = _decoded(exchange.response)
+def _reply_messages(exchange: ExchangeRecorded) -> list[Message]:
+    response = _decode(exchange.response)
     choices = response.get("choices") if isinstance(response, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     if isinstance(choice.get("message"), dict):
@@ -246,38 +236,33 @@ def _replied(exchange: ExchangeRecorded) -> list[Message]:
 
 
 def _key(message: Message) -> int:
-    """Equal for messages that say the same: reasoning, ids and empty fields aside."""
+    """Return a hash that ignores reasoning, ids and empty fields."""
     calls = message.get("tool_calls")
-    said = [
+    called = [
         (f.get("name"), _canonical(f.get("arguments")))
         for call in (calls if isinstance(calls, list) else ())
         if isinstance(call, dict) and isinstance(f := call.get("function"), dict)
     ]
     role = message.get("role") or "assistant"
-    return hash((str(role), message.get("name") or "", text_of(message.get("content")).strip(), repr(said)))
+    return hash((str(role), message.get("name") or "", text_of(message.get("content")).strip(), repr(called)))
 
 
 def _canonical(arguments: Any) -> Any:
-    """Arguments of a tool call with their spaces and the order of their keys told apart from what they say."""
-    if not isinstance(arguments, str):
-        return msgspec.json.encode(arguments, order="sorted")
+    """Return the arguments of a tool call without the differences of spaces and key order."""
     try:
-        return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted")
+        decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        return msgspec.json.encode(decoded, order="sorted")
     except (msgspec.DecodeError, RecursionError):
         return arguments
 
 
 def text_of(content: Any) -> str:
-    """A message's content as text; parts that are no text are named, not shown."""
+    """Return a message's content as text. A part that is no text is replaced by its type."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(
-            str(part["text"])
-            if isinstance(part, dict) and "text" in part
-            else f"({part.get('type', 'part') if isinstance(part, dict) else 'part'})"
-            for part in content
-        )
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        return "\n".join(str(p["text"]) if "text" in p else f"({p.get('type', 'part')})" for p in parts)
     return msgspec.json.encode(content).decode()

@@ -1,8 +1,8 @@
 """JSON documents in a model's reply, scanned once from left to right: linear time for any text.
 
-Any text may stand between documents. Within a document these deviations are accepted, because their meaning is clear: trailing
-commas, a missing comma between objects, single quotes, bare keys, line breaks in strings, `None` and `True`, `7/10` and `70%`
-without quotes, `//` comments. Of a document that breaks off, only the complete entries are returned.
+Any text may stand between documents. Within a document these deviations are accepted, because their meaning is clear:
+trailing commas, a missing comma between objects, single quotes, bare keys, line breaks in strings, `None` and `True`,
+`7/10` and `70%` without quotes, `//` comments. Of a document that breaks off, only the complete entries are returned.
 docs/decisions/0036-judge-scores-are-0-to-1.md compares this with libraries.
 """
 
@@ -167,7 +167,8 @@ def _scalar(word: str) -> Any:
 
 
 def _complete_entries(stack: list[_Frame]) -> list[Document]:
-    """Return the complete entries of a document that breaks off: those of its open lists and of the innermost open object.
+    """Return the complete entries of a document that breaks off: those of its open lists and of the innermost open
+    object.
 
     Entries of outer objects are left out, because a later key might have replaced them."""
     return [d for f in stack if f is stack[-1] or not f.is_object for d in f.complete]

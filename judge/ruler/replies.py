@@ -1,12 +1,13 @@
 """Parses a judge's reply, in whatever form it comes. A score is never given to a trajectory that it was not meant for.
 
-Accepted are JSON alone, in a code fence or within prose, as `{"scores": [...]}`, a list, an object by id, or one object a line;
-lines of `id: score`, or an id and then a line with its score; ids with what surrounds them in the prompt (`trajectory abc123`,
-`<abc123>`); scores as numbers, `"0.7"`, `"7/10"` or `"70%"`. Where a draft comes before the final scores, the final ones count:
-those that are called final, or the last that name every id.
+Accepted are JSON alone, in a code fence or within prose, as `{"scores": [...]}`, a list, an object by id, or one
+object a line; lines of `id: score`, or an id and then a line with its score; ids with what surrounds them in the
+prompt (`trajectory abc123`, `<abc123>`); scores as numbers, `"0.7"`, `"7/10"` or `"70%"`. Where a draft comes before
+the final scores, the final ones count: those that are called final, or the last that name every id.
 
-An unknown id is ignored. An id with contradicting scores, or without a number, is missing. A reply with a score outside 0..1 is
-on a scale that nobody asked for: none of its scores is used. The caller asks again for what is missing.
+An unknown id is ignored. An id with contradicting scores, or without a number, is missing. A reply with a score
+outside 0..1 is on a scale that nobody asked for: none of its scores is used. The caller asks again for what is
+missing.
 
 Every step takes time linear in the length of the reply.
 """
@@ -135,7 +136,8 @@ def _without_thinking(reply: str) -> str:
 
 
 def _final_entries(text: str, statements: Sequence[_Statement], ids: Ids) -> list[_Entry]:
-    """Return the entries of the last statement that names every id, and of those after it; of all if none names every id.
+    """Return the entries of the last statement that names every id, and of those after it; of all if none names every
+    id.
 
     Documents, or lines, with nothing but punctuation between them also count as one statement."""
     whole = [s for s in [*_merged(text, statements), *statements] if s.names_all(ids)]
@@ -161,7 +163,8 @@ def _merged(text: str, statements: Sequence[_Statement]) -> Iterator[_Statement]
 
 
 def _final_lines(text: str, lines: Sequence[_Statement], after: int, ids: Ids) -> list[_Statement]:
-    """Return the lines after the last document if they are called final and name every id. Otherwise they are remarks."""
+    """Return the lines after the last document if they are called final and name every id. Otherwise they are
+    remarks."""
     later = [line for line in lines if line.start >= after]
     if not later or _FINAL_WORD.search(text, after, later[-1].end) is None:
         return []

@@ -1,4 +1,4 @@
-"""Rubrics: files that say what a good trajectory is, named in each verdict by their content's hash."""
+"""Rubrics: files that say what a good trajectory is. A verdict names its rubric by the hash of the text."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from pathlib import Path
 from pipeline.config import ConfigError
 
 FOLDER = Path(__file__).parent / "rubrics"
-"""Those that come with Journeyman."""
+"""The rubrics that come with Journeyman."""
 
 
 @dataclass(frozen=True)
 class Rubric:
-    """What a judge is told to look for."""
+    """Instructions to a judge."""
 
     name: str
     text: str
 
     @property
     def hash(self) -> str:
-        """Short SHA-256 of the text."""
+        """The first 16 digits of the text's SHA-256."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 def load_rubric(path: str = "") -> Rubric:
-    """The rubric in file `path`, or one of Journeyman's own by its name; empty: the general one.
+    """Read the rubric file `path`, or the one of Journeyman's own with that name; `general` if `path` is empty.
 
-    Raises `ConfigError` where there is none."""
-    file = Path(path) if path else FOLDER / "general.md"
+    Raises `ConfigError` if there is no such file or it is empty."""
+    file = Path(path or FOLDER / "general.md")
     if not file.exists() and (own := FOLDER / f"{path}.md").exists():
         file = own
     try:
         text = file.read_text("utf-8").strip()
     except OSError as error:
-        raise ConfigError(f"judge: no rubric {path}: {error.strerror}") from error
+        raise ConfigError(f"judge: cannot read the rubric {path}: {error.strerror}") from error
     if not text:
         raise ConfigError(f"judge: the rubric {path} is empty")
     return Rubric(file.stem, text)

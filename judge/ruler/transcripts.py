@@ -1,4 +1,4 @@
-"""What a trajectory said, as a judge reads it: conversations from its exchange events, and messages as text."""
+"""A trajectory as a judge reads it: conversations from its exchange events, and messages as text."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from judge.ruler.conversations import Conversation, Message, conversations, text_of
+from judge.ruler.conversations import Conversation, Message, build_conversations, text_of
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker, HistoryGoneError
 
 _LARGE = 500_000
-"""Bytes of requests and replies that are read in a thread: JSON of this size takes some milliseconds."""
+"""Bytes of requests and responses from which they are decoded in a thread: JSON of this size takes some
+milliseconds."""
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """One trajectory, readable."""
+    """One trajectory."""
 
     trajectory: str
     messages: tuple[Message, ...]
     """The conversation of the trajectory's last call, its reply included."""
     tools: tuple[dict[str, Any], ...] = ()
     conversations: tuple[Conversation, ...] = ()
-    """All that trains, in the order in which it began. Empty: `messages` is all."""
+    """Everything that trains, in the order in which it began. Empty if `messages` is everything."""
 
-    def parts(self) -> tuple[Conversation, ...]:
-        """The conversations; one at least."""
+    def all_conversations(self) -> tuple[Conversation, ...]:
+        """Return the conversations, at least one."""
         return self.conversations or (Conversation(self.messages, self.tools),)
 
 
 def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Transcript:
-    """Raises `HistoryGoneError` where there is no exchange to read."""
-    found, last = conversations(exchanges)
+    """Build the transcript of a trajectory. Raises `HistoryGoneError` if there is no exchange."""
+    found, last = build_conversations(exchanges)
     if not found:
         raise HistoryGoneError(f"every exchange of trajectory {trajectory}")
     main = found[last]
     return Transcript(trajectory, main.messages, main.tools, found if len(found) > 1 else ())
 
 
-async def load(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:
-    """The trajectory's transcript from the log; `at_least`: how many exchanges it completed with, which saves a request.
+async def load_transcript(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:
+    """Read a trajectory's transcript from the log. `at_least` exchanges are known to be there, which saves a request.
 
-    Raises `HistoryGoneError` where retention took it."""
+    Raises `HistoryGoneError` if retention has removed it."""
     history = await broker.read(ExchangeRecorded, at_least=at_least, project=project, trajectory=trajectory)
     exchanges = [r.event for r in history]
     if sum(len(e.request) + len(e.response) for e in exchanges) < _LARGE:
@@ -53,46 +54,42 @@ async def load(broker: Broker, project: str, trajectory: str, at_least: int = 0)
     return await anyio.to_thread.run_sync(from_exchanges, trajectory, exchanges)
 
 
-def render(messages: Sequence[Message]) -> str:
-    """Messages as text: role, content, tool calls."""
-    return "\n".join(render_one(m) for m in messages)
-
-
-def render_one(message: Message) -> str:
-    """One message as text, with everything in it that a model may have sampled."""
+def render_message(message: Message) -> str:
+    """Return a message as text, with everything in it that a model may have sampled."""
     parts = [text_of(message.get("content"))]
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         parts.insert(0, f"(thinking) {text_of(reasoning)}")
     if refusal := message.get("refusal"):
         parts.append(f"(refuses) {text_of(refusal)}")
     calls = message.get("tool_calls")
-    functions = [
-        (call.get("function") or call.get("custom") or {}) if isinstance(call, dict) else {}
-        for call in (calls if isinstance(calls, list) else ())
+    functions: list[Any] = [
+        (c.get("function") or c.get("custom")) if isinstance(c, dict) else None
+        for c in (calls if isinstance(calls, list) else ())
     ]
-    if isinstance(legacy := message.get("function_call"), dict):
-        functions.append(legacy)
+    if isinstance(message.get("function_call"), dict):
+        functions.append(message["function_call"])
     for function in functions:
-        said = function.get("arguments", function.get("input")) if isinstance(function, dict) else None
-        name = function.get("name", "?") if isinstance(function, dict) else "?"
-        parts.append(f"(calls {name}) {text_of(said)}")
+        called = function if isinstance(function, dict) else {}
+        arguments = text_of(called.get("arguments", called.get("input")))
+        parts.append(f"(calls {called.get('name', '?')}) {arguments}")
     name = f" {message['name']}" if message.get("name") else ""
     return f"[{message.get('role', '?')}{name}] " + "\n".join(p for p in parts if p)
 
 
 def render_tools(tools: Sequence[dict[str, Any]]) -> str:
-    """Tools that were offered, as one line; empty where there are none."""
+    """Return the tools that were offered as one line, or an empty string if there are none."""
     return "[tools] " + msgspec.json.encode(tools).decode() if tools else ""
 
 
-def size(text: str) -> int:
-    """Of a text in a prompt: its bytes of UTF-8. Tokenizers take about as many tokens for a byte in every script, while a
-    character of Chinese takes as many as three or four of English."""
+def utf8_size(text: str) -> int:
+    """Return the bytes of UTF-8 that a text takes in a prompt. Tokenizers take about as many tokens for a byte in
+    every script."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` bytes of UTF-8: a quarter from the beginning, the rest from the end, where the outcome is."""
+    """Cut a text to `limit` bytes of UTF-8: keep a quarter from its beginning and the rest from its end, where the
+    outcome is."""
     whole = text.encode("utf-8", "replace")
     if len(whole) <= limit:
         return text

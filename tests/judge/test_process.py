@@ -19,7 +19,7 @@ from pipeline.config import Config, JudgeConfig, NatsConfig, save, with_values
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
-from tests.judge.helpers import completed, exchange
+from tests.judge.kit import completed, exchange
 from tests.kits.scoring_server import Scorer, ScoringServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]

@@ -208,7 +208,7 @@ async def test_a_redelivered_member_of_a_scored_group_is_acknowledged_and_neithe
         ) as messages:  # a judge that published and died before it acknowledged
             held = await messages.batch(3)
             judge = Judge(broker, settings(nats_config), None, "j")
-            for group in await judge._take(held[:3]):
+            for group in await judge._assemble(held[:3]):
                 for arrival in group.arrivals.values():
                     arrival.deliveries.clear()
                 await judge._finish(group)
@@ -223,7 +223,7 @@ async def test_a_group_that_another_judge_scored_first_is_taken_over(nats_config
         judge = Judge(broker, settings(nats_config), None, "j")
         await publish(broker, [completed("a"), completed("b"), completed("c")])
         async with broker.consume("judge") as messages:
-            (group,) = await judge._take(await messages.batch(3))
+            (group,) = await judge._assemble(await messages.batch(3))
             other = replace(group, arrivals={t: a for t, a in group.arrivals.items() if t != "c"})
             other.arrivals = {t: replace(a, deliveries=[]) for t, a in other.arrivals.items()}
             await judge._finish(other)

@@ -9,13 +9,13 @@ import pytest
 
 from judge.commands import rejudge as command
 from judge.commands.rejudge import Rejudge
-from judge.rewards.compose import Composed
-from judge.ruler.transcripts import load
+from judge.rewards.compose import ConfiguredComposer
+from judge.ruler.transcripts import load_transcript
 from judge.service import Judge
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig
 from pipeline.events import GroupScored, TrajectoryCompleted
 from pipeline.log.broker import Broker
-from tests.judge.helpers import Model, completed, exchange, ruler
+from tests.judge.kit import Model, completed, exchange, ruler
 from tests.judge.test_service import groups, judging
 from tests.kits.scoring_server import Scorer
 
@@ -32,14 +32,14 @@ async def history(broker: Broker, config: Config) -> None:
         await groups(broker, 2)
 
 
-def composer(broker: Broker, config: Config, model: Model) -> Composed:
+def composer(broker: Broker, config: Config, model: Model) -> ConfiguredComposer:
     judge = ruler(model)
 
     async def read(member: TrajectoryCompleted) -> object:
-        return await load(broker, member.project, member.trajectory)
+        return await load_transcript(broker, member.project, member.trajectory)
 
     judge._load = read  # type: ignore[assignment]
-    return Composed(config.judge, {"": judge}, {}, read)  # type: ignore[arg-type]
+    return ConfiguredComposer(config.judge, {"": judge}, {}, read)  # type: ignore[arg-type]
 
 
 async def test_another_judge_s_verdicts_stand_beside_the_first_ones(nats_config: NatsConfig) -> None:
@@ -142,4 +142,4 @@ def test_the_command_finds_the_run_s_log(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as stop:
         command.main(["--branch", "b"])
     assert stop.value.code == 2
-    assert "which log?" in capsys.readouterr().err
+    assert "no log is named" in capsys.readouterr().err

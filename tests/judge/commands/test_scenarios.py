@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 
 from judge.commands import scenarios as command
-from judge.commands.scenarios import ScenarioError, generate, is_new, read_batch, read_scenarios, scenario
+from judge.commands.scenarios import (
+    ScenarioError,
+    generate,
+    is_new,
+    make_scenario,
+    parse_batch,
+    read_scenarios,
+)
 from pipeline.config import JudgeConfig
-from tests.judge.helpers import Model
+from tests.judge.kit import Model
 
 pytestmark = pytest.mark.anyio
 
@@ -57,13 +64,13 @@ async def test_a_model_without_ideas_or_sense_ends_with_what_there_is() -> None:
     ],
 )
 def test_replies_are_read_whatever_their_form(reply: str) -> None:
-    assert [s.task for s in read_batch(reply)] == ["do a", "see b"]
+    assert [s.task for s in parse_batch(reply)] == ["do a", "see b"]
 
 
 def test_near_duplicates_are_not_new() -> None:
-    kept = [scenario("Book a table for two at eight tonight")]
-    assert not is_new(scenario("book a table for two, at EIGHT tonight!"), kept)
-    assert is_new(scenario("Cancel the booking"), kept)
+    kept = [make_scenario("Book a table for two at eight tonight")]
+    assert not is_new(make_scenario("book a table for two, at EIGHT tonight!"), kept)
+    assert is_new(make_scenario("Cancel the booking"), kept)
 
 
 def test_the_command_writes_and_appends(

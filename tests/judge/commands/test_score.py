@@ -14,19 +14,13 @@ import msgspec
 import pytest
 
 from judge.commands.cli import main
-from judge.commands.score import Attempt, GroupToScore, score_group
+from judge.commands.score import score_group
+from judge.labelled import Attempt, GroupFile
 from judge.scoring import UnscoredError, judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, with_values
 from tests.kits.scoring_server import ScoringServer
 
-pytestmark = [
-    pytest.mark.anyio,
-    # litellm's and its dependencies' own.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.anyio
 
 
 def said(quality: float) -> list[dict[str, Any]]:
@@ -55,7 +49,7 @@ def settings(server: ScoringServer, **fields: Any) -> Config:
 async def test_a_group_of_one_s_own_is_scored() -> None:
     async with ScoringServer(keep=True).run() as server:
         config = settings(server)
-        found = (await score_group(config, msgspec.convert(GROUP, GroupToScore))).as_dict()
+        found = (await score_group(config, msgspec.convert(GROUP, GroupFile))).as_dict()
     assert found["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
     assert found["judge"] == judge_hash(config.judge)
     assert found["explanations"]["a"] == ["quality 0.90"] * 2
@@ -67,7 +61,7 @@ async def test_a_group_of_one_s_own_is_scored() -> None:
 
 async def test_rewards_are_composed_as_the_settings_say() -> None:
     parts = (RewardConfig(name="speed", kind="metric", weight=1.0), RewardConfig(name="style", kind="ruler"))
-    group = GroupToScore([Attempt("a", said(0.9), metrics={"speed": 0.1}), Attempt("b", said(0.5))])
+    group = GroupFile([Attempt("a", said(0.9), metrics={"speed": 0.1}), Attempt("b", said(0.5))])
     async with ScoringServer().run() as server:
         found = (await score_group(settings(server, rewards=parts), group)).as_dict()
     assert found["scores"] == pytest.approx({"a": 0.5})
@@ -77,7 +71,7 @@ async def test_rewards_are_composed_as_the_settings_say() -> None:
 async def test_a_reward_function_is_given_every_conversation() -> None:
     parts = (RewardConfig(name="parts", kind="python", entry="tests.judge.functions:parts", isolate="off"),)
     config = Config(judge=JudgeConfig(rewards=parts))
-    found = await score_group(config, msgspec.convert(GROUP, GroupToScore))
+    found = await score_group(config, msgspec.convert(GROUP, GroupFile))
     assert found.scores == {"a": 1.0, "2": 1.0, "c": 2.0}
 
 
@@ -91,13 +85,13 @@ async def test_a_reward_function_is_given_every_conversation() -> None:
 )
 async def test_a_group_that_can_t_be_scored_says_why(group: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        await score_group(Config(judge=JudgeConfig(model="x")), msgspec.convert(group, GroupToScore))
+        await score_group(Config(judge=JudgeConfig(model="x")), msgspec.convert(group, GroupFile))
 
 
 async def test_a_judge_that_fails_is_not_asked_for_an_hour() -> None:
     async with ScoringServer(lambda _: 500).run() as server:
         with pytest.raises(UnscoredError, match="told to fail"), anyio.fail_after(120):
-            await score_group(settings(server), msgspec.convert(GROUP, GroupToScore))
+            await score_group(settings(server), msgspec.convert(GROUP, GroupFile))
 
 
 def test_the_command_answers_in_json(tmp_path: Path) -> None:

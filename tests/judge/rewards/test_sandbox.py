@@ -17,19 +17,26 @@ import psutil
 import pytest
 
 from judge.rewards import sandbox_view
-from judge.rewards.compose import open_composer
+from judge.rewards.compose import open_composer_on_log
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
-FAULT = sandbox_view.fault()
+FAULT = sandbox_view.unavailable()
 needs_bubblewrap = pytest.mark.skipif(bool(FAULT), reason=FAULT)
 everywhere = pytest.mark.parametrize("isolate", [pytest.param("require", marks=needs_bubblewrap), "off"])
 
 
 def function(name: str, isolate: str = "require", **settings: Any) -> RewardFunction:
-    config = {"name": name, "kind": "python", "entry": f"tests.judge.functions:{name}", "isolate": isolate}
+    """A function of the tests. Its time limit is for a machine with other work, except where a test is about the limit."""
+    config = {
+        "name": name,
+        "kind": "python",
+        "entry": f"tests.judge.functions:{name}",
+        "isolate": isolate,
+        "timeout_s": 60.0,
+    }
     return RewardFunction(RewardConfig(**(config | settings)))
 
 
@@ -129,16 +136,19 @@ async def test_a_working_directory_shows_its_code_and_not_its_runs(
 
 @everywhere
 async def test_a_function_that_forks_away_does_not_outlive_its_call(isolate: str, name: str) -> None:
-    async with function("daemonizes", isolate, timeout_s=2.0).open() as call:
+    async with function("daemonizes", isolate).open() as call:
         assert await call({"id": "bad", "task": name}) == 0.5
         assert named(name) == []  # after an answer
         assert await call({"id": "good"}) == 0.5
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(call, {"id": "bad", "task": name, "hang": True})
+            while not named(name):
+                await anyio.sleep(0.05)
+            tg.cancel_scope.cancel()
+        assert named(name) == []  # after the judge gave up
+    async with function("daemonizes", isolate, timeout_s=2.0).open() as call:
         await refused(call, {"id": "bad", "task": name, "hang": True}, "took longer than 2")
         assert named(name) == []  # after too long
-    async with function("daemonizes", isolate, timeout_s=60.0).open() as call:
-        with anyio.move_on_after(1.0):
-            await call({"id": "bad", "task": name, "hang": True})
-        assert named(name) == []  # after the judge gave up
 
 
 @everywhere
@@ -199,14 +209,14 @@ async def test_what_a_function_prints_goes_to_the_judge_s_log(
 @everywhere
 async def test_memory_is_bounded_for_all_processes_of_a_call_together(isolate: str) -> None:
     """Six processes of 100 MB each: none exceeds its own limit."""
-    async with function("hoards", isolate, memory_mb=400, timeout_s=30.0).open() as call:
+    async with function("hoards", isolate, memory_mb=400).open() as call:
         await refused(call, {"id": "a", "task": "100"}, "held more than 400 MB of memory in [4-9] processes")
         await refused(call, {"id": "a", "task": "1000"}, "MemoryError|took longer|ended its process")
 
 
 @everywhere
 async def test_processes_are_bounded(isolate: str) -> None:
-    async with function("bombs", isolate, processes=20, timeout_s=30.0).open() as call:
+    async with function("bombs", isolate, processes=20).open() as call:
         await refused(call, {"id": "a"}, "more than 20 processes and threads")
         assert call._process is not None
         left = psutil.Process(call._process.pid).children(recursive=True)
@@ -224,11 +234,11 @@ async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warnin
     monkeypatch.setattr("judge.rewards.sandbox.log.warning", lambda _, **fields: warned.append(fields))
     reward = RewardConfig(name="x", kind="python", entry="tests.judge.functions:length", isolate="require")
     with pytest.raises(ConfigError, match="bubblewrap is not installed: install bubblewrap"):
-        async with open_composer(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
+        async with open_composer_on_log(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
             pass
     async with function("length", "auto").open() as call:
         assert await call({"id": "a", "messages": []}) == 0.0
-    assert [w["reason"] for w in warned] == [sandbox_view.fault()]
+    assert [w["reason"] for w in warned] == [sandbox_view.unavailable()]
 
 
 async def test_a_bubblewrap_that_does_not_work_is_told_from_one_that_does(
@@ -248,7 +258,7 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
         pytest.skip("bubblewrap is not installed")
     code = (
         "import anyio, sys\nfrom tests.judge.rewards.test_sandbox import function\n"
-        "async def main():\n    async with function('daemonizes', sys.argv[1], timeout_s=60.0).open() as call:\n"
+        "async def main():\n    async with function('daemonizes', sys.argv[1]).open() as call:\n"
         "        await call({'id': 'bad', 'task': sys.argv[2], 'hang': True})\nanyio.run(main)\n"
     )
     judge = subprocess.Popen([sys.executable, "-c", code, isolate, name])

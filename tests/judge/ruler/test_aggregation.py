@@ -7,7 +7,14 @@ from statistics import mean
 
 import pytest
 
-from judge.ruler.aggregation import Judging, PositionBias, agree, concordance, merge, orders
+from judge.ruler.aggregation import (
+    JudgePass,
+    PositionBias,
+    aggregate,
+    any_two_agree,
+    draw_orders,
+    pairwise_agreement,
+)
 
 
 def judged(
@@ -16,12 +23,12 @@ def judged(
     first: float = 0.0,
     noise: float = 0.0,
     rng: random.Random | None = None,
-) -> Judging:
+) -> JudgePass:
     scores = {
         n: truth[n] + (first if i == 0 else 0.0) + (rng.gauss(0, noise) if rng else 0.0)
         for i, n in enumerate(order)
     }
-    return Judging(tuple(order), scores)
+    return JudgePass(tuple(order), scores)
 
 
 def merged_bias(first: float, noise: float, groups: int = 60, k: int = 2) -> tuple[float, PositionBias]:
@@ -31,9 +38,9 @@ def merged_bias(first: float, noise: float, groups: int = 60, k: int = 2) -> tup
     gains = []
     for _ in range(groups):
         truth = {f"t{i}": rng.uniform(0.1, 0.6) for i in range(8)}
-        done = [judged(o, truth, first, noise, rng) for o in orders(sorted(truth), k, rng)]
-        bias.learn(done)
-        off = {n: s - truth[n] for n, s in merge(done, bias).items()}
+        done = [judged(o, truth, first, noise, rng) for o in draw_orders(sorted(truth), k, rng)]
+        bias.update(done)
+        off = {n: s - truth[n] for n, s in aggregate(done, bias).items()}
         led = {j.order[0] for j in done}
         gains.append(mean(off[n] for n in led) - mean(off[n] for n in off if n not in led))
     return mean(gains), bias
@@ -42,46 +49,46 @@ def merged_bias(first: float, noise: float, groups: int = 60, k: int = 2) -> tup
 def test_a_judge_that_favours_the_first_place_hardly_moves_the_merged_score() -> None:
     gain, bias = merged_bias(0.3, 0.0)
     assert abs(gain) < 0.05
-    assert bias.first_place() == pytest.approx(0.3, abs=0.03)
+    assert bias.first_position() == pytest.approx(0.3, abs=0.03)
 
 
 def test_noise_does_not_hide_the_bias() -> None:
     gain, bias = merged_bias(0.3, 0.1)
     assert abs(gain) < 0.05
-    assert bias.first_place() == pytest.approx(0.3, abs=0.06)
+    assert bias.first_position() == pytest.approx(0.3, abs=0.06)
 
 
 def test_a_judge_without_bias_is_left_alone() -> None:
     _, bias = merged_bias(0.0, 0.05)
-    assert abs(bias.first_place()) < 0.02
+    assert abs(bias.first_position()) < 0.02
     assert all(abs(e) < 0.03 for e in bias.effects(8))
 
 
 def test_orders_differ_in_every_place_where_that_is_possible() -> None:
     for n in (2, 3, 8):
-        first, second = orders([f"t{i}" for i in range(n)], 2, random.Random(0))
+        first, second = draw_orders([f"t{i}" for i in range(n)], 2, random.Random(0))
         assert all(a != b for a, b in zip(first, second, strict=True))
         assert sorted(first) == sorted(second)
-    assert orders(["a"], 2, random.Random(0)) == [["a"], ["a"]]
+    assert draw_orders(["a"], 2, random.Random(0)) == [["a"], ["a"]]
 
 
 def test_overlapping_subsets_come_to_one_level() -> None:
     truth = {f"t{i}": 0.1 * i for i in range(8)}
-    low = Judging(tuple(f"t{i}" for i in range(5)), {f"t{i}": 0.1 * i for i in range(5)})
-    high = Judging(tuple(f"t{i}" for i in range(3, 8)), {f"t{i}": 0.1 * i - 0.3 for i in range(3, 8)})
-    merged = merge([low, high])
-    assert concordance(merged, truth) == 1.0
+    low = JudgePass(tuple(f"t{i}" for i in range(5)), {f"t{i}": 0.1 * i for i in range(5)})
+    high = JudgePass(tuple(f"t{i}" for i in range(3, 8)), {f"t{i}": 0.1 * i - 0.3 for i in range(3, 8)})
+    merged = aggregate([low, high])
+    assert pairwise_agreement(merged, truth) == 1.0
     assert merged["t7"] - merged["t3"] == pytest.approx(0.4, abs=0.02)
 
 
 def test_merging_clamps() -> None:
-    assert merge([Judging(("a", "b"), {"a": 1.0, "b": 0.0})]) == {"a": 1.0, "b": 0.0}
+    assert aggregate([JudgePass(("a", "b"), {"a": 1.0, "b": 0.0})]) == {"a": 1.0, "b": 0.0}
 
 
 def test_agreement_and_concordance() -> None:
-    a, b = Judging(("x", "y"), {"x": 0.9, "y": 0.1}), Judging(("y", "x"), {"x": 0.85, "y": 0.15})
-    assert agree([a, b], 0.1)
-    assert not agree([a, Judging(("y", "x"), {"x": 0.1, "y": 0.9})], 0.1)
-    assert concordance(a.scores, b.scores) == 1.0
-    assert concordance(a.scores, {"x": 0.5, "y": 0.5}) == 0.5
-    assert concordance({"x": 1.0}, {"x": 1.0}) is None
+    a, b = JudgePass(("x", "y"), {"x": 0.9, "y": 0.1}), JudgePass(("y", "x"), {"x": 0.85, "y": 0.15})
+    assert any_two_agree([a, b], 0.1)
+    assert not any_two_agree([a, JudgePass(("y", "x"), {"x": 0.1, "y": 0.9})], 0.1)
+    assert pairwise_agreement(a.scores, b.scores) == 1.0
+    assert pairwise_agreement(a.scores, {"x": 0.5, "y": 0.5}) == 0.5
+    assert pairwise_agreement({"x": 1.0}, {"x": 1.0}) is None

@@ -7,14 +7,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judge.ruler.budget import pieces, shares
+from judge.ruler.budget import allocate, split_overlapping
 
 sizes = st.lists(st.integers(0, 10_000), min_size=1, max_size=12)
 
 
 @given(sizes, st.integers(0, 60_000))
 def test_room_goes_to_waste_only_where_nothing_is_cut(wanted: list[int], room: int) -> None:
-    got = shares(wanted, room)
+    got = allocate(wanted, room)
     assert all(g <= w for g, w in zip(got, wanted, strict=True))
     assert sum(got) <= room
     if sum(wanted) <= room:
@@ -28,7 +28,7 @@ def test_room_goes_to_waste_only_where_nothing_is_cut(wanted: list[int], room: i
 
 @given(sizes, st.integers(0, 20_000), st.integers(1_000, 40_000))
 def test_pieces_cover_all_and_neighbours_share_members(wanted: list[int], context: int, room: int) -> None:
-    found = pieces(wanted, context, room, 4, 2)
+    found = split_overlapping(wanted, context, room, 4, 2)
     assert {i for piece in found for i in piece} == set(range(len(wanted)))
     assert all(len(piece) >= min(4, len(wanted)) for piece in found)
     for a, b in pairwise(found):
@@ -38,10 +38,10 @@ def test_pieces_cover_all_and_neighbours_share_members(wanted: list[int], contex
 
 
 def test_one_that_would_be_cut_anyway_does_not_split_the_group() -> None:
-    assert pieces([1_000_000, *[100] * 7], 0, 10_000, 4, 2) == [range(8)]
-    assert len(pieces([5_000] * 8, 0, 10_000, 4, 2)) == 3
+    assert split_overlapping([1_000_000, *[100] * 7], 0, 10_000, 4, 2) == [range(8)]
+    assert len(split_overlapping([5_000] * 8, 0, 10_000, 4, 2)) == 3
 
 
 def test_a_long_context_leaves_half_of_the_room() -> None:
-    assert shares([1_000_000, 100, 100], 10_000) == [9_800, 100, 100]
-    assert pieces([500] * 8, 1_000_000, 10_000, 4, 2) == [range(8)]
+    assert allocate([1_000_000, 100, 100], 10_000) == [9_800, 100, 100]
+    assert split_overlapping([500] * 8, 1_000_000, 10_000, 4, 2) == [range(8)]

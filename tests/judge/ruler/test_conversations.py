@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from judge.ruler.conversations import Conversation, conversations
+from judge.ruler.conversations import Conversation, build_conversations
 from pipeline.events import ExchangeRecorded
-from tests.judge.helpers import exchange
+from tests.judge.kit import exchange
 
 Message = dict[str, Any]
 
@@ -44,7 +44,7 @@ def test_calls_that_send_the_whole_history_are_one_conversation() -> None:
     for number in range(3):
         exchanges.append(call(number, list(history), said(f"r{number}")))
         history += [said(f"r{number}"), user(f"u{number}")]
-    (found,), last = conversations(reversed(exchanges))
+    (found,), last = build_conversations(reversed(exchanges))
     assert texts(found) == ["a", "r0", "u0", "r1", "u1", "r2"]
     assert (found.calls, last) == ("calls 1 to 3", 0)
 
@@ -52,7 +52,7 @@ def test_calls_that_send_the_whole_history_are_one_conversation() -> None:
 def test_every_choice_is_shown_and_the_one_that_was_taken_goes_on() -> None:
     first = [call(0, [user("a")], said(f"c{i}"), choice=i) for i in range(3)]
     then = call(1, [user("a"), said("c1"), user("b")], said("end"))
-    found, last = conversations([*first, then])
+    found, last = build_conversations([*first, then])
     assert [texts(c) for c in found] == [["a", "c0"], ["a", "c1", "b", "end"], ["a", "c2"]]
     assert [c.calls for c in found] == ["call 1, choice 1 of call 1", "calls 1 to 2, choice 2 of call 1", "call 1, choice 3 of call 1"]  # fmt: skip
     assert [c.origins for c in found] == [(None, None), ((0, 0), None, None, None), ((0, 0), None)]
@@ -61,7 +61,7 @@ def test_every_choice_is_shown_and_the_one_that_was_taken_goes_on() -> None:
 
 def test_a_sub_agent_has_a_conversation_of_its_own() -> None:
     main = [user("task"), said("ask the helper")]
-    found, last = conversations(
+    found, last = build_conversations(
         [
             call(0, main[:1], main[1]),
             call(1, [user("helper's task")], said("h1")),
@@ -79,7 +79,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own() -> None:
 
 def test_a_compacted_history_begins_anew_and_refers_to_what_it_keeps() -> None:
     long = [user("task"), said("r0"), user("u0"), said("r1"), user("u1")]
-    found, last = conversations(
+    found, last = build_conversations(
         [
             call(0, long[:1], long[1]),
             call(1, long[:3], long[3]),
@@ -95,7 +95,7 @@ def test_a_reply_that_comes_back_without_its_reasoning_is_the_same_message() -> 
     tool = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at": 1, "b": 2}'}}
     sent = {**tool, "id": "y", "function": {"name": "look", "arguments": '{"b":2,"at":1}'}}
     reply = said(None, reasoning_content="hm", tool_calls=[tool], refusal=None, annotations=[])
-    (found,), _ = conversations(
+    (found,), _ = build_conversations(
         [
             call(0, [user("a")], reply),
             call(
@@ -111,7 +111,7 @@ def test_another_call_of_the_same_tool_is_another_message() -> None:
     def calling(at: int) -> Message:
         return said(None, tool_calls=[{"function": {"name": "look", "arguments": json.dumps({"at": at})}}])
 
-    found, _ = conversations(
+    found, _ = build_conversations(
         [call(0, [user("a")], calling(1)), call(1, [user("a"), calling(2), user("b")], said("c"))]
     )
     assert len(found) == 2
@@ -119,25 +119,25 @@ def test_another_call_of_the_same_tool_is_another_message() -> None:
 
 def test_side_calls_are_read_only_where_there_is_nothing_else() -> None:
     title = call(0, [user("a title?")], said("T"), side_call=True)
-    (found,), _ = conversations([title, call(1, [user("a")], said("b"))])
+    (found,), _ = build_conversations([title, call(1, [user("a")], said("b"))])
     assert texts(found) == ["a", "b"]
-    (found,), _ = conversations([title])
+    (found,), _ = build_conversations([title])
     assert texts(found) == ["a title?", "T"]
-    assert conversations([]) == ((), 0)
+    assert build_conversations([]) == ((), 0)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_reply_that_broke_off_is_kept_if_nothing_took_its_place(kept: bool) -> None:
     broken = call(0, [user("a")], said("hal"), status="cancelled")
     again = call(1, [user("a"), said("hal"), user("go on")] if kept else [user("a")], said("whole"))
-    (found,), _ = conversations([broken, again])
+    (found,), _ = build_conversations([broken, again])
     assert texts(found) == (["a", "hal", "go on", "whole"] if kept else ["a", "whole"])
-    (found,), _ = conversations([broken])
+    (found,), _ = build_conversations([broken])
     assert texts(found) == ["a", "hal"]
 
 
 def test_a_call_that_is_sampled_twice_shows_both_replies() -> None:
-    found, _ = conversations([call(0, [user("a")], said("x")), call(1, [user("a")], said("y"))])
+    found, _ = build_conversations([call(0, [user("a")], said("x")), call(1, [user("a")], said("y"))])
     assert [texts(c) for c in found] == [["a", "x"], ["a", "y"]]
 
 
@@ -150,7 +150,7 @@ def completion(seq: int, prompt: Any, text: str, choice: int = 0, **request: Any
 
 def test_plain_completions_are_read_too() -> None:
     """The judge once saw nothing at all of an agent that uses /v1/completions."""
-    (found,), _ = conversations(
+    (found,), _ = build_conversations(
         [completion(0, "Q: 1+1\nA:", " 2"), completion(1, "Q: 1+1\nA: 2\nQ: 2+2\nA:", " 4")]
     )
     assert found.messages == (
@@ -158,9 +158,9 @@ def test_plain_completions_are_read_too() -> None:
         {"role": "prompt", "content": "\nQ: 2+2\nA:"}, {"role": "assistant", "content": " 4"},
     )  # fmt: skip
     several = [completion(0, ["a", "b"], f"r{i}", choice=i, n=2) for i in range(4)]
-    found_all, _ = conversations(several)
+    found_all, _ = build_conversations(several)
     assert [texts(c) for c in found_all] == [["a", "r0"], ["a", "r1"], ["b", "r2"], ["b", "r3"]]
-    (found,), _ = conversations([completion(0, [1, 2, 3], "x")])
+    (found,), _ = build_conversations([completion(0, [1, 2, 3], "x")])
     assert texts(found) == ["(3 token ids)", "x"]
 
 
@@ -169,5 +169,5 @@ def test_plain_completions_are_read_too() -> None:
 )
 def test_a_request_that_is_none_has_no_messages(request_body: bytes) -> None:
     odd = msgspec.structs.replace(exchange("t", "x"), request=request_body, response=b'{"choices": [3]}')
-    (found,), _ = conversations([odd])
+    (found,), _ = build_conversations([odd])
     assert found.messages == ()

@@ -7,16 +7,16 @@ import itertools
 import pytest
 
 from judge.ruler.conversations import Conversation
-from judge.ruler.layout import Layout, common_prefix, lay_out
+from judge.ruler.layout import Layout, build_layout, count_shared
 from judge.ruler.transcripts import Transcript
-from tests.judge.helpers import transcript
+from tests.judge.kit import transcript
 
 LONG = "a manual of many words; " * 100
 
 
 def shown(*transcripts: Transcript) -> Layout:
     numbers = itertools.count(1)
-    return lay_out(transcripts, lambda: f"id{next(numbers)}")
+    return build_layout(transcripts, lambda: f"id{next(numbers)}")
 
 
 def text(layout: Layout, member: int = 0) -> str:
@@ -25,7 +25,7 @@ def text(layout: Layout, member: int = 0) -> str:
 
 def test_what_is_shared_ends_with_the_first_difference() -> None:
     def prefix(*transcripts: Transcript) -> int:
-        return common_prefix([t.messages for t in transcripts])
+        return count_shared([t.messages for t in transcripts])
 
     assert prefix(transcript("a", "x", "y"), transcript("b", "x", "z")) == 2
     assert prefix(transcript("a", "x"), transcript("b", "x", "z")) == 2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from judge.ruler import lenient_json, replies
 from judge.ruler.replies import MAX_CHARACTERS, parse_scores
-from tests.judge.helpers import Model, ruler, transcript
+from tests.judge.kit import Model, ruler, transcript
 from tests.kits.scoring_server import Scorer, blocks
 
 IDS = ["abc101", "def202", "ghj303", "kmn404"]

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from judge.ruler import prompt, replies
-from judge.ruler.aggregation import concordance
+from judge.ruler.aggregation import pairwise_agreement
 from judge.ruler.ruler import JudgingError
 from judge.scoring import UnscoredError
-from tests.judge.helpers import TOO_LONG, Model, completed, ruler, transcript
+from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_the_same_history_is_shown_in_the_same_orders_with_other_ids() -> 
 async def test_a_single_trajectory_can_be_judged_too() -> None:
     judge = ruler(Model(Scorer()))
     assert (await judge.judge(TRANSCRIPTS[:1]))[0] == pytest.approx({"t0": 0.1})
-    assert judge.measured.as_dict()["position_bias"] == 0.0
+    assert judge.statistics.as_dict()["position_bias"] == 0.0
 
 
 async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
@@ -79,7 +79,7 @@ async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
     judge = ruler(model, passes=1)
     scores, (verdict,) = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
-    assert (verdict.attempts, verdict.prompt_tokens, judge.measured.asked_again) == (2, 200, 1)
+    assert (verdict.attempts, verdict.prompt_tokens, judge.statistics.asked_again) == (2, 200, 1)
     assert (
         len(
             model.requests[1]["response_format"]["json_schema"]["schema"]["properties"]["scores"]["items"][
@@ -117,7 +117,7 @@ async def test_a_judging_that_fails_leaves_the_group_to_the_other() -> None:
     judge = ruler(Model(answer), attempts=1, passes=3, agreement=0.0)
     scores, verdicts = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
-    assert (len(verdicts), judge.measured.failed_judgings) == (1, 2)
+    assert (len(verdicts), judge.statistics.failed_judgings) == (1, 2)
 
 
 async def test_nothing_usable_is_an_error_and_in_the_end_an_unscored_group() -> None:
@@ -145,7 +145,7 @@ async def test_judging_ends_early_on_agreement_and_goes_on_without() -> None:
     judge = ruler(model, passes=5)
     await judge.judge(TRANSCRIPTS)
     assert len(model.requests) == 3
-    assert judge.measured.self_agreement < 0.2
+    assert judge.statistics.self_agreement < 0.2
 
 
 def _reversed(request: dict[str, Any]) -> str:
@@ -163,18 +163,18 @@ async def test_a_judge_that_favours_the_first_place_by_three_tenths() -> None:
         off = {n: scores[n] - truth[n] for n in truth}
         gains.append(mean(off[n] for n in led) - mean(off[n] for n in off if n not in led))
     assert abs(mean(gains)) < 0.05
-    assert judge.measured.bias.first_place() == pytest.approx(0.3, abs=0.05)
-    assert judge.measured.as_dict()["groups"] == 50
+    assert judge.statistics.bias.first_position() == pytest.approx(0.3, abs=0.05)
+    assert judge.statistics.as_dict()["groups"] == 50
 
 
 async def test_a_restarted_judge_remembers_the_bias_from_its_verdicts() -> None:
     judge, after = ruler(Model(Scorer(first_bonus=0.3))), ruler(Model(Scorer()))
     for number in range(10):
         _, verdicts = await judge.judge([transcript(f"g{number}-{i}", f"quality={i / 10}") for i in range(5)])
-        after.recall(verdicts)
-        after.recall([msgspec.structs.replace(v, rubric_hash="other") for v in verdicts])
-    assert after.measured.bias.effects(5) == pytest.approx(judge.measured.bias.effects(5))
-    assert after.measured.groups == 10
+        after.learn(verdicts)
+        after.learn([msgspec.structs.replace(v, rubric_hash="other") for v in verdicts])
+    assert after.statistics.bias.effects(5) == pytest.approx(judge.statistics.bias.effects(5))
+    assert after.statistics.groups == 10
 
 
 async def test_the_shared_beginning_is_sent_once_and_tools_with_it() -> None:
@@ -193,7 +193,7 @@ async def test_a_group_too_long_is_judged_in_overlapping_subsets() -> None:
     assert len(verdicts) > 4
     assert all(len(v.scores) < 24 for v in verdicts)
     assert all(len(str(r["messages"])) < 10_000 * 4 for r in model.requests)
-    assert concordance(scores, truth) == 1.0
+    assert pairwise_agreement(scores, truth) == 1.0
 
 
 async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:
@@ -272,7 +272,7 @@ async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.Monk
     threads: list[int] = []
     original = replies.parse_scores
 
-    def remember(text: str, ids: Any) -> replies.Read:
+    def remember(text: str, ids: Any) -> replies.ParsedScores:
         threads.append(threading.get_ident())
         return original(text, ids)
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import msgspec
 import pytest
 
-from judge.ruler.transcripts import Transcript, from_exchanges, load, render, shorten, size
+from judge.ruler.conversations import Message
+from judge.ruler.transcripts import (
+    Transcript,
+    from_exchanges,
+    load_transcript,
+    render_message,
+    shorten,
+    utf8_size,
+)
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker, HistoryGoneError
-from tests.judge.helpers import exchange
+from tests.judge.kit import exchange
 
 pytestmark = pytest.mark.anyio
+
+
+def rendered(messages: Iterable[Message]) -> str:
+    return "\n".join(render_message(m) for m in messages)
 
 
 def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
@@ -26,12 +39,16 @@ def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
         ],
     )
     assert found.messages == ({"role": "user", "content": "b"}, {"role": "assistant", "content": "second"})
-    assert [c.calls for c in found.parts()] == [
+    assert [c.calls for c in found.all_conversations()] == [
         "call 1",
         "call 2, choice 1 of call 2",
         "call 2, choice 2 of call 2",
     ]
-    assert [c.messages[-1]["content"] for c in found.parts()] == ["first", "second", "other choice"]
+    assert [c.messages[-1]["content"] for c in found.all_conversations()] == [
+        "first",
+        "second",
+        "other choice",
+    ]
 
 
 def test_a_trajectory_without_exchanges_is_gone() -> None:
@@ -42,9 +59,12 @@ def test_a_trajectory_without_exchanges_is_gone() -> None:
 async def test_a_transcript_comes_from_the_log(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.publish(exchange("t", "hello"))
-        assert render((await load(broker, "p", "t")).messages) == "[user] Win the game.\n[assistant] hello"
+        assert (
+            rendered((await load_transcript(broker, "p", "t")).messages)
+            == "[user] Win the game.\n[assistant] hello"
+        )
         with pytest.raises(HistoryGoneError):
-            await load(broker, "p", "none")
+            await load_transcript(broker, "p", "none")
 
 
 def test_every_kind_of_message_is_rendered() -> None:
@@ -64,7 +84,7 @@ def test_every_kind_of_message_is_rendered() -> None:
         },
         {},
     ]
-    assert render(messages) == (
+    assert rendered(messages) == (
         "[user] see\n(image_url)\n[assistant] (thinking) hm\n(calls look) {\"at\": 1}\n[tool look] a door\n"
         '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n[assistant] (calls free) text\n[?] '
     )  # fmt: skip
@@ -86,9 +106,9 @@ def test_a_request_that_is_no_object_has_no_messages() -> None:
 def test_what_is_cut_keeps_beginning_and_end(letters: str) -> None:
     text = letters[0] * 500 + letters[1] * 500
     short = shorten(text, 300)
-    assert size(short) <= 300
+    assert utf8_size(short) <= 300
     assert short.startswith(letters[0] * 3)
     assert short.endswith(letters[1] * 3)
-    assert f"{size(text) - 300} bytes left out" in short
-    assert shorten(text, size(text)) == text
-    assert size(shorten(text, 0)) < 60
+    assert f"{utf8_size(text) - 300} bytes left out" in short
+    assert shorten(text, utf8_size(text)) == text
+    assert utf8_size(shorten(text, 0)) < 60

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,3 +75,19 @@ def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any)
 
     config = with_values(JudgeConfig(model="test/judge"), settings)
     return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7))
+
+
+def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
+    """Write a file of labelled groups, whose texts say what they are worth, or (`wrong`) the opposite."""
+    lines = []
+    for number in range(groups):
+        truth = [0.1 + 0.2 * i for i in range(4)]
+        said = list(reversed(truth)) if wrong else truth
+        entries = [
+            {"messages": [{"role": "assistant", "content": f"quality={s:.1f}"}], "reward": t}
+            for s, t in zip(said, truth, strict=True)
+        ]
+        shared = [{"role": "user", "content": f"task {number}"}]
+        lines.append(json.dumps({"id": f"g{number}", "messages": shared, "trajectories": entries}))
+    path.write_text("\n".join(lines) + "\n\n")
+    return path

@@ -1,0 +1,11 @@
+"""Options that all commands of the judge have."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_settings(parser: argparse.ArgumentParser, config_help: str = "settings, TOML") -> None:
+    """Add `--config FILE` and `--set section.key=value`, which become `config` and `overrides`."""
+    parser.add_argument("--config", default="", help=config_help)
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")

@@ -1,0 +1,150 @@
+"""Groups from files: to score, or with known rewards to measure a judge's agreement with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from judge.ruler.aggregation import sign
+from judge.ruler.conversations import Conversation
+from judge.ruler.transcripts import Transcript
+from pipeline.config import ConfigError
+
+TIE = 1e-6
+"""Rewards that differ by at most this are equal."""
+
+
+class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One trajectory of a group."""
+
+    id: str = ""
+    """Its number in the group, counted from 1, if empty."""
+    messages: list[dict[str, Any]] = []
+    conversations: list[list[dict[str, Any]]] = []
+    """Instead of `messages`, if there were several: sub-agents, or one before and one after the history was
+    shortened."""
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
+
+
+class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A group of trajectories to compare with each other."""
+
+    trajectories: list[Attempt]
+    id: str = ""
+    task: str = ""
+    messages: list[dict[str, Any]] = []
+    """What all trajectories begin with."""
+    tools: list[dict[str, Any]] = []
+
+    def transcripts(self) -> dict[str, Transcript]:
+        """Return the transcripts by id. Raises `ConfigError` if the trajectories cannot be compared."""
+        found: dict[str, Transcript] = {}
+        tools = tuple(self.tools)
+        for number, attempt in enumerate(self.trajectories, 1):
+            name = attempt.id or str(number)
+            if name in found:
+                raise ConfigError(f"two trajectories have the id {name!r}")
+            if attempt.messages and attempt.conversations:
+                raise ConfigError(f"trajectory {name}: give messages or conversations, not both")
+            first, *others = attempt.conversations or [attempt.messages]
+            parts = tuple(
+                Conversation(tuple(messages), tools, f"part {i}")
+                for i, messages in enumerate([[*self.messages, *first], *others], 1)
+            )
+            found[name] = Transcript(name, parts[-1].messages, tools, parts if len(parts) > 1 else ())
+        if len(found) < 2:
+            raise ConfigError(
+                "a group needs at least 2 trajectories, because they are compared with each other"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class LabelledGroup:
+    """Trajectories and their true rewards."""
+
+    id: str
+    transcripts: tuple[Transcript, ...]
+    rewards: Mapping[str, float]
+
+
+def read_labelled(path: Path) -> list[LabelledGroup]:
+    """Read one group with rewards from each line of a JSONL file. Raises `ConfigError` naming file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    groups = []
+    for number, text in enumerate(lines, 1):
+        if text.strip():
+            try:
+                groups.append(_labelled(msgspec.json.decode(text, type=GroupFile), f"line-{number}"))
+            except (msgspec.DecodeError, ConfigError) as error:
+                raise ConfigError(f"{path}:{number}: {error}") from error
+    if not groups:
+        raise ConfigError(f"{path}: there is no group in it")
+    return groups
+
+
+def _labelled(group: GroupFile, default_id: str) -> LabelledGroup:
+    name = group.id or default_id
+    # The ids seed the orders in which the group is judged, so they have to differ from those of other groups.
+    transcripts = [replace(t, trajectory=f"{name}/{i}") for i, t in group.transcripts().items()]
+    rewards = {}
+    for transcript, attempt in zip(transcripts, group.trajectories, strict=True):
+        if attempt.reward is None or not math.isfinite(attempt.reward):
+            raise ConfigError(f"trajectory {transcript.trajectory} has no finite reward")
+        rewards[transcript.trajectory] = attempt.reward
+    return LabelledGroup(name, tuple(transcripts), rewards)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well scores agree with the true rewards."""
+
+    groups: int
+    kendall_tau: float
+    """Tau-b, -1..1, mean over the groups in which rewards differ. A judge that gives all the same score has 0."""
+    pairwise_accuracy: float
+    """Share of the pairs with different rewards that the judge ordered correctly; a tie counts half."""
+    sign_flips: float
+    """Share of trajectories above or below the group's mean that the judge put on the other side of its own mean. They
+    would train in the wrong direction."""
+
+
+def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Agreement:
+    """Compare (true rewards, scores) of each group."""
+    taus: list[float] = []
+    right, pairs, flips, counted = 0.0, 0, 0, 0
+    for truth, scores in groups:
+        names = sorted(truth)
+        signs = [
+            (sign(truth[a] - truth[b], TIE), sign(scores[a] - scores[b], TIE))
+            for i, a in enumerate(names)
+            for b in names[i + 1 :]
+        ]
+        differing = sum(t != 0 for t, _ in signs)
+        if differing:
+            scale = math.sqrt(differing * sum(s != 0 for _, s in signs))
+            taus.append(sum(t * s for t, s in signs) / scale if scale else 0.0)
+        pairs += differing
+        right += sum((1 + t * s) / 2 for t, s in signs if t)
+        true_mean, score_mean = fmean(truth.values()), fmean(scores[n] for n in names)
+        sides = [(sign(truth[n] - true_mean, TIE), sign(scores[n] - score_mean, TIE)) for n in names]
+        counted += sum(t != 0 for t, _ in sides)
+        flips += sum(t * s < 0 for t, s in sides)
+    return Agreement(
+        len(groups),
+        fmean(taus) if taus else 0.0,
+        right / pairs if pairs else 0.0,
+        flips / counted if counted else 0.0,
+    )

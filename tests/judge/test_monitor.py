@@ -1,0 +1,70 @@
+"""Anchors, the alarm, `judge.json` and `group.measured`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from judge.labelled import read_labelled
+from judge.monitor import JudgeMonitor
+from pipeline.config import JudgeConfig
+from pipeline.events import JudgeMeasured
+from tests.judge.kit import Model, labelled, ruler, transcript
+from tests.kits.scoring_server import Scorer
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(("wrong", "alarm"), [(False, False), (True, True)])
+async def test_anchors_raise_the_alarm_when_the_judge_leaves_the_truth(
+    tmp_path: Path, wrong: bool, alarm: bool
+) -> None:
+    anchors = read_labelled(labelled(tmp_path / "anchors.jsonl", wrong=wrong))
+    judge = ruler(Model(Scorer()))
+    said: list[JudgeMeasured] = []
+
+    async def publish(event: JudgeMeasured) -> None:
+        said.append(event)
+
+    path = tmp_path / "run" / "judge.json"
+    monitor = JudgeMonitor(
+        JudgeConfig(model="test/judge"), path, {"": judge}, anchors, publish, project="p", judge="j"
+    )
+    await monitor.check_anchors("", judge)
+    await monitor.publish()
+    (event,) = said  # nothing was judged but the anchors
+    assert (event.kind, event.ruler, event.alarm, event.rubric) == ("anchors", "default", alarm, "general")
+    assert event.kendall_tau == pytest.approx(-1.0 if wrong else 1.0)
+    await judge.judge([transcript(f"t{i}", f"quality=0.{i + 1}") for i in range(3)])
+    await monitor.publish()
+    await monitor.publish()
+    (_, event) = said
+    assert (event.kind, event.groups, event.calls) == ("groups", 1, judge.statistics.usage.calls)
+    assert (event.self_agreement, event.position_bias) == (1.0, pytest.approx(0.0, abs=1e-6))
+    monitor.write()
+    state: dict[str, Any] = msgspec.json.decode((tmp_path / "run" / "judge.json").read_bytes())
+    assert (state["alarm"], state["anchors"][0]["kendall_tau"]) == (
+        alarm,
+        pytest.approx(-1.0 if wrong else 1.0),
+    )
+    assert state["rulers"]["default"]["rubric"] == "general"
+    assert state["rulers"]["default"]["groups"] == 1  # anchors don't count as judged groups
+
+
+async def test_anchors_that_can_t_be_judged_are_an_alarm_too(tmp_path: Path) -> None:
+    anchors = read_labelled(labelled(tmp_path / "anchors.jsonl"))
+    judge = ruler(Model(lambda _: 500))
+    said: list[JudgeMeasured] = []
+
+    async def publish(event: JudgeMeasured) -> None:
+        said.append(event)
+
+    monitor = JudgeMonitor(
+        JudgeConfig(model="test/judge"), tmp_path / "judge.json", {"": judge}, anchors, publish
+    )
+    await monitor.check_anchors("", judge)
+    assert monitor.anchor_runs[0]["alarm"]
+    assert (said[0].alarm, said[0].groups, said[0].kendall_tau) == (True, 0, None)
