@@ -1,8 +1,8 @@
 """The judge model of the settings: picks the client and adapts requests to what the model accepts.
 
 A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it
-(`judge.request.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved for
-replies.
+(`judge.request.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved
+for replies.
 """
 
 from __future__ import annotations

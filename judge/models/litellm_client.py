@@ -63,7 +63,8 @@ class LiteLlmClient:
             return name.partition("/")[0]
 
     def _deployment(self, name: str) -> dict[str, Any]:
-        # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params = false`.
+        # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
+        # false`.
         parameters: dict[str, Any] = {"model": name, "drop_params": True}
         same_provider = self._provider(name) == self._provider(self._config.model)
         if same_provider:  # key and address are sent to no other provider

@@ -1,5 +1,5 @@
-"""`judge.request.params` and `judge.request.model_params`: any parameter of litellm's `completion`, with secrets from the environment
-only."""
+"""`judge.request.params` and `judge.request.model_params`: any parameter of litellm's `completion`, with secrets from
+the environment only."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def api_key(config: JudgeConfig) -> str:
 def of_model(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
     """Return the parameters for the model `name`, with references to the environment resolved.
 
-    `judge.request.model_params` of the model come first. `judge.request.params` are added if `same_provider`: they may hold secrets
-    of the judge model's provider. Raises `ConfigError` naming a parameter that cannot be used, or a missing
-    variable."""
+    `judge.request.model_params` of the model come first. `judge.request.params` are added if `same_provider`: they
+    may hold secrets of the judge model's provider. Raises `ConfigError` naming a parameter that cannot be used, or a
+    missing variable."""
     tables = {"judge.request.params": config.request.params}
     tables |= {
         f"judge.request.model_params.{model}": table for model, table in config.request.model_params.items()
