@@ -166,7 +166,9 @@ def test_nothing_is_shown_twice() -> None:
     for words, group in itertools.islice(scenarios(), 20):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
         shown = (
-            prompt.build_prompt(load_rubric(), transcripts, random.Random(1), ROOM).messages[1]["content"].split()
+            prompt.build_prompt(load_rubric(), transcripts, random.Random(1), ROOM)
+            .messages[1]["content"]
+            .split()
         )
         said = [w for w in shown if w in words.ids]
         assert len(said) < 1.5 * len(set(said)) + 100
