@@ -59,7 +59,8 @@ def test_a_field_that_an_event_did_not_have_leaves_its_signature_valid(pair: nke
 
 def test_keys_that_can_not_be_used_are_named_and_not_shown(pair: nkey.KeyPair) -> None:
     seed = nkey.new_seed().decode()
-    for wrong in ("", "U", seed, pair.public[:-1] + "A"):
+    other = "B" if pair.public.endswith("A") else "A"
+    for wrong in ("", "U", seed, pair.public[:-1] + other):
         with pytest.raises(ConfigError, match=r"signing\.keys") as caught:
             signing.Trust(SigningConfig(keys=(wrong,)))
         assert seed not in str(caught.value)

@@ -45,7 +45,7 @@ async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> No
     gateway.agent(opened).chat.completions.create(**ASK)
     gateway.client(api_key="agent-key").chat.completions.create(**ASK)
     complete = "/v1/trajectories/mine/complete"
-    keys = ("", opened["api_key"][:-1] + "x", opened["api_key"], "agent-key")
+    keys = ("", opened["api_key"][:-4] + "xxxx", opened["api_key"], "agent-key")
     assert [post(complete, k, {}) for k in keys] == [401, 401, 403, 200]
     assert httpx.get(f"{gateway.url}/health").status_code == 200
     assert httpx.get(f"{gateway.url}/metrics").status_code == 401
