@@ -1,21 +1,18 @@
-"""The backbone that every service shares and that knows none of them.
+"""What every service shares. It imports none of them.
 
-| module | what lives there |
+| room or module | what lives there |
 | --- | --- |
-| `events` | every event on the log, one documented class each; the one schema |
-| `names` | identifiers: versions, subject tokens, ids |
-| `streams` | the one table of streams, subjects and consumers |
-| `broker` | JetStream access: provision, publish, consume, dead letters |
-| `history`, `objects` | reading the log without a consumer; the object store |
-| `publisher`, `wire` | nats-py's hot paths done our way: acknowledged publishes, bulk deliveries |
-| `pull` | bulk delivery for consumers that take everything |
-| `crash` | stop points for crash tests |
-| `dead` | the `journeyman dead` command |
-| `schema`, `docs` | columns and reference pages, read off the code |
-| `config` | settings, TOML plus dotted flags |
-| `service` | how a service process starts, reports readiness and stops |
-| `log`, `errors` | structured log lines; what the log can raise |
-| `telemetry`, `spans` | events to OpenTelemetry spans |
-| `plan`, `supervisor` | what an installation runs; starts, watches and restarts it |
-| `cli` | the `journeyman` command |
+| `config` | settings: one documented class per section, TOML and dotted flags |
+| `events` | every event on the log, one documented class each, and their columns |
+| `log` | access to the log in NATS JetStream |
+| `security` | nkeys, NATS users, signatures of checkpoints |
+| `running` | an installation: what it starts, watches and restarts |
+| `telemetry` | log lines, and traces from the events |
+| `streams` | the table of streams, consumers and buckets |
+| `names` | identifiers and their form in NATS subjects |
+| `errors` | errors that a command prints as one line |
+| `backoff` | pauses between attempts |
+| `crash` | crash points for tests |
+| `docs` | the generated pages of `docs/` |
+| `cli` | the command `journeyman` |
 """

@@ -103,21 +103,21 @@ def _days(seconds: float) -> str:
 
 
 def _users_part() -> Iterator[str]:
-    """The NATS users: what each does, then the subjects that follow from it."""
+    """The NATS users: what each does, then the permissions that derive from it."""
 
     def names(values: tuple[str, ...]) -> str:
         return ", ".join(f"`{v}`" for v in values)
 
     yield "## Users\n"
     yield (
-        "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each proves itself with an nkey whose "
-        "seed lies in `<run_dir>/keys/<user>.nk`, mode 0600. Everything that is not listed is refused. Whoever may write to a "
-        "bucket can also empty it. The operator's `STREAM.UPDATE` changes a stream's limits; a shorter age or smaller size deletes "
-        "the events beyond it. Rights say who may write to a subject; what an adapter is loaded for is the trainer's signature "
-        "(docs/decisions/0010-signed-checkpoints.md).\n"
+        "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each authenticates with an nkey whose "
+        "seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that is not listed. A user that may write to a "
+        "bucket can also empty it. With `STREAM.UPDATE` the operator can change the limits of a stream; a shorter age or smaller size "
+        "deletes the events beyond it. The right to publish a checkpoint does not suffice to have it served: gateways check the "
+        "trainer's signature (docs/decisions/0010-signed-checkpoints.md).\n"
     )
     yield _table(
-        ("user", "is", "publishes events", "takes from consumers", "follows", "reads streams", "reads buckets", "writes buckets"),
+        ("user", "does", "publishes events", "uses consumers", "follows", "reads streams", "reads buckets", "writes buckets"),
         (
             (
                 f"`{u.name}`", u.purpose, names(u.publishes), names(u.consumes), names((*u.follows, *u.branches)),
@@ -126,7 +126,7 @@ def _users_part() -> Iterator[str]:
             for u in users.USERS
         ),
     )  # fmt: skip
-    yield "From that follow these NATS permissions, for a server of your own:\n"
+    yield "The NATS permissions that derive from the table, for a server of your own:\n"
     for each in users.USERS:
         allowed = users.rights(each)
         yield f"### `{each.name}`\n"
@@ -162,11 +162,11 @@ def streams_page() -> str:
             "# Streams and consumers\n",
             _GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
             _doc(streams.StreamSpec)
-            + " They are provisioned by `journeyman up`, by `journeyman provision`, or by every service that connects to a server "
-            "of your own (`nats.provision`); changing the table changes an existing stream's limits and leaves its data alone, except "
-            "for what a shorter retention then lets go. No byte limit is set below what a stream holds. At 80 % of a limit the "
-            "supervisor logs an alarm, which `journeyman status` shows. Each stream also takes `alive.<stream>`: probes of "
-            "supervisor and gateways, gone after a minute, which no consumer reads.\n",
+            + " `journeyman up` and `journeyman provision` create the streams, and so does every service that connects to a server of your own "
+            "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, except those that a "
+            "shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a limit the supervisor logs an alarm, "
+            "which `journeyman status` shows. Each stream also takes `alive.<stream>`: probes of supervisor and gateways, which are "
+            "deleted after a minute and which no consumer reads.\n",
             _table(
                 (
                     "stream",

@@ -1,7 +1,7 @@
-"""Identifiers and how they travel in NATS subjects.
+"""Identifiers, and their form in NATS subjects.
 
-A NATS subject token must not hold `.`, `*`, `>`, white space or control characters; model names such as
-`Qwen/Qwen3-0.6B` do. `subject_token` escapes them reversibly, so a subject can always be read back.
+A NATS subject token must not contain `.`, `*`, `>`, white space or control characters. Model names such as `Qwen/Qwen3-0.6B` do
+contain some. `subject_token` escapes them, `name_of_token` reverses it.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9_\-/@:+=,~]")
 
 
 class InvalidNameError(ValueError):
-    """A name that can't be used as an identifier; `name` is the offender."""
+    """A name that cannot be used as an identifier; `name` holds its beginning."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name!r} can't be a name: {why}")
+        super().__init__(f"{name!r} cannot be a name: {why}")
         self.name = name
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it can identify something, else raise `InvalidNameError` saying why."""
+    """Return `name` if it is a valid identifier. Raises `InvalidNameError` with the reason otherwise."""
     if not name:
         raise InvalidNameError(name, "it is empty")
     if len(name) > MAX_NAME:
         raise InvalidNameError(name[:40] + "…", f"it is longer than {MAX_NAME} characters")
     if not name.isprintable():
-        raise InvalidNameError(name, "it holds characters that can't be printed")
+        raise InvalidNameError(name, "it holds characters that are not printable")
     return name
 
 
 @functools.lru_cache(maxsize=16384)
 def subject_token(name: str) -> str:
-    """`name` as one NATS subject token, escaped like a URL: `a.b` becomes `a%2Eb`."""
+    """Return `name` as one NATS subject token, escaped like a URL: `a.b` becomes `a%2Eb`."""
     check_name(name)
     return _UNSAFE.sub(lambda m: b"%%%02X" % m.group()[0], name.encode()).decode()
 
 
 def name_of_token(token: str) -> str:
-    """The inverse of `subject_token`."""
+    """Return the name of a subject token: the inverse of `subject_token`."""
     return re.sub(r"(?:%[0-9A-F]{2})+", lambda m: bytes.fromhex(m.group().replace("%", "")).decode(), token)
 
 
 def version_name(model: str, step: int) -> str:
-    """The name under which vLLM serves policy version `step` of `model`; step 0 is the base model."""
+    """Return the name under which vLLM serves policy version `step` of `model`. Step 0 is the base model."""
     return f"{model}@{step}"
 
 
 def parse_version(version: str) -> tuple[str, int]:
-    """`"m@7"` to `("m", 7)`; raises `InvalidNameError` if there is no step in it."""
+    """Return model and step of a policy version: `("m", 7)` of `"m@7"`. Raises `InvalidNameError` if it names no step."""
     model, at, step = version.rpartition("@")
     if not at or not step.isdigit():
-        raise InvalidNameError(version, "a policy version reads <model>@<step>")
+        raise InvalidNameError(version, "a policy version has the form <model>@<step>")
     return model, int(step)
 
 
 def new_id(prefix: str) -> str:
-    """A fresh random identifier, 80 bits, such as `t-5f1c…`."""
+    """Return a random identifier of 80 bits, such as `t-5f1c…`."""
     return f"{prefix}-{secrets.token_hex(10)}"

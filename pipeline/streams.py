@@ -1,4 +1,4 @@
-"""The one table of streams and consumers: provisioning, `journeyman status` and docs read it."""
+"""The table of streams, consumers and buckets. Provisioning, `journeyman status` and docs/streams.md use it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ class StreamSpec:
     subjects: tuple[str, ...]
     purpose: str
     max_age_s: float = 0.0
-    """0: events go by the retention of `trainer.checkpoints.retention` only."""
+    """How long events are kept, in seconds; 0: until `trainer.checkpoints.retention` deletes them."""
     share: float = 0.0
-    """Of `nats.max_bytes`: what the stream may take on disk."""
+    """Share of `nats.max_bytes` that the stream may take on disk."""
     discard: Literal["new", "old"] = "new"
-    """At its byte limit the stream refuses new messages, or drops the oldest."""
+    """At its byte limit the stream refuses new messages or deletes the oldest."""
     duplicate_window_s: float = 600.0
 
     @property
     def at_limit(self) -> str:
-        """What happens at the byte limit, in words."""
-        return "the server refuses new events" if self.discard == "new" else "the oldest events are dropped"
+        """What happens at the byte limit, for alarms and docs."""
+        return (
+            "the server refuses new events"
+            if self.discard == "new"
+            else "the server deletes the oldest events"
+        )
 
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer. Held messages are kept alive while their holder lives; `ack_wait_s` after it died they
-    go to the next holder, and after `max_deliver` deliveries to the dead letters."""
+    """A durable pull consumer. A process keeps the messages it holds alive; `ack_wait_s` after it died the server delivers them to
+    the next one, and after `max_deliver` deliveries they become dead letters."""
 
     name: str
     stream: str
@@ -58,18 +62,18 @@ STREAMS: tuple[StreamSpec, ...] = (
     ),
     StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S, share=0.1),
     StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads", share=0.04),
-    # A dead letter must never stop the rest: it is in Parquet too, and an alarm comes long before one is dropped.
+    # Dead letters must never block other streams. They are in Parquet too, and an alarm comes long before one is deleted.
     StreamSpec(
         "DEAD",
         ("dead.>",),
-        "what no one could use, with the reason",
+        "messages that no consumer could use, with the reason",
         max_age_s=90 * DAY_S,
         share=0.04,
         discard="old",
     ),
 )
 CLAIMS_SHARE = 0.25
-"""Of its stream's share: the bucket of events that exceed the payload limit, in addition."""
+"""The size of a stream's bucket of large events, as a share of the stream's own share and in addition to it."""
 
 CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>",), "groups and scores", max_deliver=50,
@@ -85,12 +89,12 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
 )  # fmt: skip
 
 RETRY_HEADER = "Journeyman-Retry"
-"""On a dead letter that was given back: the one consumer that may take it; the others acknowledge and pass it by."""
+"""Header of a dead letter that is delivered again: the one consumer that may use it. The others acknowledge it unused."""
 
 ADAPTERS_BUCKET = "ADAPTERS"
 """Object store bucket of trained adapters."""
 CLAIM_MARGIN_S = DAY_S
-"""An object is in its bucket before its message is in the stream, so it must stay that much longer."""
+"""An object is stored before its message, so it must be kept this much longer."""
 
 
 @dataclass(frozen=True)
@@ -100,36 +104,37 @@ class BucketSpec:
     name: str
     purpose: str
     share: float = 0.0
-    """Of `nats.max_bytes`."""
+    """Share of `nats.max_bytes`."""
     max_age_s: float = 0.0
-    """0: kept for ever."""
+    """In seconds; 0: kept for ever."""
 
 
 ALIVE = "alive."
+"""Prefix of the subjects of probes."""
 
 
 def byte_limit(share: float, total: int, *, now: int | None = None, held: int = 0) -> int:
-    """Bytes of a stream or bucket with that share of `nats.max_bytes`, which is `total`; -1 is JetStream's word for no limit.
+    """Return the byte limit of a stream or bucket with a share of `nats.max_bytes`, which is `total`; -1 means no limit.
 
-    `now` and `held` are the limit and the bytes of one that exists: a `total` of 0 leaves its limit alone, and a limit below
-    what it holds would make the server drop the oldest at once, read or not."""
+    `now` and `held` are the present limit and size of one that exists. A `total` of 0 leaves its limit as it is. The limit is never
+    below `held`, because the server would delete the oldest messages at once, whether consumed or not."""
     if not total:
         return -1 if now is None else now
     return max(int(share * total), held)
 
 
 def alive_subject(stream: str) -> str:
-    """Where the supervisor and the gateways write to learn whether `stream` takes messages; no consumer reads it."""
+    """Return the subject to which supervisor and gateways publish probes of `stream`; no consumer reads it."""
     return ALIVE + stream
 
 
 def claims_bucket(stream: str) -> str:
-    """Bucket of the events of `stream` that exceed the payload limit."""
+    """Return the name of the bucket for events of `stream` that exceed the payload limit."""
     return f"CLAIMS_{stream}"
 
 
 def buckets() -> tuple[BucketSpec, ...]:
-    """Every bucket; a claimed object lives as long as the longest-lived message that can name it, and then goes."""
+    """Return every bucket. An object of a claim check is kept as long as a message of its stream, and a margin."""
     claims = tuple(
         BucketSpec(
             claims_bucket(s.name),
@@ -156,24 +161,27 @@ def bucket_stream(bucket: str) -> str:
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:
-    """What the trainer of a branch takes; that of `main` takes everything, and passes by what is not its own."""
+    """Return the consumer of the trainer of a branch. That of `main` gets every group and skips those of other branches."""
     spec = consumer("trainer")
     if branch == "main":
         return spec
     token = subject_token(branch)
     subjects = (f"group.scored.*.*.*.*.{token}", f"group.scored.*.*.*.*.{token}.*")
-    digest = hashlib.sha256(branch.encode()).hexdigest()[:12]  # a consumer's name takes fewer characters
+    digest = hashlib.sha256(branch.encode()).hexdigest()[
+        :12
+    ]  # the name of a consumer is limited in length and characters
     return dataclasses.replace(
         spec, name=f"trainer-{digest}", subjects=subjects, purpose=f"takes optimizer steps on branch {branch}"
     )
 
 
 def stream(name: str) -> StreamSpec:
+    """Return the stream called `name`."""
     return next(s for s in STREAMS if s.name == name)
 
 
 def consumer(name: str) -> ConsumerSpec:
-    """The consumer called `name`; `KeyError` names those there are."""
+    """Return the consumer called `name`. Raises `KeyError`, which lists the consumers."""
     for spec in CONSUMERS:
         if spec.name == name:
             return spec

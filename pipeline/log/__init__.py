@@ -1,0 +1,22 @@
+"""Access to the log in NATS JetStream: publish, consume, read, follow.
+
+| module | what lives there |
+| --- | --- |
+| `broker` | one connection: publish with deduplication, consume, dead letters |
+| `history` | typed reads: the event class gives stream, subject and type |
+| `follow` | follow events from a position on, through restarts of servers |
+| `stream_reader` | undecoded messages without a consumer: one, a page, a subject; what a stream holds |
+| `subjects` | event classes to streams and subjects |
+| `messages` | what a read returns: message, event, place (sequence and stream time) |
+| `objects` | the object store: adapters, events that exceed the payload limit |
+| `consumer` | a durable consumer in use: deliveries kept alive and acknowledged |
+| `pull` | bulk delivery for the store |
+| `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
+| `provision` | create and update streams, consumers and buckets |
+| `credentials` | authentication and TLS of a connection |
+| `retry` | which errors pass by themselves; calls repeated until then |
+| `dead_letters` | the command `journeyman dead` |
+
+Imports go downwards only: `broker` and `follow` use `history` and `consumer`, these use `objects` and `stream_reader`, and those use
+`messages`, `subjects`, `fast_client` and `retry`.
+"""

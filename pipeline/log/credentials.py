@@ -1,6 +1,6 @@
-"""How a connection to NATS proves who it is and whom it trusts: nkeys or a credentials file, a private inbox, TLS.
+"""Authentication of a connection to NATS: nkeys or a credentials file, a private inbox, TLS.
 
-Errors: `ConfigError`, which names the setting and the file, never what is in it.
+Errors: `ConfigError`, which names the setting and the file, never the content of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CREDENTIALS = b"-----BEGIN NATS USER JWT-----"
 
 
 class EncryptedClient(FastClient):
-    """A client that never talks in the clear: nats-py itself goes on without TLS where a server does not ask for it."""
+    """A client that refuses an unencrypted connection. nats-py itself goes on without TLS if the server does not require it."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and not info.get("tls_required"):
@@ -29,7 +29,7 @@ class EncryptedClient(FastClient):
 
 
 def inbox_prefix(config: NatsConfig, name: str) -> str:
-    """Return what the inboxes of the connection called `name` begin with."""
+    """Return the prefix of the inboxes of the connection called `name`."""
     if config.inbox_prefix:
         return config.inbox_prefix
     return users.inbox_prefix(users.user(name).name) if config.users else "_INBOX"
@@ -45,7 +45,7 @@ def make_client(config: NatsConfig) -> FastClient:
 
 
 def options(config: NatsConfig, name: str) -> dict[str, Any]:
-    """Return the arguments of nats-py's `connect` that say who the connection called `name` is and whom it trusts."""
+    """Return the arguments of nats-py's `connect` for authentication and TLS of the connection called `name`."""
     if any(map(names_user, config.servers)):
         raise ConfigError(
             "nats.url: an address must not hold a user name, password or token; use nats.credentials"
@@ -55,7 +55,7 @@ def options(config: NatsConfig, name: str) -> dict[str, Any]:
     if config.users:
         seed = str(users.seed_file(Path(config.users), users.user(name).name))
     if seed:
-        nkey.load(seed)  # nats-py would show what a file holds that is no seed
+        nkey.load(seed)  # checked here: nats-py would print the content of a file that is no seed
         found["nkeys_seed"] = seed
     elif config.credentials:
         found["user_credentials"] = _credentials(config.credentials)
@@ -65,18 +65,18 @@ def options(config: NatsConfig, name: str) -> dict[str, Any]:
 
 
 def refuses(error: Exception) -> bool:
-    """Return whether an error of a connection is about who one is or about TLS, so that trying again can't help."""
-    said = str(error).lower()
-    return isinstance(error, ssl.SSLError) or "authorization violation" in said or "tls" in said
+    """Return whether a connection failed on authentication or TLS, so that another attempt cannot succeed."""
+    text = str(error).lower()
+    return isinstance(error, ssl.SSLError) or "authorization violation" in text or "tls" in text
 
 
 def forbids(error: Exception) -> bool:
-    """Return whether the server refused what the user may not publish or subscribe to."""
+    """Return whether the server refused a publish or subscription because the user lacks the right."""
     return "permissions violation" in str(error).lower()
 
 
 def tls_context(config: NatsConfig) -> ssl.SSLContext:
-    """Return the TLS settings: the CA that signs the server, and the client's certificate."""
+    """Return the TLS context: the CA of the server's certificate, and the client's certificate."""
     what = f"nats.tls_ca ({config.tls_ca})"
     try:
         context = ssl.create_default_context(cafile=config.tls_ca or None)
@@ -84,7 +84,7 @@ def tls_context(config: NatsConfig) -> ssl.SSLContext:
             what = f"nats.tls_cert ({config.tls_cert}) with nats.tls_key ({config.tls_key})"
             context.load_cert_chain(config.tls_cert, config.tls_key or None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{what} can't be used: {error.strerror or error}") from error
+        raise ConfigError(f"{what} cannot be used: {error.strerror or error}") from error
     return context
 
 
@@ -93,5 +93,5 @@ def _credentials(path: str) -> str:
         if _CREDENTIALS in Path(path).read_bytes():
             return path
     except OSError as error:
-        raise ConfigError(f"nats.credentials: {path} can't be read: {error.strerror}") from error
+        raise ConfigError(f"nats.credentials: {path} cannot be read: {error.strerror}") from error
     raise ConfigError(f"nats.credentials: {path} is no credentials file as `nsc` writes it")

@@ -1,14 +1,14 @@
-"""`journeyman dead`: the letters no one could use.
+"""`journeyman dead`: messages that a consumer or reader could not use, and what to do with them.
 
-    journeyman dead list [--json]          what there is, and why
-    journeyman dead show 12                one of them whole, its payload decoded as far as it can be
-    journeyman dead retry 12 13 | --all    give them to the consumer that gave them up, once more
-    journeyman dead drop 12 | --all        take them off the list; the store keeps them
+    journeyman dead list [--json]          list the letters with their reasons
+    journeyman dead show 12                show one letter, its payload decoded if possible
+    journeyman dead retry 12 13 | --all    deliver letters again to the consumer that gave them up
+    journeyman dead drop 12 | --all        delete letters from the list; the store keeps them
 
-A retry publishes the payload beside its old subject, marked for the one consumer that failed, so nobody else sees it twice;
-its subject is its own, so a retry that is itself repeated is one. What fails again is a new letter. A letter of `reader` names a
-message that a read without a consumer passed by. Readers look at it again each time they start, so a retry, or a drop, only takes the
-letter off the list; it comes back for as long as the message lies in its stream and can't be decoded.
+A retry publishes the payload under a subject of its own, marked for the one consumer that failed: no other consumer gets it twice, and
+a repeated retry is one message. If it fails again, that is a new letter. A letter of consumer `reader` names a message that a read
+without a consumer skipped. Readers meet that message again at each start, so `retry` and `drop` only delete the letter; it comes back
+for as long as the stream holds the message and it cannot be decoded.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def drop(broker: Broker, letter: Letter) -> None:
 def describe(letter: Letter) -> dict[str, Any]:
     """Return a letter as plain values, its payload decoded if it can be."""
     event = letter.event
-    shown: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "seq": letter.seq,
         "at_us": event.at,
         "stream": event.stream,
@@ -86,11 +86,11 @@ def describe(letter: Letter) -> dict[str, Any]:
         "bytes": len(event.payload),
     }
     try:
-        shown["event"] = msgspec.to_builtins(decode(event.payload))
+        fields["event"] = msgspec.to_builtins(decode(event.payload))
     except msgspec.DecodeError as error:
-        shown["undecodable"] = str(error)
-        shown["payload"] = event.payload[:_PREVIEW].decode("utf-8", "backslashreplace")
-    return shown
+        fields["undecodable"] = str(error)
+        fields["payload"] = event.payload[:_PREVIEW].decode("utf-8", "backslashreplace")
+    return fields
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -98,16 +98,25 @@ def describe(letter: Letter) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--run-dir", help="a run that is up; default: the newest under runs/")
-    where.add_argument("--config", help="settings that name a NATS server")
-    where.add_argument("--nats-url", help="the server itself")
-    parser = argparse.ArgumentParser(prog="journeyman dead", description="What no one could use, and why.")
+    where.add_argument(
+        "--run-dir", help="the run directory of a running installation; default: the newest under runs/"
+    )
+    where.add_argument("--config", help="a settings file with nats.url")
+    where.add_argument("--nats-url", help="address of the NATS server")
+    parser = argparse.ArgumentParser(
+        prog="journeyman dead", description="Messages that a consumer could not use, and why."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", parents=[where], help="all of them").add_argument(
+    commands.add_parser("list", parents=[where], help="list all letters").add_argument(
         "--json", action="store_true"
     )
-    commands.add_parser("show", parents=[where], help="one, whole").add_argument("seqs", nargs=1, type=int)
-    for name, text in (("retry", "give back to the consumer that failed"), ("drop", "take off the list")):
+    commands.add_parser("show", parents=[where], help="show one letter").add_argument(
+        "seqs", nargs=1, type=int
+    )
+    for name, text in (
+        ("retry", "deliver again to the consumer that failed"),
+        ("drop", "delete from the list"),
+    ):
         command = commands.add_parser(name, parents=[where], help=text)
         command.add_argument("seqs", nargs="*", type=int, metavar="SEQ")
         command.add_argument("--all", action="store_true")
@@ -115,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def nats_of(args: argparse.Namespace) -> NatsConfig:
-    """The server that the options name. Raises `ConfigError` where there is none to be found."""
+    """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
     if args.config:
         nats = load(args.config).nats
         if args.nats_url or nats.url:
@@ -126,7 +135,7 @@ def nats_of(args: argparse.Namespace) -> NatsConfig:
     states = [Path(args.run_dir) / "state.json"] if args.run_dir else list(Path("runs").glob("*/state.json"))
     states = [s for s in states if s.is_file()]
     if not states:
-        raise ConfigError("no run is to be found: give --run-dir, --config or --nats-url")
+        raise ConfigError("no run directory under runs/: give --run-dir, --config or --nats-url")
     newest = max(states, key=lambda p: p.stat().st_mtime)
     nats = nats_of_run(newest.parent)
     return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
@@ -157,13 +166,13 @@ async def _run(args: argparse.Namespace) -> None:
             chosen = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
             for letter in chosen:
                 await act(broker, letter)
-            out.print(f"{len(chosen)} {'given back' if act is retry else 'dropped'}")
+            out.print(f"{len(chosen)} {'delivered again' if act is retry else 'dropped'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 with a line on stderr where something is not there, 2 for unusable settings."""
+    """Return the exit status: 0, 1 if the log or a letter is not there, 2 for unusable settings."""
     args = _parser().parse_args(argv)
-    log.configure("dead", "CRITICAL")  # what went wrong is told in a line
+    log.configure("dead", "CRITICAL")  # an error is printed as one line
     try:
         anyio.run(_run, args)
     except (BrokerError, ConfigError) as error:

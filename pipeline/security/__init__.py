@@ -1,0 +1,8 @@
+"""Who may do what on the log, and who made a checkpoint.
+
+| module | what lives there |
+| --- | --- |
+| `nkey` | Ed25519 keys of NATS: seeds in files, signatures, their verification |
+| `users` | the table of NATS users and their permissions |
+| `signing` | signatures of checkpoints |
+"""

@@ -1,8 +1,8 @@
-"""nkeys, NATS's Ed25519 keys: seeds in files that only their owner reads, signatures, and their check.
+"""nkeys, the Ed25519 keys of NATS: seeds in files of mode 0600, signatures and their verification.
 
-    python -m pipeline.security.nkey trainer.nk     # makes the file unless it is there, and prints the public key
+    python -m pipeline.security.nkey trainer.nk     # creates the file unless it exists, and prints the public key
 
-A seed (`SU…`) is the secret; the public key (`U…`) names it. Both are text. No function here puts a seed into an error.
+A seed (`SU…`) is the secret, the public key (`U…`) identifies it. Both are text. No error message contains a seed.
 
 Errors: `ConfigError`, which names the file.
 """
@@ -26,11 +26,11 @@ import nkeys
 from pipeline.config import ConfigError
 
 _PUBLIC_BYTES = 35
-"""One byte for the key's kind, 32 of the key, two of a checksum."""
+"""One byte for the kind of key, 32 of the key, two of the checksum."""
 
 
 class KeyPair:
-    """A seed and what can be done with it."""
+    """A private key, made from its seed."""
 
     def __init__(self, seed: bytes) -> None:
         """Raises `ValueError` if `seed` is no nkey seed."""
@@ -52,23 +52,23 @@ def new_seed() -> bytes:
 
 
 def load(path: str | Path) -> KeyPair:
-    """Return the key pair whose seed `path` holds. Raises `ConfigError` if there is none to be read."""
+    """Return the key pair of the seed in the file `path`. Raises `ConfigError` if the file holds no readable seed."""
     try:
         return KeyPair(Path(path).read_bytes().strip())
     except OSError as error:
-        raise ConfigError(f"no nkey seed can be read from {path}: {error.strerror}") from error
+        raise ConfigError(f"the nkey seed {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} holds no nkey seed, which is one line that begins with SU") from error
+        raise ConfigError(f"{path} holds no nkey seed: expected one line that begins with SU") from error
 
 
 def load_or_make(path: Path) -> KeyPair:
-    """Return the key pair of `path`; write a fresh seed there first if the file does not exist."""
+    """Return the key pair of the seed in `path`. Write a new seed there first if the file does not exist."""
     write_secret(path, new_seed)
     return load(path)
 
 
 def write_secret(path: Path, make: Callable[[], bytes]) -> None:
-    """Write what `make` returns to `path`, mode 0600, unless the file exists. Whole or not at all."""
+    """Write the result of `make` to `path`, mode 0600, unless the file exists. The file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.exists():
         return
@@ -78,13 +78,13 @@ def write_secret(path: Path, make: Callable[[], bytes]) -> None:
         file.write(make())
         file.flush()
         os.fsync(descriptor)
-    with contextlib.suppress(FileExistsError):  # another process was first: its secret holds
+    with contextlib.suppress(FileExistsError):  # another process wrote its secret first: keep that
         os.link(temporary, path)
     temporary.unlink()
 
 
 def verified(public: str, message: bytes, signature: bytes) -> bool:
-    """Return whether `signature` is that of `message` by the holder of the public key `public`."""
+    """Return whether `signature` is a signature of `message` with the private key of `public`."""
     try:
         nacl.signing.VerifyKey(_raw(public)).verify(message, signature)
     except (ValueError, nacl.exceptions.CryptoError):
@@ -93,7 +93,8 @@ def verified(public: str, message: bytes, signature: bytes) -> bool:
 
 
 def check_public(public: str) -> str:
-    """Return `public` if it is a public user nkey. Raises `ValueError` otherwise; without the value, which may be a seed."""
+    """Return `public` if it is the public nkey of a user. Raises `ValueError` otherwise; its text leaves out the value, which
+    may be a seed."""
     _raw(public)
     return public
 
@@ -105,14 +106,14 @@ def _raw(public: str) -> bytes:
         data = b""
     checksum = int.from_bytes(data[-2:], "little")
     if len(data) != _PUBLIC_BYTES or data[0] != nkeys.PREFIX_BYTE_USER or nkeys.crc16(data[:-2]) != checksum:
-        raise ValueError("not a public nkey of a user, which begins with U and has 56 characters")
+        raise ValueError("not the public nkey of a user: expected 56 characters that begin with U")
     return data[1:33]
 
 
 def main() -> int:
-    """0; 2 if the file holds no seed."""
+    """Return the exit status: 0, 2 if the file holds no seed."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.security.nkey")
-    parser.add_argument("file", type=Path, help="where the seed lies, or is to lie")
+    parser.add_argument("file", type=Path, help="file of the seed; created if it does not exist")
     try:
         pair = load_or_make(parser.parse_args().file)
     except ConfigError as error:

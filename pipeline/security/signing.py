@@ -1,9 +1,9 @@
-"""Signatures of checkpoints: the trainer signs the event, and the event names the SHA-256 of the archive.
+"""Signatures of checkpoints: the trainer signs the event, which contains the SHA-256 of the adapter's archive.
 
-The signing key is an nkey of its own, not the trainer's NATS user: a NATS client signs whatever text a server sends it to log
-in with, so a server could have had a checkpoint signed.
+The signing key is a separate nkey, not that of the trainer's NATS user. A NATS client signs any text that a server sends as a login
+challenge, so a malicious server could obtain the signature of a checkpoint.
 
-Errors: `ConfigError` for keys that can't be used.
+Errors: `ConfigError` for keys that cannot be used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DOMAIN = b"journeyman.checkpoint.1\n"
 
 
 def _defaults() -> dict[str, Any]:
-    """Field to default value, of the fields that have one and the same each time."""
+    """Return the default value of each field whose default is always the same."""
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(CheckpointPublished):
         if field.default is not msgspec.NODEFAULT:
@@ -35,9 +35,9 @@ _DEFAULTS = _defaults()
 
 
 def signed_bytes(event: CheckpointPublished) -> bytes:
-    """Return what a signature of `event` covers: every field but the signature, as JSON with sorted names.
+    """Return the bytes that a signature of `event` covers: every field except `signature` and `signer`, as JSON with sorted names.
 
-    A field that has its default value is left out, so that an event from before a field was added keeps its signature."""
+    A field with its default value is left out, so that the signature of an event from before the field was added stays valid."""
     fields = msgspec.to_builtins(event)
     kept = {
         name: value
@@ -48,7 +48,7 @@ def signed_bytes(event: CheckpointPublished) -> bytes:
 
 
 class Signer:
-    """Signs with the seed that `signing.seed` names."""
+    """Signs checkpoints with the seed in the file `signing.seed`."""
 
     def __init__(self, pair: nkey.KeyPair) -> None:
         self._pair = pair
@@ -59,20 +59,20 @@ class Signer:
         return cls(nkey.load(config.signing.seed)) if config.signing.seed else None
 
     def sign(self, event: CheckpointPublished) -> CheckpointPublished:
-        """Return `event` with its signature; the same event always gets the same one."""
+        """Return `event` with its signature, which is the same each time."""
         signature = self._pair.sign(signed_bytes(event))
         return msgspec.structs.replace(event, signature=signature, signer=self._pair.public)
 
 
 class Trust:
-    """Whose checkpoints may be served and trained on."""
+    """Decides whether a checkpoint may be served and trained on, by its signature."""
 
     def __init__(self, config: SigningConfig) -> None:
         for key in config.keys:
             try:
                 nkey.check_public(key)
             except ValueError as error:
-                raise ConfigError(f"signing.keys: {error}; never put a seed there") from error
+                raise ConfigError(f"signing.keys: {error}; put no seed there") from error
         self._keys = frozenset(config.keys)
         if config.check == "require" and not self._keys:
             raise ConfigError(
@@ -81,7 +81,7 @@ class Trust:
         self.checks = bool(self._keys) and config.check != "off"
 
     def objection(self, event: CheckpointPublished) -> str:
-        """Return why `event` must not be used; empty if it may be."""
+        """Return why `event` must not be used; an empty text if it may."""
         if not self.checks:
             return ""
         if not event.signature:
@@ -90,14 +90,14 @@ class Trust:
                 'signing.check = "off"'
             )
         if event.signer not in self._keys:
-            return f"the checkpoint {event.version} is signed by {event.signer[:60]}, which signing.keys does not name"
+            return f"the checkpoint {event.version} is signed by {event.signer[:60]}, which is not among signing.keys"
         if not nkey.verified(event.signer, signed_bytes(event), event.signature):
             return f"the signature of the checkpoint {event.version} does not match its content"
         return ""
 
 
 def provided(config: Config) -> Config:
-    """Return `config` with the signing seed made where its file does not exist, and its public key among `signing.keys`."""
+    """Return `config` with the public key of `signing.seed` among `signing.keys`. Create the seed's file if it does not exist."""
     signing = config.signing
     if not signing.seed:
         return config

@@ -1,7 +1,7 @@
-"""The one table of NATS users: what each service may publish and subscribe to. Server configuration, docs and tests read it.
+"""The table of NATS users and their rights. The server's configuration, docs/streams.md and tests use it.
 
-Rights are derived from what a service does (publishes these events, takes from those consumers, reads that stream), so that
-a new event or consumer is one word in the table. Everything that is not allowed is refused by the server.
+Rights derive from the events a service publishes, the consumers it uses and the streams it reads, so that a new event or consumer is
+one word in the table. The server refuses everything else.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from pipeline.security import nkey
 
 OPERATOR = "operator"
 READER = "reader"
-"""In a dead letter, the consumer's name where a read without a consumer met the message."""
+"""Consumer named in a dead letter that a read without a consumer made."""
 EVENT_STREAMS = tuple(s.name for s in streams.STREAMS)
 
 
 @dataclass(frozen=True)
 class User:
-    """A NATS user. Every field lists what it may do; nothing else is allowed."""
+    """A NATS user and what it may do; nothing else is allowed."""
 
     name: str
     purpose: str
     publishes: tuple[str, ...] = ()
-    """Subjects of the events that it puts on the log. It may also store their oversized payloads."""
+    """Subjects that it publishes events to. It may also store their oversized payloads."""
     consumes: tuple[str, ...] = ()
-    """Durable consumers that it takes from: their names in `pipeline.streams`."""
+    """Durable consumers of `pipeline.streams` that it uses, by name."""
     follows: tuple[str, ...] = ()
-    """Streams that it reads through consumers of its own, without acknowledging."""
+    """Streams that it follows through ephemeral consumers, without acknowledgements."""
     branches: tuple[str, ...] = ()
-    """Streams on which it makes durable consumers of its own. Those of the table stay out of reach."""
+    """Streams on which it creates durable consumers. It cannot reach those of `pipeline.streams`."""
     reads: tuple[str, ...] = ()
-    """Streams that it may read where they lie, with the oversized payloads of their events."""
+    """Streams that it may read without a consumer, including the oversized payloads of their events."""
     fetches: tuple[str, ...] = ()
     """Buckets whose objects it may read."""
     stores: tuple[str, ...] = ()
-    """Buckets that it may also write to. Whoever may write to a bucket can replace and remove what it holds."""
+    """Buckets that it may also write to, which includes replacing and removing objects."""
     trims: tuple[str, ...] = ()
-    """Streams of which it deletes single messages: retention."""
+    """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
-    """Streams to which it writes the probes that tell whether they take messages (`pipeline.running.liveness`)."""
+    """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
     listens: tuple[str, ...] = ()
-    """Subjects of events that it hears as they are published."""
+    """Subjects that it subscribes to."""
     provisions: bool = False
-    """Whether it makes and changes streams, consumers and buckets, and deletes single messages. Never whole streams."""
+    """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole streams."""
 
 
 USERS: tuple[User, ...] = (
@@ -67,7 +67,7 @@ USERS: tuple[User, ...] = (
     ),
     User(
         "trainer", "takes optimizer steps on the main branch",
-        # No further token: a branch's checkpoints carry the branch as a sixth.
+        # Five tokens only: the checkpoints of a branch have the branch as a sixth.
         publishes=("policy.checkpoint.*.*.*", "policy.retired.>", "group.discarded.>"),
         trims=("POLICY",),
         consumes=("trainer",),
@@ -87,7 +87,7 @@ USERS: tuple[User, ...] = (
         reads=EVENT_STREAMS,
     ),
     User(
-        "telemetry", "makes spans of events",
+        "telemetry", "exports spans of events",
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("telemetry-")),
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),
@@ -104,7 +104,7 @@ USERS: tuple[User, ...] = (
 
 @dataclass(frozen=True)
 class Rights:
-    """What the server allows a user, as NATS subjects; a denied subject is refused though an allowed one covers it."""
+    """The permissions of a user, as NATS subjects. `never` has precedence over `publish`."""
 
     publish: tuple[str, ...]
     never: tuple[str, ...]
@@ -112,12 +112,12 @@ class Rights:
 
 
 def user(name: str) -> User:
-    """Return the user of a service. Connections under any other name are the operator's."""
+    """Return the user of a service; for any other name, the operator."""
     return next((u for u in USERS if u.name == name), USERS[-1])
 
 
 def inbox_prefix(name: str) -> str:
-    """Return the prefix of a user's inboxes. It is the user's own, so that no other can read the replies to it."""
+    """Return the prefix of a user's inboxes. Each user has another, so that no user can read the replies to another."""
     return f"_INBOX_{name}"
 
 
@@ -131,7 +131,7 @@ def rights(who: User) -> Rights:
     fetched = {*who.fetches, *who.stores, *(streams.claims_bucket(s) for s in read)}
     stored = {*who.stores, *(streams.claims_bucket(streams.stream_of(s)) for s in who.publishes)}
     if not who.provisions:
-        # What can't be used goes to the dead letters, under the name of the one that gave it up; is it there already?
+        # It publishes dead letters under its own name, and reads whether one exists already.
         for name in sorted({who.name, READER, *who.consumes}):
             publish += [f"dead.*.{name}", f"dead.*.{name}.*"]
         read.add("DEAD")
@@ -167,13 +167,13 @@ def rights(who: User) -> Rights:
 
 
 def seed_file(folder: Path, name: str) -> Path:
-    """Return where the seed of a user lies."""
+    """Return the path of a user's seed."""
     return folder / f"{name}.nk"
 
 
 def authorization(folder: Path, who: Iterable[User] = USERS) -> str:
-    """Return the `authorization` block of a NATS server's configuration. It holds public keys only; a seed that `folder`
-    lacks is made."""
+    """Return the `authorization` block of a NATS server's configuration, which contains public keys only. A seed that is missing
+    in `folder` is created."""
     blocks = []
     for each in who:
         allowed = rights(each)

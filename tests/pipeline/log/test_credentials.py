@@ -123,7 +123,7 @@ async def test_a_credentials_file(start_nats: Callable[..., Any], tmp_path: Path
 def test_a_credentials_file_is_checked_before_it_is_used(tmp_path: Path) -> None:
     file = tmp_path / "user.creds"
     config = NatsConfig(url="nats://127.0.0.1:1", credentials=str(file))
-    with pytest.raises(ConfigError, match=r"nats\.credentials: .*user\.creds can't be read"):
+    with pytest.raises(ConfigError, match=r"nats\.credentials: .*user\.creds cannot be read"):
         options(config, "judge")
     file.write_text("secret word")
     with pytest.raises(ConfigError, match="no credentials file") as caught:
