@@ -31,6 +31,8 @@ ROOMS = {
     "rollout_gateway.dialects": {"rollout_gateway.http"},
     "rollout_gateway.access": {"rollout_gateway.http"},
 }
+WITH_CYCLES = {"journeyman"}
+"""Packages that still have import cycles. Remove a package from here with its last cycle."""
 WITHOUT_TABLES = {"pipeline", "rollout_gateway"}
 """Packages with a room whose `__init__.py` does not name its modules yet."""
 
@@ -107,7 +109,7 @@ def marked(pending: set[str]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
+@pytest.mark.parametrize("package", marked(WITH_CYCLES))
 def test_no_modules_import_each_other(package: str) -> None:
     try:
         TopologicalSorter(dependencies(package)).prepare()

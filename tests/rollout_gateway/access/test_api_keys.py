@@ -171,8 +171,8 @@ def test_made_settings_know_their_key(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--expires", "2020-01-01T00:00:00+01:00"), "in the past"),
         (("--expires", "0d"), "in the past"),
         (("--name", ""), "empty"),
-        (("--name", "a\nb"), "can't be printed"),
-        (("--name", "a\x1b[31m"), "can't be printed"),
+        (("--name", "a\nb"), "not printable"),
+        (("--name", "a\x1b[31m"), "not printable"),
         (("--calls-per-minute", "-1"), "0 (no limit) or more"),
     ],
 )
