@@ -1,23 +1,18 @@
-"""The HTTP front: any OpenAI client in, exact tokens on the log, the newest policy version out.
+"""The HTTP front: answers OpenAI's and Anthropic's clients, records exact tokens, serves the newest policy version.
 
-| module | what lives there |
+The way of a call: `http` reads the request's head, and `app` checks origin and key by it before the body is kept. `dialects` reads the
+body into a `Call`. `capture.identity` finds the trajectory. `capture.dispatch` takes a lease on a replica that serves the version
+(`serving.routing`, `serving.replicas`) and asks it. `capture.handler` has the answer recorded by the `Trajectory` and acknowledged by the
+log, and only then answers the client. If the client leaves, the request's one `Cancellation` ends the wait for the server, never a record.
+
+| room | what lives there; each imports only those above it |
 | --- | --- |
-| `service` | wires the parts and serves |
-| `server` | HTTP/1.1: connections, whole requests, streamed answers |
-| `app` | from a request to its answer: routes, identity, errors |
-| `chat`, `exchange` | one model call: routed, sampled, recorded, answered; its parties |
-| `identity`, `keys`, `inference`, `pacing` | whose call it is, whether it may, and when it must wait |
-| `wire`, `dialects` | calls and answers; what is added to a request and taken off a reply |
-| `streaming` | a streamed reply, cleaned as it passes and put together again |
-| `translate`, `messages_api`, `responses_api` | Anthropic's messages and OpenAI's responses, as chat and back |
-| `routes`, `openapi` | the control API's table; `/openapi.json` |
-| `control`, `promotion`, `watchers`, `metrics` | what these routes do |
-| `trajectories` | open runs, rebuilt from the log; keys; sequence numbers |
-| `policies` | versions and promotions, from the POLICY stream |
-| `tail` | a stream followed through restarts of the log's server |
-| `routing` | what a name in `model` stands for now |
-| `replicas` | inference servers, leases on versions |
-| `adapters` | from a checkpoint to an adapter that provably serves |
-| `upstream` | the pooled HTTP client |
-| `errors` | OpenAI's error format |
+| `http` | HTTP/1.1 server and client, errors, cancellation |
+| `dialects` | the APIs: what is asked of vLLM, what is removed from its reply, translations, streams |
+| `access` | API keys and trajectory tokens |
+| `serving` | policy versions and the inference servers that hold them |
+| `capture` | calls and trajectories, recorded on the log |
+| `api` | routes, bodies, answers and their document |
+| `app` | from a request to its answer |
+| `service` | connects the parts and serves |
 """

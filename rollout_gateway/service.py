@@ -1,4 +1,4 @@
-"""The gateway as a service: wires the parts, serves, and on the way out lets running calls end."""
+"""The gateway as a service: connects its parts, serves, and lets running calls end before it stops."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.api.auxiliary import Aside
-from rollout_gateway.api.control import Control
+from rollout_gateway.api.auxiliary import AuxiliaryRoutes
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
+from rollout_gateway.api.models import ModelRoutes
+from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.app import App
-from rollout_gateway.capture.chat import ChatHandler
-from rollout_gateway.capture.detection import Inference
+from rollout_gateway.capture.detection import TrajectoryDetector
+from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
-from rollout_gateway.capture.trajectories import Registry
+from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.pool import Limits
 from rollout_gateway.http.server import run_server
 from rollout_gateway.serving.adapters import AdapterManager
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.policy_feed import Watchers
-from rollout_gateway.serving.promotion import Promotion, described
+from rollout_gateway.serving.policy_feed import PolicyFeed
+from rollout_gateway.serving.promotion import Promotion, shown_fields
 from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.serving.routing import Router
+from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway")
 
 _SETTLE_S = 10
-"""How long records that were begun may take to reach the log when the gateway stops."""
+"""How long the records of answered calls may take to reach the log when the gateway stops."""
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -61,7 +62,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def key_secret(config: Config) -> bytes:
-    """What trajectory keys are made from: the variable that the settings name, else a file of this run."""
+    """The secret of trajectory tokens: from the environment variable that the settings name, else from a file in the run directory.
+
+    Raises `ConfigError` if the variable is too short."""
     name = config.gateway.key_secret_env
     if name:
         value = os.environ.get(name, "")
@@ -74,14 +77,14 @@ def key_secret(config: Config) -> bytes:
         temporary = path.with_suffix(f".{secrets.token_hex(4)}")
         temporary.touch(0o600)
         temporary.write_bytes(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):  # another replica in this folder was first
+        with contextlib.suppress(FileExistsError):  # another replica in this folder made it first
             os.link(temporary, path)
         temporary.unlink()
     return path.read_bytes()
 
 
 def api_key(config: Config) -> str:
-    """The key that the inference servers ask for; empty if the settings name none."""
+    """The API key of the inference servers; empty if the settings name none. Raises `ConfigError` if its file is not usable."""
     if not config.vllm.api_key_file:
         return ""
     try:
@@ -90,21 +93,23 @@ def api_key(config: Config) -> str:
         raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read") from error
     if not key or not key.isprintable():
         raise ConfigError(
-            f"vllm.api_key_file: {config.vllm.api_key_file} holds no key, which is one printable line"
+            f"vllm.api_key_file: {config.vllm.api_key_file} must hold the key as one printable line"
         )
     return key
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """The service. Ready once it listens and knows the policies; calls wait for inference servers that are not up."""
+    """Serve until cancelled. `ready` is called once the gateway listens and knows the policies.
+
+    Calls wait for inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
     if not config.vllm.urls:
-        raise ConfigError("vllm.urls: the gateway needs an inference server")
+        raise ConfigError("vllm.urls: name at least one inference server")
     api_keys = ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
     origins = OriginPolicy(config.gateway)
     trust = Trust(config.signing)
     if not trust.checks:
         log.warning(
-            "checkpoints are not checked: whoever can write to the log decides what is served",
+            "signatures of checkpoints are not checked: whoever can write to the log decides what is served",
             setting="signing",
         )
     listener = _listen(config.gateway.host, config.gateway.port)
@@ -112,51 +117,54 @@ async def serve(config: Config, ready: Ready) -> None:
         policies = Policies(config.project, (m.name for m in config.models), trust)
         await policies.rebuild(broker)
         fleet = Fleet(config.vllm.urls, api_key(config))
+        router = VersionRouter(policies, fleet)
         registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
-        await registry.begin()
-        router = Router(policies, fleet)
-        chat = ChatHandler(config.gateway, fleet, registry, router)
+        await registry.mark_position()
         pacing = Pacing(config.project, config.gateway.max_groups_ahead)
-        await pacing.begin(broker)
-        log_health = LogHealth()
-        control = Control(
-            config.project, config.gateway, policies, fleet, registry, router, pacing, log_health
-        )
-        inference = None
-        if config.gateway.detection.enabled:
-            inference = Inference(config.project, registry, config.gateway)
-            chat.on_answered.append(inference.answered)
-        identity = Identity(config.project, api_keys, registry, router, inference)
+        await pacing.mark_position(broker)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
-        watchers, metrics = Watchers(), Metrics(fleet, registry)
+        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
+        calls = CallHandler(config.gateway, fleet, router)
+        detector = None
+        if config.gateway.detection.enabled:
+            detector = TrajectoryDetector(config.project, registry, config.gateway)
+            calls.on_answered.append(detector.answered)
+        identity = Identity(config.project, api_keys, registry, router, detector)
+        app = App(
+            calls,
+            TrajectoryRoutes(config.project, config.gateway, policies, registry, router, pacing, origins),
+            ModelRoutes(policies, fleet, router, promotion, feed, log_health),
+            AuxiliaryRoutes(fleet, router, identity),
+            identity,
+            router,
+            metrics,
+            origins,
+            config.gateway,
+        )
 
         def loaded(event: PolicyLoaded) -> None:
             metrics.loads += 1
-            watchers.tell("policy.loaded", described(event))
+            feed.broadcast("policy.loaded", shown_fields(event))
 
         def changed(recorded: Recorded[Event]) -> None:
-            fleet.wake_keepers()
+            fleet.check_all()
             if isinstance(recorded.event, CheckpointPublished):
                 pacing.done(recorded.event.model, recorded.event.groups)
-            watchers.tell(wire_name(recorded.event), described(recorded.event))
+            feed.broadcast(wire_name(recorded.event), shown_fields(recorded.event))
 
         adapters.on_loaded.append(loaded)
-        aside = Aside(fleet, router, chat)
-        app = App(
-            chat, control, promotion, identity, router, watchers, metrics, aside, origins, config.gateway
-        )
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(adapters.run)
                 tg.start_soon(log_health.run, broker)
                 tg.start_soon(api_keys.watch)
                 tg.start_soon(policies.follow, broker, changed)
-                tg.start_soon(registry.heed_completions)
+                tg.start_soon(registry.follow_completions)
                 if config.gateway.max_groups_ahead:
                     tg.start_soon(pacing.follow, broker)
-                if inference is not None:
-                    tg.start_soon(inference.run)
+                if detector is not None:
+                    tg.start_soon(detector.run)
                 async with run_server(
                     app,
                     listener,
@@ -166,7 +174,7 @@ async def serve(config: Config, ready: Ready) -> None:
                     cut_off=app.cut_off,
                 ):
                     host, port = listener.getsockname()[:2]
-                    # What is there now stays: collections look at calls only, and seldom, since few of them are cycles.
+                    # Objects that exist now stay. Collections look at those of calls only, and seldom: few of them are in cycles.
                     gc.collect()
                     gc.freeze()
                     gc.set_threshold(50_000, 20, 20)
@@ -176,9 +184,9 @@ async def serve(config: Config, ready: Ready) -> None:
                     finally:
                         app.stop()
                         fleet.close()
-                        watchers.close()
+                        feed.close()
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
-                await chat.settle()
+                await calls.settle()
             for replica in fleet.replicas:
                 replica.upstream.close()

@@ -21,13 +21,14 @@ from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.trajectories import Registry
+from rollout_gateway.capture.registry import Registry
 from tests.crash_kit import SEED, guarded, play, settings, violations
 from tests.crash_nursery import quick_consumers
 from tests.kits.log import read_stream
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.pipeline.log.test_broker import completed, exchange
 from tests.pipeline.log.test_undecodable import checkpoint
+from tests.rollout_gateway.kit import StubCall
 from tests.trainer import kit
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
@@ -131,7 +132,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
             def make(seq: int, body: bytes = body) -> list[ExchangeRecorded]:
                 return [exchange(f"run{run}", seq, body)]
 
-            await registry.record(found, make, "")
+            await found.record(StubCall(make))
 
     async with anyio.create_task_group() as tg:
         for run in range(runs):

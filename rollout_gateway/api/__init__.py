@@ -1,0 +1,15 @@
+"""The routes: their table, their handlers and their document.
+
+| module | what lives there |
+| --- | --- |
+| `routes` | the table |
+| `schemas` | bodies and answers |
+| `openapi` | `/openapi.json`, generated from both |
+| `control_request` | a request as its handler gets it |
+| `trajectories` | opening, completing and reading trajectories |
+| `models` | models, versions, decisions, the state of the servers |
+| `auxiliary` | token counts and other requests that sample nothing |
+| `metrics` | metrics for Prometheus |
+| `log_health` | whether the log takes writes |
+| `sinks` | where a streamed answer goes |
+"""

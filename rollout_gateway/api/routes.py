@@ -1,4 +1,4 @@
-"""The control API's table: one row a route, from which requests are dispatched and `openapi` writes its document."""
+"""The routes of the API, one row each. Requests are dispatched by them, and `openapi` writes the document from them."""
 
 from __future__ import annotations
 
@@ -6,98 +6,97 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from rollout_gateway.api.auxiliary import CountBody, TextBody, TokensBody
-from rollout_gateway.api.control import CompletionBody, GroupBody, Opening
+from rollout_gateway.api import schemas
 from rollout_gateway.capture.identity import KeyKind
+from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.serving.promotion import Decision
+from rollout_gateway.serving.promotion import Decided, Decision
+
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
 
 @dataclass(frozen=True)
 class Route:
-    """`name` is what `App` calls it; `answer` names the schema of its answer in `openapi`."""
+    """One row."""
 
     method: str
     path: str
     name: str
+    """Of the handler in `App`."""
     summary: str
     body: type[Any] | None = None
+    answer: type[Any] | None = None
+    """`None`: an answer whose fields are not described."""
+    errors: tuple[int, ...] = ()
+    """Statuses beside those that any route may answer."""
+    key: KeyKind = "agent"
     status: int = 200
     query: tuple[str, ...] = ()
-    answer: str = ""
-    errors: tuple[int, ...] = ()
-    """Statuses it may answer with beside those that any route may."""
-    key: KeyKind = "agent"
+    content: str = JSON
+    """Media type of the answer; empty if it has no body."""
     parts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.path.strip("/").split("/")))
 
 
-_ASIDE = (400, 404, 413, 500, 502, 503)
-_DECIDED: dict[str, Any] = {
-    "body": Decision, "key": "operator", "answer": "Decided", "errors": (400, 404, 409, 413, 503),
-}  # fmt: skip
+def _decision(action: str, summary: str) -> Route:
+    path = f"/v1/policies/{{model}}/{action}"
+    return Route("POST", path, "decide", summary, Decision, Decided, (400, 404, 409, 413, 503), "operator")
+
+
+_BODY_ERRORS = (400, 404, 409, 413, 503)
+_UPSTREAM_ERRORS = (400, 404, 413, 500, 502, 503)
+_TRAJECTORY = "/v1/trajectories/{trajectory}"
 
 ROUTES = (
-    Route("GET", "/health", "health", "Whether the gateway answers, and (with a key, where there are keys) which inference servers can", key="", answer="Health"),
-    Route("GET", "/metrics", "metrics", "Counts in Prometheus' format", key="operator"),
-    Route("GET", "/openapi.json", "openapi", "This document", key="", answer="Anything"),
-    Route("GET", "/v1/models", "models", "Names that `model` may hold", key="call", answer="ModelList"),
-    Route("GET", "/v1/models/{model}", "model", "One of them", key="call", answer="Model", errors=(404,)),
-    Route("GET", "/v1/policies", "policies", "What each model's name stands for now, and what is loaded", answer="PolicyList"),
-    Route("GET", "/v1/policies/events", "watch", "Server-sent events: versions published, loaded, promoted"),
-    Route("POST", "/v1/policies/{model}/promote", "decide", "Serve this version under the model's name", **_DECIDED),
-    Route("POST", "/v1/policies/{model}/pin", "decide", "Keep serving this version, whatever is trained", **_DECIDED),
-    Route("POST", "/v1/policies/{model}/rollback", "decide", "Go back to this or the previous version", **_DECIDED),
-    Route("POST", "/v1/policies/{model}/split", "decide", "Share trajectories out over two versions", **_DECIDED),
-    Route("POST", "/v1/policies/{model}/follow", "decide", "Serve the newest version again", **_DECIDED),
+    Route("GET", "/health", "health", "Whether the gateway answers, and, for a valid key, the state of the inference servers", answer=schemas.Health, key=""),
+    Route("GET", "/metrics", "metrics", "Metrics in Prometheus' text format", key="operator", content=TEXT),
+    Route("GET", "/openapi.json", "openapi", "This document", key=""),
+    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=schemas.ModelList, key="call"),
+    Route("GET", "/v1/models/{model}", "model", "One of these names", answer=schemas.Model, errors=(404,), key="call"),
+    Route("GET", "/v1/policies", "policies", "The version that each model's name stands for, and the loaded versions", answer=schemas.PolicyList),
+    Route("GET", "/v1/policies/events", "watch_policies", "Events of versions: published, loaded, promoted", content=EVENTS),
+    _decision("promote", "Serve this version under the model's name"),
+    _decision("pin", "Keep serving this version, whatever is trained"),
+    _decision("rollback", "Go back to this or the previous version"),
+    _decision("split", "Divide trajectories between two versions"),
+    _decision("follow", "Serve the newest version again"),
+    Route("POST", "/v1/trajectories", "open", "Open a trajectory", schemas.Opening, schemas.Opened, (*_BODY_ERRORS, 429), status=201),
     Route(
-        "POST", "/v1/trajectories", "open", "Open a trajectory", Opening, 201, answer="Opened",
-        errors=(400, 404, 409, 413, 429, 503),
+        "GET", "/v1/trajectories", "list", "Open trajectories in this gateway replica's memory, newest first",
+        answer=schemas.TrajectoryList, errors=(400,), query=("group", "model", "limit", "after"),
     ),
+    Route("GET", _TRAJECTORY, "get", "A trajectory as it is on the log", None, schemas.TrajectoryState, (400, 404, 503), "trajectory"),
+    Route("POST", f"{_TRAJECTORY}/complete", "complete", "Complete a trajectory", Completion, schemas.Completed, _BODY_ERRORS, "trajectory"),
     Route(
-        "GET", "/v1/trajectories", "list", "Open trajectories that this gateway replica knows, newest first",
-        query=("group", "model", "limit", "after"), answer="TrajectoryList", errors=(400,),
+        "POST", "/v1/groups/{group}/complete", "complete_group", "Complete trajectories of a group", schemas.GroupCompletion,
+        schemas.GroupCompleted, _BODY_ERRORS,
     ),
+    Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), key="call"),
+    Route("GET", "/ping", "ping", "Whether the gateway answers", key="", content=""),
+    Route("POST", "/ping", "ping", "Whether the gateway answers", key="", content=""),
+    Route("POST", "/tokenize", "tokenize", "Tokens of a text or of messages", schemas.TokenizeBody, errors=_UPSTREAM_ERRORS, key="call"),
+    Route("POST", "/detokenize", "detokenize", "The text of tokens", schemas.DetokenizeBody, errors=_UPSTREAM_ERRORS, key="call"),
     Route(
-        "GET", "/v1/trajectories/{trajectory}", "get", "A trajectory as the log has it", key="trajectory",
-        answer="Trajectory", errors=(400, 404, 503),
+        "POST", "/v1/messages/count_tokens", "count_tokens", "The number of tokens in a message's prompt", schemas.CountTokensBody,
+        errors=_UPSTREAM_ERRORS, key="call",
     ),
-    Route(
-        "POST", "/v1/trajectories/{trajectory}/complete", "complete", "End a trajectory", CompletionBody, key="trajectory",
-        answer="Completed", errors=(400, 404, 409, 413, 503),
-    ),
-    Route(
-        "POST", "/v1/groups/{group}/complete", "complete_group", "End all trajectories of a group at once", GroupBody,
-        answer="GroupCompleted", errors=(400, 404, 409, 413, 503),
-    ),
-    Route("GET", "/version", "version", "The inference server's version", answer="Anything", errors=(502, 503), key="call"),
-    Route("GET", "/ping", "ping", "Whether the gateway answers", key=""),
-    Route("POST", "/ping", "ping", "Whether the gateway answers", key=""),
-    Route("POST", "/tokenize", "tokens", "Tokens of a text or of messages", TextBody, answer="Anything", errors=_ASIDE, key="call"),
-    Route("POST", "/detokenize", "tokens", "The text of tokens", TokensBody, answer="Anything", errors=_ASIDE, key="call"),
-    Route(
-        "POST", "/v1/messages/count_tokens", "count_tokens", "How many tokens a message's prompt has", CountBody,
-        answer="Anything", errors=_ASIDE, key="call",
-    ),
-    Route(
-        "GET", "/v1/responses/{response}", "response", "A response of a trajectory again, from the log", answer="Anything",
-        errors=(400, 404, 503), key="call",
-    ),
+    Route("GET", "/v1/responses/{response}", "response", "A recorded response of a trajectory", errors=(400, 404, 503), key="call"),
 )  # fmt: skip
 
-MODEL_CALLS = {
-    "/v1/chat/completions": "OpenAI's chat completion, plain or streamed",
-    "/v1/completions": "OpenAI's completion, plain or streamed",
-    "/v1/responses": "OpenAI's response, plain or streamed",
-    "/v1/messages": "Anthropic's message, plain or streamed",
+MODEL_CALLS: dict[str, tuple[str, type[Any]]] = {
+    "/v1/chat/completions": ("OpenAI's chat completion, plain or streamed", schemas.ChatBody),
+    "/v1/completions": ("OpenAI's completion, plain or streamed", schemas.CompletionsBody),
+    "/v1/responses": ("OpenAI's response, plain or streamed", schemas.ResponsesBody),
+    "/v1/messages": ("Anthropic's message, plain or streamed", schemas.MessagesBody),
 }
+"""Summary and body of each model call, by path."""
 
 
 def find(method: str, path: str) -> tuple[Route, list[str]]:
-    """The route of a path as it came, and the values of the path's parameters. Raises a 400, 404 or 405 `ApiError`."""
-    parts = [decoded(part) for part in path.strip("/").split("/")]
+    """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
+    parts = [decode_part(part) for part in path.strip("/").split("/")]
     allowed = []
     for route in ROUTES:
         values = _match(route, parts)
@@ -107,25 +106,23 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
             allowed.append(route.method)
     if allowed:
         raise not_allowed(*allowed)
-    raise ApiError(404, f"There is no {method} {path} here.", kind="not_found_error", code="unknown_url")
+    raise ApiError(404, f"There is no route {method} {path}.", kind="not_found_error", code="unknown_url")
 
 
-def decoded(part: str) -> str:
-    """A part of a path, its percent-encoding undone, once: an id may hold a slash or a percent sign. Raises a 400 `ApiError`
-    for what is no UTF-8, so that no two paths mean one id."""
+def decode_part(part: str) -> str:
+    """Decode the percent-encoding of one part of a path, which may hold a slash. Raises a 400 `ApiError` if it is not UTF-8."""
     try:
         return (
             part if part.isascii() and "%" not in part else unquote_to_bytes(part.encode("latin-1")).decode()
         )
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"The URL's {part[:200]!r} is no UTF-8.", code="invalid_url") from error
+        raise ApiError(400, f"{part[:200]!r} in the URL is not UTF-8.", code="invalid_url") from error
 
 
 def not_allowed(*allowed: str) -> ApiError:
     methods = ", ".join(dict.fromkeys(allowed))
-    return ApiError(
-        405, f"This URL takes {methods}.", code="method_not_allowed", headers=((b"allow", methods.encode()),)
-    )
+    headers = ((b"allow", methods.encode()),)
+    return ApiError(405, f"This URL takes {methods}.", code="method_not_allowed", headers=headers)
 
 
 def _match(route: Route, parts: list[str]) -> list[str] | None:

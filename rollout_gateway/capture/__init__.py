@@ -1,0 +1,13 @@
+"""Model calls: whose they are, who answers them, and how they reach the log with their exact tokens.
+
+| module | what lives there |
+| --- | --- |
+| `handler` | one call: sampled, recorded and acknowledged, then answered |
+| `dispatch` | has a call answered by an inference server, again if one goes away |
+| `exchange` | a call from its request to its events |
+| `identity` | finds the trajectory of a call and checks its key |
+| `detection` | finds the trajectory of a call that names none, by its messages |
+| `registry` | the trajectories in memory: found, opened, completed |
+| `trajectory` | one run: its calls are recorded under sequence numbers of their own |
+| `run_log` | how runs were opened and completed, read from the log |
+"""

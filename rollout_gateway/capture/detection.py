@@ -1,13 +1,12 @@
-"""Trajectories of agents that know nothing of trajectories: found by the continuity of their messages.
+"""Detects the trajectories of agents that name none, by the messages of their calls (opt-in: `gateway.detection.enabled`).
 
-A call whose messages begin with all that a run had said and been answered so far goes on with that run. Any other call
-begins one, in the group of its first user turn. A run without a call for `idle_s` is complete. Opt-in
-(`gateway.detection.enabled`), because two runs that have said exactly the same can't be told apart: which goes on as which is then
-arbitrary, and harmless, since up to there they are equal.
+A call whose messages begin with everything that a run had said and been answered so far belongs to that run. Any other call begins a
+run, in the group of its first user message. A run without a call for `gateway.detection.idle_s` is completed. Two runs that have said
+exactly the same can't be told apart; which of them a call continues is then arbitrary, and harmless, since both are equal up to there.
 
-A gateway that starts takes over the inferred runs that the log holds open: what was said so far is in their last
-exchange, so a run goes on across the restart, and one that does not is completed when it has been silent for long enough.
-Where gateways share a log, each knows what it served and what it took over: route an agent's calls to one of them.
+A gateway that starts takes over the detected runs that the log holds open. Their last exchange says how they stand, so a run goes on
+across the restart, or is completed once it has been silent for long enough. Gateways that share a log detect runs independently:
+route the calls of one agent to one gateway.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError, new_id
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.capture.runs import Trajectory
-from rollout_gateway.capture.trajectories import Completion, Registry
+from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call
 from rollout_gateway.http.errors import ApiError
 
@@ -33,33 +32,33 @@ log = get_logger("rollout_gateway.capture.detection")
 
 _CHECK_S = 1.0
 _PREFIX = "i"
+"""Ids of detected trajectories begin with it."""
 
 
-class Inference:
-    """The runs that are being inferred."""
+class TrajectoryDetector:
+    """The detected trajectories that are open."""
 
     def __init__(self, project: str, registry: Registry, config: GatewayConfig) -> None:
         self._project, self._registry = project, registry
         self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
-        # A run of another gateway may have a call in flight that only its end will show.
+        # Another gateway may have a call of the run in flight, which shows only when it ends.
         self._taken_over_idle_s = config.detection.idle_s + config.replicas.timeout_s
-        self._states: dict[bytes, list[Trajectory]] = {}
-        """What was said up to a run's last answer, to the runs of which that holds."""
-        self._state_of: dict[str, bytes] = {}
-        self._runs: dict[str, Trajectory] = {}
+        self._by_history: dict[bytes, list[Trajectory]] = {}
+        """Runs that wait for their next call, by the hash of their messages up to the last answer."""
+        self._history_of: dict[str, bytes] = {}
+        self._open: dict[str, Trajectory] = {}
         self._taken_over: set[str] = set()
-        """Runs of before this gateway's start that have not been called since."""
-        self._rebuilt = asyncio.Event()
+        """Runs from before this gateway's start that were not called since."""
+        self._ready = asyncio.Event()
 
     async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
-        """The run that this call goes on with, or a new one. `owner` names the caller's key: a run goes on with calls of the
-        key that began it."""
-        await self._rebuilt.wait()
+        """The run that this call continues, or a new one. A run continues only with calls of the key that began it, `owner`."""
+        await self._ready.wait()
         messages = _messages(call)
-        for state in reversed(_states(f"{owner}\0{model}", messages[:-1])):
-            for trajectory in self._states.get(state, ()):
+        for history in reversed(_histories(owner, model, messages[:-1])):
+            for trajectory in self._by_history.get(history, ()):
                 if not trajectory.in_flight and not trajectory.completing:
-                    self._forget_state(trajectory)
+                    self._forget_history(trajectory)
                     self._taken_over.discard(trajectory.id)
                     return trajectory
         first = next((m for m in messages if m[0] == "user"), messages[0] if messages else ("", "", ""))
@@ -73,90 +72,88 @@ class Inference:
             owner=owner,
         )
         trajectory = await self._registry.open(event, "")
-        self._runs[trajectory.id] = trajectory
+        self._open[trajectory.id] = trajectory
         return trajectory
 
     def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
-        """A call of an inferred run was answered: the run's next call begins with this."""
-        if trajectory.id not in self._runs or not answer.choices:
-            return
-        said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
-        self._note(trajectory, _messages(call), said)
+        """Note the answer of a detected run's call: the next call begins with it."""
+        if trajectory.id in self._open and answer.choices:
+            said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
+            self._set_history(trajectory, [*_messages(call), _canonical(said)])
 
-    def _note(self, trajectory: Trajectory, messages: list[Canonical], said: dict[str, Any]) -> None:
-        opened = trajectory.opened
-        state = _states(f"{opened.owner}\0{opened.model}", [*messages, _canonical(said)])[-1]
-        self._forget_state(trajectory)
-        self._states.setdefault(state, []).append(trajectory)
-        self._state_of[trajectory.id] = state
+    def _set_history(self, trajectory: Trajectory, messages: list[Canonical]) -> None:
+        history = _histories(trajectory.opened.owner, trajectory.opened.model, messages)[-1]
+        self._forget_history(trajectory)
+        self._by_history.setdefault(history, []).append(trajectory)
+        self._history_of[trajectory.id] = history
 
-    def _forget_state(self, trajectory: Trajectory) -> None:
-        state = self._state_of.pop(trajectory.id, None)
-        if state is not None:
-            runs = self._states[state]
+    def _forget_history(self, trajectory: Trajectory) -> None:
+        history = self._history_of.pop(trajectory.id, None)
+        if history is not None:
+            runs = self._by_history[history]
             runs.remove(trajectory)
             if not runs:
-                del self._states[state]
+                del self._by_history[history]
 
-    # -- runs that end --------------------------------------------------------------------------------------------
+    # -- completing ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """For ever: take over what the log holds open, then complete the runs that go silent."""
-        await self._rebuild()
-        self._rebuilt.set()
+        """Take over the runs that the log holds open, then complete those that fall silent. Never returns."""
+        await self._take_over()
+        self._ready.set()
         while True:
             await asyncio.sleep(min(_CHECK_S, self._idle_s / 2))
             now = time.monotonic()
-            for trajectory in list(self._runs.values()):
+            for trajectory in list(self._open.values()):
                 taken_over = trajectory.id in self._taken_over
-                patience = self._taken_over_idle_s if taken_over else self._idle_s
-                if not trajectory.in_flight and trajectory.used_at < now - patience:
+                idle_s = self._taken_over_idle_s if taken_over else self._idle_s
+                if not trajectory.in_flight and trajectory.used_at < now - idle_s:
                     await self._complete(trajectory)
 
-    async def _rebuild(self) -> None:
+    async def _take_over(self) -> None:
         while True:
             try:
-                names = await self._registry.unfinished(f"{_PREFIX}-")
+                names = await self._registry.log.unfinished(f"{_PREFIX}-")
                 break
             except BrokerError as error:
-                log.warning("inferred runs wait for the log", error=str(error))
+                log.warning("detected trajectories wait for the log", error=str(error))
                 await asyncio.sleep(_CHECK_S)
         for name in names:
             try:
                 trajectory = await self._registry.find(name)
                 if not msgspec.json.decode(bytes(trajectory.opened.metadata)).get("inferred"):
                     continue
-                said = await self._registry.last_answer(trajectory)
+                last = await trajectory.last_answer()
             except (ApiError, BrokerError, InvalidNameError) as error:
-                log.warning("an inferred run was not taken over", trajectory=name, error=str(error))
+                log.warning("detected trajectory not taken over", trajectory=name, error=str(error))
                 continue
-            self._runs[name] = trajectory
+            self._open[name] = trajectory
             self._taken_over.add(name)
-            if said is not None:
-                request = msgspec.json.decode(said.request)
-                (choice,) = msgspec.json.decode(said.response)["choices"]
-                self._note(trajectory, _canonicals(request.get("messages")), choice.get("message") or {})
-        log.info("inferred runs taken over", runs=len(self._runs))
+            if last is not None:
+                messages = _canonicals(msgspec.json.decode(last.request).get("messages"))
+                (choice,) = msgspec.json.decode(last.response)["choices"]
+                self._set_history(trajectory, [*messages, _canonical(choice.get("message") or {})])
+        log.info("detected trajectories taken over", trajectories=len(self._open))
 
     async def _complete(self, trajectory: Trajectory) -> None:
         try:
-            if trajectory.id in self._taken_over and await self._registry.refresh(trajectory):
-                trajectory.used_at = time.monotonic()  # another gateway goes on with it
+            if trajectory.id in self._taken_over and await trajectory.refresh():
+                trajectory.used_at = time.monotonic()  # another gateway continues it
                 return
-            await self._registry.complete(trajectory.id, Completion(outcome=self._outcome, inferred=True))
+            await self._registry.complete(trajectory.id, Completion(outcome=self._outcome), inferred=True)
         except BrokerError as error:
-            log.warning("an inferred run is completed later", trajectory=trajectory.id, error=str(error))
+            log.warning("detected trajectory is completed later", trajectory=trajectory.id, error=str(error))
             return
         except ApiError as error:
-            log.warning("an inferred run was not completed", trajectory=trajectory.id, error=error.message)
-        self._forget_state(trajectory)
+            log.warning("detected trajectory not completed", trajectory=trajectory.id, error=error.message)
+        self._forget_history(trajectory)
         self._taken_over.discard(trajectory.id)
-        self._runs.pop(trajectory.id, None)
+        self._open.pop(trajectory.id, None)
 
 
 Canonical = tuple[str, str, str]
-"""Role, text, tool calls: what clients keep of a message when they send it back. Arguments of calls are compared as the JSON
-that they are, since clients parse them and write them again in their own way."""
+"""Role, text and tool calls: what clients keep of a message when they send it back. Arguments of tool calls are compared as JSON,
+since clients parse them and write them again in their own way."""
 
 
 def _messages(call: Call) -> list[Canonical]:
@@ -185,7 +182,7 @@ def _canonical(message: dict[str, Any]) -> Canonical:
 
 
 def _arguments(sent: Any) -> Any:
-    """The arguments of a tool call: parsed where they are JSON, else as they are. Clients send none as `""` or `{}`."""
+    """The arguments of a tool call, parsed if they are JSON. Clients send empty ones as `""` or `{}`."""
     if not isinstance(sent, str):
         return _numbers(sent) or {}
     try:
@@ -195,7 +192,7 @@ def _arguments(sent: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """JSON with whole numbers as such: JavaScript writes 1.0 as 1."""
+    """`value` with 1.0 replaced by 1, as JavaScript writes it."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -203,9 +200,9 @@ def _numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _states(whose: str, messages: list[Canonical]) -> list[bytes]:
-    """A hash of the first message, of the first two, and so on; each of `whose`, a key and a model."""
-    digest = hashlib.sha256(whose.encode())
+def _histories(owner: str, model: str, messages: list[Canonical]) -> list[bytes]:
+    """A hash of the first message, of the first two, and so on, for one owner and model."""
+    digest = hashlib.sha256(f"{owner}\0{model}".encode())
     out = []
     for message in messages:
         digest.update(msgspec.msgpack.encode(message))

@@ -1,19 +1,17 @@
-"""The parties of one model call: its caller, the client's end of a stream, the server's answer, and what the log gets."""
+"""One model call: who makes it, what is asked, what the inference server answered, and its events on the log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.names import parse_version
-from rollout_gateway.capture.runs import Trajectory
+from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call, SampledChoice
 from rollout_gateway.dialects.endpoints import Dialect
-from rollout_gateway.http.upstream import UpstreamReply
-from rollout_gateway.serving.blame import Trial
+from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.serving.replicas import Lease
 
 Status = Literal["complete", "cancelled", "failed"]
@@ -21,118 +19,78 @@ Status = Literal["complete", "cancelled", "failed"]
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """Who calls and whether it still listens."""
+    """What the head of a request says about a model call."""
 
     trajectory: Trajectory | None = None
     traceparent: str = ""
-    retry: bool = False
-    """The client says that it tried before."""
+    is_retry: bool = False
+    """The client says that it made this call before."""
     side_call: bool = False
-    gone: bool = False
-    cut: bool = False
-    """The gateway is stopping and waits for this call no longer."""
-    _on_gone: Callable[[], None] | None = None
-
-    def calling(self) -> AbstractContextManager[None]:
-        """Count the call with its trajectory, where there is one. Raises a 409 `ApiError` where that is being completed."""
-        return self.trajectory.calling() if self.trajectory is not None else nullcontext()
-
-    def leave(self) -> None:
-        """The client closed its connection."""
-        self.gone = True
-        if self._on_gone is not None:
-            self._on_gone()
-
-    def cut_off(self) -> None:
-        """End the call now: it is answered with an error."""
-        self.cut = True
-        if self._on_gone is not None:
-            self._on_gone()
-
-    def has_left(self) -> bool:
-        return self.gone
-
-    def was_cut(self) -> bool:
-        return self.cut
-
-    def when_gone(self, action: Callable[[], None] | None) -> None:
-        """Call `action` when the client leaves or the call is cut off; at once if that has happened."""
-        self._on_gone = action
-        if action is not None and (self.gone or self.cut):
-            action()
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    """Ends the call while it waits for an inference server."""
 
 
 class StreamSink(Protocol):
-    """The client of a streamed call."""
+    """Takes a streamed answer to the client."""
 
     def start(self, flow: Callable[[bool], None]) -> None:
-        """The answer begins; `flow` is to be called with true where the client is too slow, with false when it may go on."""
+        """Begin the answer. `flow(True)` is called when the client is too slow, `flow(False)` when it can take more."""
 
     @property
     def write_chunks(self) -> Callable[[bytes], None] | None:
-        """The same as `write` for what is in HTTP's chunked coding already; none where that is not what it listens to."""
+        """As `write`, for data that is in HTTP's chunked coding already. `None` if the client does not get that coding."""
 
     def write(self, data: bytes) -> None:
-        """Whole server-sent events."""
+        """Write whole server-sent events."""
 
     def end(self) -> None:
-        """The answer has ended."""
-
-
-@dataclass(eq=False, slots=True)
-class Attempt:
-    """A call that an inference server answers."""
-
-    lease: Lease
-    reply: UpstreamReply
-    body: bytes
-    """The whole reply, unless it is being streamed."""
-    started_at: int
-    incarnation: str = ""
-    """The life of the server that was asked."""
-    trial: Trial | None = None
-    """Set for a request that was in flight at a death of its server before."""
-
-    @property
-    def status(self) -> int:
-        return self.reply.status
+        """End the answer."""
 
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """What the log gets of one call."""
+    """A model call from its request to its record."""
 
     dialect: Dialect
     call: Call
     caller: Caller
-    trajectory: Trajectory
+    captured: bool
+    """Whether the call is recorded."""
     version: str = ""
+    """Exact policy version that was asked; empty until a server had the request."""
     replica: str = ""
     started_at: int = field(default_factory=now_us)
     first_token_at: int = 0
+    answer: Answer = field(default_factory=lambda: Answer({}, b"", []))
+    status: Status = "failed"
     _hash: str = ""
 
-    def hash(self) -> str:
-        """Of the request."""
+    @property
+    def traceparent(self) -> str:
+        return self.caller.traceparent
+
+    @property
+    def recorded_in(self) -> Trajectory:
+        """The trajectory of a captured call."""
+        assert self.caller.trajectory is not None
+        return self.caller.trajectory
+
+    def request_hash(self) -> str:
+        """SHA-256 of the endpoint and the request's fields. Computed once."""
         if not self._hash:
             self._hash = self.call.hash()
         return self._hash
 
-    def sent(self, break_off: Callable[[], None]) -> None:
-        """The request is on its way: do what need not be done before."""
-        self.caller.when_gone(break_off)
-        self.hash()
+    def sent_to(self, lease: Lease, started_at: int) -> None:
+        """Note which server and version had the request."""
+        self.version, self.replica, self.started_at = lease.version, lease.replica.name, started_at
 
-    def take(self, attempt: Attempt) -> None:
-        self.version, self.replica = attempt.lease.version, attempt.lease.replica.name
-        self.started_at = attempt.started_at
+    def events(self, seq: int) -> list[ExchangeRecorded]:
+        """One event for each choice, under the sequence number `seq`."""
+        return [self._event(choice, seq) for choice in self.answer.choices or [SampledChoice(0)]]
 
-    def events(self, answer: Answer, seq: int, status: Status) -> list[ExchangeRecorded]:
-        choices = answer.choices or [SampledChoice(0)]
-        return [self._event(answer, choice, seq, status) for choice in choices]
-
-    def _event(self, answer: Answer, choice: SampledChoice, seq: int, status: Status) -> ExchangeRecorded:
-        opened = self.trajectory.opened
+    def _event(self, choice: SampledChoice, seq: int) -> ExchangeRecorded:
+        opened, answer, call = self.recorded_in.opened, self.answer, self.call
         return ExchangeRecorded(
             project=opened.project,
             trajectory=opened.trajectory,
@@ -142,18 +100,18 @@ class Exchange:
             policy_version=self.version,
             step=parse_version(self.version)[1],
             group=opened.group,
-            request=self.call.body,
+            request=call.body,
             response=answer.client_body(choice) if answer.fields else b"{}",
             prompt_ids=choice.prompt_ids or answer.prompt_ids,
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
-            forced=self.call.forced(choice),
+            forced=call.forced(choice),
             finish_reason=choice.finish_reason,
-            status=status,
+            status=self.status,
             side_call=self.caller.side_call,
-            endpoint=self.call.endpoint,
-            streamed=self.call.stream,
-            request_hash=self.hash(),
+            endpoint=call.endpoint,
+            streamed=call.stream,
+            request_hash=self.request_hash(),
             replica=self.replica,
             started_at=self.started_at,
             first_token_at=self.first_token_at,

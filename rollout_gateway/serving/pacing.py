@@ -1,8 +1,8 @@
-"""Admission: no more groups at once than can be trained before they are stale.
+"""Limits how many groups may be open or untrained, so that none is stale when it is trained.
 
-Discarding stale groups wastes what was sampled and starves long tasks, so a new group is told to wait instead. A group
-counts from the opening of its first trajectory here until a checkpoint or a discard names it. Known to this replica
-only and from its start on: pacing steers, it promises nothing.
+Discarding stale groups wastes what was sampled and starves long tasks, so a new group has to wait instead. A group counts from the
+opening of its first trajectory at this replica until a checkpoint or a discard names it. Groups of other replicas and of earlier
+processes do not count: the limit is approximate.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
 
 _RETRY_AFTER_S = 1
-_MAX_WAITING = 10_000
-"""Groups told to wait whose first asking is remembered; the oldest is forgotten."""
+_MOST_WAITING = 10_000
+"""Waiting groups whose first request is remembered. The oldest is forgotten first."""
 
 
 class Pacing:
     """Counts the groups that are ahead of the trainer."""
 
     def __init__(self, project: str, limit: int) -> None:
+        """`limit`: groups of a model at once; 0 for no limit."""
         self._project, self._limit = project, limit
         self._ahead: dict[str, set[str]] = {}
         """By model, the groups neither trained nor discarded."""
         self._waiting: dict[tuple[str, str], float] = {}
-        """When a group was first told to wait."""
+        """By model and group, when the group first had to wait."""
         self._next_seq = 0
 
     def admit(self, model: str, group: str, split: str) -> float:
-        """Take the group in, or raise a 429 `ApiError`. Further trajectories of a group that is in always pass.
+        """Admit a trajectory of the group. Further trajectories of an admitted group always pass.
 
-        The seconds since the group was first told to wait, for the trajectory that brings it in."""
+        Returns how many seconds the group had to wait, for the trajectory that it is admitted with. Raises a 429 `ApiError`."""
         if not self._limit or split != "train":
             return 0.0
         ahead = self._ahead.setdefault(model, set())
         if group not in ahead and len(ahead) >= self._limit:
             self._waiting.setdefault((model, group), time.monotonic())
-            if len(self._waiting) > _MAX_WAITING:
+            if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             raise ApiError(
                 429,
-                f"{len(ahead)} groups of {model} wait for training: a further one would be stale. Try again.",
+                f"{len(ahead)} groups of {model} wait for training, and another one would be stale. Try again later.",
                 kind="rate_limit_error",
                 code="groups_ahead",
                 headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
@@ -54,16 +55,15 @@ class Pacing:
         return 0.0 if since is None else time.monotonic() - since
 
     def done(self, model: str, groups: tuple[str, ...]) -> None:
-        """These were trained or discarded."""
+        """Stop counting groups that were trained or discarded."""
         self._ahead.get(model, set()).difference_update(groups)
 
-    async def begin(self, broker: Broker) -> None:
-        """Note where the log stands: what is discarded from now on counts."""
-        info = await broker.stream_info(stream_of(GroupDiscarded))
-        self._next_seq = info.state.last_seq + 1
+    async def mark_position(self, broker: Broker) -> None:
+        """Note the log's present end. `follow` begins there."""
+        self._next_seq = (await broker.stream_info(stream_of(GroupDiscarded))).state.last_seq + 1
 
     async def follow(self, broker: Broker) -> None:
-        """For ever: groups that are discarded are no longer ahead."""
+        """Stop counting groups as they are discarded. Never returns."""
         discarded = follow_events(broker, [GroupDiscarded], lambda: self._next_seq, project=self._project)
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1

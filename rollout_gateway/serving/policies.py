@@ -1,7 +1,7 @@
-"""Which policy versions exist and which one a model's name stands for: the POLICY stream, replayed and followed.
+"""The policy versions that exist, and decisions about them: the POLICY stream, replayed and followed.
 
-Every gateway replica needs every event, so each reads the stream for itself, from the first event on; nothing is kept
-elsewhere, and a restarted gateway knows what the one before it knew.
+Every gateway replica needs every event, so each reads the whole stream for itself. Nothing is stored elsewhere, and a restarted gateway
+knows what it knew before.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class ModelState:
     """By version, in the order of publication."""
     promoted: PolicyPromoted | None = None
     promoted_at: tuple[int, int] = (0, 0)
-    """Stream time and sequence of the last decision: an older one that comes later changes nothing. The time counts first:
-    after a power cut numbers are given again."""
-
+    """Stream time and sequence of the last decision. An older one that arrives later changes nothing. The time is compared first,
+    since numbers are given again after a power cut."""
     _main: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -54,14 +53,14 @@ class ModelState:
             bisect.insort(self._main, (event.step, event.version))
 
     def decide(self, event: PolicyPromoted, place: Place) -> bool:
-        """Take a decision in; false where a later one holds."""
+        """Apply a decision. Returns false if a later one holds."""
         if (place.at, place.seq) <= self.promoted_at:
             return False
         self.promoted, self.promoted_at = event if event.version else None, (place.at, place.seq)
         return True
 
     def newest_first(self) -> Iterator[str]:
-        """Versions of the main line from the newest on, without the base."""
+        """Versions of the main branch without the base, the newest first."""
         return (version for _, version in reversed(self._main))
 
 
@@ -72,17 +71,17 @@ class Policies:
         self.project = project
         self._trust = trust or Trust(SigningConfig())
         self._refused: list[tuple[Recorded[Event], str]] = []
-        """Checkpoints that are not the trainer's, and why; not reported yet."""
+        """Checkpoints without a valid signature that were not reported yet, and what is wrong."""
         self.models = {name: ModelState(name) for name in models}
         self.next_seq = 1
         self._last: Place | None = None
         self.refused: dict[str, str] = {}
-        """Versions that must not serve, with the reason."""
+        """Versions that must not serve, and why."""
         self.retired: set[str] = set()
-        """Versions whose adapter retention removes: they serve on where they serve, and nothing new may name them."""
+        """Versions whose adapter is about to be deleted. They continue to serve, and nothing new may name them."""
 
     def out_of_use(self, version: str) -> bool:
-        """Whether `version` must not serve or is about to be removed."""
+        """Whether `version` was refused or retired."""
         return version in self.refused or version in self.retired
 
     def offered(self, version: str) -> bool:
@@ -102,14 +101,14 @@ class Policies:
         return self.models[parse_version(version)[0]].checkpoints[version]
 
     def newest(self, model: str) -> str:
-        """The highest version on the main line that may serve; the base where nothing was trained yet."""
+        """The newest version of the main branch that may serve; the base if nothing was trained yet."""
         for version in self.models[model].newest_first():
             if version not in self.refused:
                 return version
         return version_name(model, 0)
 
     def names(self, of: str = "") -> list[str]:
-        """Every name a client may put into `model`; with `of` those of this model only."""
+        """Every name that a client may put into `model`. `of` selects those of one model."""
         out: list[str] = []
         for model in [self.models[of]] if of else self.models.values():
             versions = (v for v in model.checkpoints if v not in self.retired)
@@ -117,7 +116,7 @@ class Policies:
         return out
 
     def apply(self, recorded: Recorded[Event]) -> bool:
-        """Take an event in; false where it says nothing new or nothing about this gateway's models."""
+        """Apply an event. Returns false if it changes nothing for this gateway's models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
         if not isinstance(event, CheckpointPublished | PolicyPromoted | PolicyRetired):
@@ -125,7 +124,7 @@ class Policies:
         if event.model not in self.models:
             return False
         if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
-            return False  # trained beside the main line, under names that are taken here
+            return False  # versions of other branches have names that the main branch uses too
         if isinstance(event, PolicyRetired):
             (self.retired.discard if event.withdrawn else self.retired.add)(event.version)
             return False
@@ -139,14 +138,14 @@ class Policies:
             self._refused.append((recorded, objection))
             return False
         if before is not None:
-            # The log lost the first and the trainer's disk too: the step was trained again.
-            log.warning("another checkpoint of that name", version=event.version)
+            # A power cut took the first from the log and from the trainer's disk: the step was trained again.
+            log.warning("version published again with another adapter", version=event.version)
             self.refused.pop(event.version, None)
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 
     async def rebuild(self, broker: Broker) -> None:
-        """Read the stream up to now."""
+        """Read the stream up to its present end."""
         events = await broker.read_all(_FOLLOWED, project=self.project)
         for recorded in events:
             self.apply(recorded)
@@ -154,7 +153,7 @@ class Policies:
         log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
     async def follow(self, broker: Broker, changed: Callable[[Recorded[Event]], None]) -> None:
-        """For ever: take in each further event and say so to `changed`."""
+        """Apply each further event, and call `changed` with those that change something. Never returns."""
         followed = follow_events(broker, _FOLLOWED, lambda: self.next_seq, self._last, project=self.project)
         async for recorded in followed:
             if self.apply(recorded):
@@ -162,7 +161,7 @@ class Policies:
             await self._report_refused(broker)
 
     async def _report_refused(self, broker: Broker) -> None:
-        """Put refused checkpoints among the dead letters: once each, however many gateways refuse it and however often."""
+        """Publish each refused checkpoint as a dead letter. The message id makes it one, however many gateways refuse it."""
         while self._refused:
             recorded, why = self._refused.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)

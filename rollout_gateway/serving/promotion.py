@@ -1,7 +1,7 @@
-"""Which version a model's name stands for, decided by people: promote, pin, roll back, split, and follow again.
+"""Decisions about which version a model's name stands for: promote, pin, roll back, split, and follow the newest again.
 
-Each decision is an event, so every gateway replica learns of it and it holds across restarts. A version is loaded before
-the decision is published: no call waits for it.
+Each decision is an event, so every gateway replica learns of it and it survives restarts. A version is loaded before the decision is
+published, so no call waits for it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pipeline.log.broker import Broker
 from pipeline.names import new_id, parse_version, version_name
 from rollout_gateway.http.errors import ApiError, unavailable, unknown_model
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.serving.routing import Router
+from rollout_gateway.serving.replicas import Fleet, least_loaded
+from rollout_gateway.serving.routing import VersionRouter
 
 _LOAD_WAIT_S = 60.0
 
@@ -28,36 +28,46 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Body of `POST /v1/policies/{model}/{action}`."""
 
     version: str = ""
-    """Exact version; `rollback` may leave it out: the one before the present one."""
+    """Exact version. `rollback` goes to the one before the present one if it is empty."""
     other: str = ""
-    """`split`: who gets the rest."""
+    """`split`: the version that gets the rest."""
     percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
     """`split`: share of trajectories that goes to `version`."""
     by: str = ""
-    """Who decides, on a gateway without keys; elsewhere it is the name of the key, whatever stands here."""
+    """Who decides. Used only without API keys; otherwise it is the name of the key."""
     reason: str = ""
     request: str = ""
     """Idempotency id: the same decision under the same id is one event."""
+
+
+class Decided(msgspec.Struct, kw_only=True):
+    """Answer to a decision."""
+
+    model: str
+    action: str
+    version: str
+    """What the model's name stands for now."""
+    other: str | None
 
 
 class Promotion:
     """Takes decisions."""
 
     def __init__(
-        self, project: str, broker: Broker, policies: Policies, fleet: Fleet, router: Router
+        self, project: str, broker: Broker, policies: Policies, fleet: Fleet, router: VersionRouter
     ) -> None:
         self._project, self._broker = project, broker
         self._policies, self._fleet, self._router = policies, fleet, router
 
-    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> dict[str, Any]:
-        """Check, load, publish. `owner` is the name of the caller's key. Raises `ApiError`."""
+    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> Decided:
+        """Check the decision, load its versions and publish it. `owner` is the name of the caller's key. Raises `ApiError`."""
         if model not in self._policies.models:
             raise unknown_model(model, list(self._policies.models))
         version, other, percent = decision.version, "", 100.0
         if action == "follow":
             version = ""
         elif action == "rollback" and not version:
-            version = self._before(model)
+            version = self._previous(model)
         if action == "split":
             other, percent = decision.other, decision.percent
             await self._load(model, other, "other")
@@ -81,52 +91,39 @@ class Promotion:
                 event, (await self._broker.read_at(PolicyPromoted, ack.seq)).place
             )
             self._fleet.changed()
-        return {
-            "model": model,
-            "action": action,
-            "version": self._router.current(model),
-            "other": other or None,
-        }
+        return Decided(model=model, action=action, version=self._router.current(model), other=other or None)
 
-    def _before(self, model: str) -> str:
+    def _previous(self, model: str) -> str:
         step = parse_version(self._router.current(model))[1]
         for version in self._policies.models[model].newest_first():
             if parse_version(version)[1] < step and not self._policies.out_of_use(version):
                 return version
         if step == 0:
-            raise ApiError(
-                409, "There is no version before the base.", kind="conflict_error", code="no_version"
-            )
+            message = f"{version_name(model, 0)} is the base model: there is no version before it."
+            raise ApiError(409, message, kind="conflict_error", code="no_version")
         return version_name(model, 0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
+        """Wait until every replica holds `version`. Raises `ApiError`; a 404 one names the field `param`."""
         if not self._policies.offered(version) or parse_version(version)[0] != model:
             error = unknown_model(version, self._policies.names())
             error.param = param
             raise error
-        lease = await self._fleet.acquire(
-            lambda: self._router.version(version, None), lambda able: able[0], time.monotonic() + _LOAD_WAIT_S
-        )
+        deadline = time.monotonic() + _LOAD_WAIT_S
+        lease = await self._fleet.acquire(lambda: self._router.version(version, None), least_loaded, deadline)
         lease.release()
         if not self._fleet.available(version):
-            raise unavailable(f"{version} is not loaded everywhere yet.", "loading", retry_after_s=1)
+            raise unavailable(
+                f"{version} is not loaded on every server yet. Try again.", "loading", retry_after_s=1
+            )
 
 
-def described(event: Event) -> dict[str, Any]:
-    """A policy event for those who watch."""
-    out: dict[str, Any] = msgspec.to_builtins(event)
-    keep = (
-        "type",
-        "model",
-        "version",
-        "step",
-        "action",
-        "other",
-        "percent",
-        "by",
-        "reason",
-        "replica",
-        "probe_delta",
-        "at",
-    )
-    return {name: out[name] for name in keep if name in out}
+_SHOWN = (
+    "type", "model", "version", "step", "action", "other", "percent", "by", "reason", "replica", "probe_delta", "at"
+)  # fmt: skip
+
+
+def shown_fields(event: Event) -> dict[str, Any]:
+    """The fields of a policy event that subscribers of the feed see."""
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    return {name: fields[name] for name in _SHOWN if name in fields}

@@ -1,8 +1,7 @@
-"""The inference servers: which are up, what they have loaded, which one takes a call.
+"""The inference servers: which are up, which adapters they hold, and which one takes a call.
 
-A request holds a `Lease` on one replica and one exact version while it runs, so a version is unloaded only after the
-last request that names it. `Fleet.acquire` waits where no replica can serve yet: an agent sees a delay while a server
-restarts, not a failure.
+A request holds a `Lease` on one replica and one exact version while it runs, so a version is unloaded only after the last request
+that uses it. `Fleet.acquire` waits while no replica can serve: an agent sees a delay when a server restarts, not a failure.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from rollout_gateway.http.upstream import Upstream
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedAdapter:
     """An adapter that a replica holds."""
 
     path: str
-    delta: float = 0.0
-    last_used: float = 0.0
+    last_used: float
+    """By `time.monotonic`."""
 
 
 class Replica:
@@ -34,17 +33,19 @@ class Replica:
         self.name = url.partition("://")[2].rstrip("/")
         self.up = False
         self.ready = False
-        """Up, and holds what it has to hold: may be routed to."""
-        self.doubted = False
-        """A call failed here, and its keeper has not looked since."""
+        """Whether it is up and holds the adapters that it has to hold. Only then it takes calls."""
+        self.suspected = False
+        """A call failed here, and the server has not been checked since."""
         self.incarnation = ""
-        """Changes when the server restarts."""
-        self.loaded: dict[str, Loaded] = {}
-        """Adapters by version; base versions need no entry."""
+        """Identifies the server process: changes when the server restarts."""
+        self.loaded: dict[str, LoadedAdapter] = {}
+        """By version. Base versions have no adapter."""
         self.draining: set[str] = set()
+        """Versions that are about to be unloaded and take no new call."""
         self.in_flight: Counter[str] = Counter()
+        """Calls by version."""
         self.work = asyncio.Event()
-        """Set when its keeper should look again."""
+        """Set to have the server checked and its adapters loaded."""
 
     @property
     def load(self) -> int:
@@ -57,25 +58,26 @@ class Replica:
         return version.endswith("@0") or (version in self.loaded and version not in self.draining)
 
     def suspect(self) -> None:
-        """Something says that it died or lost its adapters: nothing new goes there until its keeper has looked."""
+        """Send nothing to the server until it has been checked: it may have died or lost its adapters."""
         self.ready = False
         self.up = False
-        self.doubted = True
+        self.suspected = True
         self.work.set()
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A running request's hold on a version at a replica."""
+    """The hold of a running request on a version at a replica."""
 
     fleet: Fleet
     replica: Replica
     version: str
 
     def release(self) -> None:
-        self.replica.in_flight[self.version] -= 1
-        if self.replica.in_flight[self.version] <= 0:
-            del self.replica.in_flight[self.version]
+        in_flight = self.replica.in_flight
+        in_flight[self.version] -= 1
+        if in_flight[self.version] <= 0:
+            del in_flight[self.version]
             if self.fleet.waiting_for_room:
                 self.replica.work.set()
 
@@ -84,16 +86,17 @@ class Fleet:
     """All replicas."""
 
     def __init__(self, urls: tuple[str, ...], api_key: str = "") -> None:
-        """`api_key` is what every server asks for; empty if they ask for none."""
+        """`api_key` is sent to every server; empty sends none."""
         self.replicas = [Replica(url, api_key) for url in urls]
         self.demanded: dict[str, float] = {}
-        """Exact versions that a request waits or waited for, with the time of the last such request."""
+        """Exact versions that a request waits or waited for, with the `time.monotonic` of the last such request."""
         self.waiting_for_room = False
+        """A version can't be loaded until another one is no longer in use."""
         self.closing = False
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Nothing waits from now on: what can't be answered at once is told to come back."""
+        """From now on, a call that no replica can take at once gets a 503."""
         self.closing = True
         self.changed()
 
@@ -101,33 +104,31 @@ class Fleet:
         return [r for r in self.replicas if r.ready]
 
     def change(self) -> asyncio.Event:
-        """Set when something about a replica changes next."""
+        """The event that is set at the next change of a replica."""
         return self._changed
 
     def changed(self) -> None:
-        """Wake whoever waits for a replica or a version."""
+        """Wake the tasks that wait for a replica or a version."""
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
-    def wake_keepers(self) -> None:
+    def check_all(self) -> None:
+        """Have every server checked and its adapters loaded."""
         for replica in self.replicas:
             replica.work.set()
 
     def available(self, version: str) -> bool:
-        """Every replica that takes calls serves `version`, and there is one."""
+        """Whether every replica that takes calls holds `version`, and there is one."""
         ready = self.ready()
         return bool(ready) and all(r.holds(version) for r in ready)
-
-    def demand(self, version: str) -> None:
-        self.demanded[version] = time.monotonic()
-        self.wake_keepers()
 
     async def acquire(
         self, resolve: Callable[[], str], prefer: Callable[[list[Replica]], Replica], deadline: float
     ) -> Lease:
-        """A lease on a replica that serves what `resolve` says at that moment.
+        """Wait for a replica that serves the version which `resolve` returns at that moment, and lease it.
 
-        Waits until `deadline` (`time.monotonic`); raises a 503 `ApiError` then. What `resolve` raises goes through."""
+        `prefer` chooses among several; `deadline` is by `time.monotonic`. Raises a 503 `ApiError` at the deadline or if the
+        gateway stops, and whatever `resolve` raises."""
         while True:
             version = resolve()
             able = [r for r in self.replicas if r.serves(version)]
@@ -139,21 +140,22 @@ class Fleet:
                 return Lease(self, replica, version)
             if self.closing:
                 raise stopping()
-            if self.ready():
-                self.demand(version)
+            any_ready = bool(self.ready())
+            if any_ready:
+                self.demanded[version] = time.monotonic()
+                self.check_all()
             changed = self._changed
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await changed.wait()
             except TimeoutError:
+                why = (
+                    "it was not loaded in time"
+                    if any_ready
+                    else "none is up; the gateway keeps checking them"
+                )
                 raise unavailable(
-                    f"No inference server is ready to serve {version}: "
-                    + (
-                        "it could not be loaded in time."
-                        if self.ready()
-                        else "none is up. They are retried all the time."
-                    ),
-                    "no_replica",
+                    f"No inference server is ready to serve {version}: {why}.", "no_replica"
                 ) from None
 
 

@@ -1,19 +1,19 @@
-"""What a name in `model` stands for at this moment."""
+"""Which exact version answers a call that names a model."""
 
 from __future__ import annotations
 
 import hashlib
 
+from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.names import version_name
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.capture.runs import Trajectory
 from rollout_gateway.http.errors import ApiError, unknown_model
-from rollout_gateway.serving.policies import ModelState, Policies
+from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 
 
-class Router:
-    """Names to versions: exact ones as they are, a model's name to what was promoted or to the newest that serves."""
+class VersionRouter:
+    """Resolves names: an exact version stays, a model's name gives the promoted version or the newest one that serves."""
 
     def __init__(self, policies: Policies, fleet: Fleet) -> None:
         self._policies, self._fleet = policies, fleet
@@ -22,31 +22,34 @@ class Router:
         """The model that a name or an exact version belongs to."""
         return model if model in self._policies.models else model.rpartition("@")[0]
 
-    def first(self, access: Access) -> str:
-        """The model that a request without a name is about: the first that its key is for."""
+    def default(self, access: Access) -> str:
+        """The model of a request that names none: the first that the key permits."""
         models = self._policies.models
         return next((name for name in models if access.sees(name)), next(iter(models)))
 
-    def check(self, model: str, trajectory: Trajectory | None) -> None:
-        """Raises a 404 or 400 `ApiError` for a name that no call of this caller can use."""
-        name = self.name(model)
+    def check(self, model: str, opened: TrajectoryOpened | None) -> None:
+        """Raises a 404 `ApiError` for an unknown name, and a 400 one for a name of another model than the trajectory's.
+
+        `opened`: the opening of the trajectory that the call belongs to, if any."""
         if model not in self._policies.models and not self._policies.knows(model):
-            raise unknown_model(model, self._policies.names(trajectory.opened.model if trajectory else ""))
-        if trajectory is not None and name != trajectory.opened.model:
+            raise unknown_model(model, self._policies.names(opened.model if opened else ""))
+        if opened is not None and self.name(model) != opened.model:
             raise ApiError(
                 400,
-                f"This trajectory was opened for the model {trajectory.opened.model!r}, not {name!r}.",
+                f"This trajectory was opened for the model {opened.model!r}, not {self.name(model)!r}.",
                 code="model_mismatch",
                 param="model",
             )
 
-    def version(self, model: str, trajectory: Trajectory | None) -> str:
-        """The exact version to ask for now. Raises `ApiError` where it can't be served."""
-        self.check(model, trajectory)
-        if trajectory is not None and trajectory.opened.pinned:
-            version = trajectory.opened.pinned
+    def version(self, model: str, opened: TrajectoryOpened | None) -> str:
+        """The exact version that answers now: the trajectory's pinned one, else what `model` stands for.
+
+        Raises as `check` does, and a 409 `ApiError` if the version was refused."""
+        self.check(model, opened)
+        if opened is not None and opened.pinned:
+            version = opened.pinned
         elif model in self._policies.models:
-            return self.current(model, trajectory.id if trajectory else "")
+            return self.current(model, opened.trajectory if opened else "")
         else:
             version = model
         if version in self._policies.refused:
@@ -59,22 +62,20 @@ class Router:
             )
         return version
 
-    def current(self, name: str, sticky: str = "") -> str:
-        """The version that `name` stands for; `sticky` keeps one caller on one side of a split."""
-        model = self._policies.models[name]
-        if model.promoted is not None:
-            return _side(model, sticky)
-        for version in model.newest_first():
+    def current(self, model: str, trajectory: str = "") -> str:
+        """The version that the name `model` stands for. A trajectory keeps its side of a split."""
+        state = self._policies.models[model]
+        if state.promoted is not None:
+            return _side(state.promoted, trajectory)
+        for version in state.newest_first():
             if version not in self._policies.refused and self._fleet.available(version):
                 return version
-        return version_name(name, 0)
+        return version_name(model, 0)
 
 
-def _side(model: ModelState, sticky: str) -> str:
-    promoted = model.promoted
-    assert promoted is not None
+def _side(promoted: PolicyPromoted, trajectory: str) -> str:
     if not promoted.other:
         return promoted.version
-    # The same trajectory always falls on the same side, and a growing share only moves trajectories one way.
-    point = int.from_bytes(hashlib.sha256(sticky.encode()).digest()[:8], "big") / 2**64 * 100
+    # A trajectory always falls on the same side, and a growing share moves trajectories in one direction only.
+    point = int.from_bytes(hashlib.sha256(trajectory.encode()).digest()[:8], "big") / 2**64 * 100
     return promoted.version if point < promoted.percent else promoted.other

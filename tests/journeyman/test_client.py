@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from journeyman import AsyncJourneyman, GatewayUnavailableError, Journeyman, JourneymanError
-from tests.rollout_gateway.capture.test_chat import ASK
 from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
+from tests.rollout_gateway.kit import ASK
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 from typing import Any
 
-from tests.rollout_gateway.serving.test_replicas import FakeVllm
+from tests.rollout_gateway.fake_vllm import FakeVllm
 
 
 class DeadlyServer(FakeVllm):

@@ -23,10 +23,10 @@ from pipeline.config import NatsConfig
 from pipeline.events import unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.capture.test_chat import exchanges
 from tests.rollout_gateway.conftest import StartGateway, StartGatewayAlone
 from tests.rollout_gateway.forcing import forcing
 from tests.rollout_gateway.frameworks import AGENTS, compat_bin, node, package
+from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.tap import tapped
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]

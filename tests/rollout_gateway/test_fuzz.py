@@ -13,8 +13,8 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.api import routes
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import GatewayProcess
+from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 

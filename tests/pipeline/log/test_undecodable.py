@@ -32,10 +32,11 @@ from pipeline.log.broker import READER, Broker
 from pipeline.log.fast_client import Ack
 from pipeline.telemetry.exporter import SpanMaker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.trajectories import Completion, Registry
+from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.serving import pacing
 from rollout_gateway.serving.policies import Policies
 from tests.pipeline.log.test_broker import completed, exchange
+from tests.rollout_gateway.kit import StubCall
 from trainer.checkpoints.consumed import Consumed
 
 pytestmark = pytest.mark.anyio
@@ -195,7 +196,7 @@ async def test_a_gateway_starts_and_follows(nats_config: NatsConfig) -> None:
                 seen.set()
 
         paced = pacing.Pacing("p", 4)
-        await paced.begin(broker)
+        await paced.mark_position(broker)
         async with anyio.create_task_group() as tg:
             tg.start_soon(policies.follow, broker, changed)
             tg.start_soon(paced.follow, broker)
@@ -223,7 +224,7 @@ async def test_a_run_goes_on_behind_it(nats_config: NatsConfig) -> None:
             def make(seq: int) -> list[ExchangeRecorded]:
                 return [exchange("t1", seq)]
 
-            await registry.record(found, make, "")
+            await found.record(StubCall(make))
 
         await call(registry)
         await throw(broker, "rollout.exchange.p.t1")

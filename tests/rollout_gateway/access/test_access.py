@@ -15,8 +15,8 @@ from pipeline.config import KeyConfig, NatsConfig
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
-from tests.rollout_gateway.access.test_api_keys import key_config
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+from tests.rollout_gateway.kit import key_config
 
 pytestmark = [pytest.mark.anyio]
 
@@ -278,7 +278,7 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
     """No field is ignored: a misspelt `reward` would end the run without one."""
     gateway = start_front()
     gateway.open(id="r", group="g")
-    counts = "group_size is a whole number from 0 to 2147483647"
+    counts = "group_size must be a whole number from 0 to 2147483647"
     for path, body, field, said in (
         ("trajectories/r/complete", {"rewrad": 1}, "rewrad", "unknown field `rewrad`"),
         ("trajectories", {"model": "tictactoe", "grop": "g"}, "grop", "unknown field `grop`"),
@@ -293,11 +293,11 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
         assert said in error["message"]
     opening = {"model": "tictactoe@0"}
     error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
-    assert "open with the name 'tictactoe'. To fix a version use `pinned`" in error["message"]
+    assert "Open with the model 'tictactoe', and fix the version with `pinned`" in error["message"]
     opening = {"model": "tictactoe", "pinned": "tictactoe"}
     error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
     assert (error["param"], error["message"].endswith("There are: tictactoe@0.")) == ("pinned", True), error
     assert httpx.get(f"{gateway.url}/v1/trajectories/r").json()["status"] == "open"
     schemas = httpx.get(f"{gateway.url}/openapi.json").json()["components"]["schemas"]
-    for name in ("Opening", "CompletionBody", "GroupMember", "GroupBody", "Decision"):
+    for name in ("Opening", "Completion", "GroupMember", "GroupCompletion", "Decision"):
         assert schemas[name]["additionalProperties"] is False

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,10 +16,7 @@ from rollout_gateway.access import command as keys_cli
 from rollout_gateway.access.api_keys import ApiKeys, read_keys
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.conftest import StartGateway
-
-
-def key_config(key: str, **options: Any) -> KeyConfig:
-    return KeyConfig(sha256=hashlib.sha256(key.encode()).hexdigest(), **{"name": key, **options})
+from tests.rollout_gateway.kit import key_config
 
 
 def status(check: Callable[[], object]) -> int:

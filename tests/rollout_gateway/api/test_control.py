@@ -14,9 +14,8 @@ from pipeline.config import NatsConfig
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
 from rollout_gateway.api import openapi, routes
-from tests.rollout_gateway.capture.test_chat import ASK
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.serving.test_adapters import serves
+from tests.rollout_gateway.kit import ASK, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
@@ -134,7 +133,7 @@ async def test_groups_lists_metrics(gateway: GatewayProcess) -> None:
 def test_the_document_names_every_route() -> None:
     document = openapi.document()
     assert {r.path for r in routes.ROUTES} | set(routes.MODEL_CALLS) <= set(document["paths"])
-    assert {"Opening", "CompletionBody", "Decision", "GroupBody"} <= set(document["components"]["schemas"])
+    assert {"Opening", "Completion", "Decision", "GroupCompletion"} <= set(document["components"]["schemas"])
     names = [
         op["operationId"]
         for path in document["paths"].values()

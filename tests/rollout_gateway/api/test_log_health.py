@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import signal
+from typing import Any, cast
 
 import anyio
 import pytest
 
-from pipeline.config import GatewayConfig, NatsConfig
+from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from pipeline.names import new_id
-from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api import log_health as loghealth
-from rollout_gateway.api.control import Control
+from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.log_health import LogHealth
-from rollout_gateway.capture.trajectories import Registry
-from rollout_gateway.serving.pacing import Pacing
+from rollout_gateway.api.models import ModelRoutes
+from rollout_gateway.api.schemas import Health
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.serving.routing import Router
+from rollout_gateway.serving.routing import VersionRouter
 from tests.conftest import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -31,32 +31,27 @@ async def test_a_log_that_takes_no_writes_is_told(
     config = NatsConfig(url=nats_server.url, ack_timeout_s=0.5)
     assert nats_server.process is not None
     async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
-        project, fleet, health = new_id("p"), Fleet(("http://127.0.0.1:1",)), LogHealth()
-        policies = Policies(project, ["m"])
-        registry = Registry(broker, project, TrajectoryTokens(b"s" * 32, project))
-        control = Control(
-            project,
-            GatewayConfig(),
-            policies,
-            fleet,
-            registry,
-            Router(policies, fleet),
-            Pacing(project, 0),
-            health,
-        )
+        fleet, health = Fleet(("http://127.0.0.1:1",)), LogHealth()
+        policies, nothing = Policies("p", ["m"]), cast(Any, None)
+        routes = ModelRoutes(policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health)
+        request = ControlRequest(nothing, nothing, Access(), [])
+
+        async def told() -> Health:
+            return await routes.health(request)
+
         fleet.replicas[0].ready = True
         tg.start_soon(health.run, broker)
-        assert control.health(None)["serving"] is True
+        assert (await told()).serving is True
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
             with anyio.fail_after(20):
-                while control.health(None)["serving"]:
+                while (await told()).serving:
                     await anyio.sleep(0.05)
-            assert "ROLLOUTS did not take a write" in control.health(None)["log"]
+            assert "ROLLOUTS did not take a write" in (await told()).log
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
         with anyio.fail_after(20):
-            while not control.health(None)["serving"]:
+            while not (await told()).serving:
                 await anyio.sleep(0.05)
-        assert control.health(None)["log"] == "ok"
+        assert (await told()).log == "ok"
         tg.cancel_scope.cancel()

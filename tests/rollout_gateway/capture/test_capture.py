@@ -15,11 +15,11 @@ from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.exchange import Caller
-from rollout_gateway.capture.trajectories import NOT_RECORDED, Completion, Registry
+from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.dialects.endpoints import CHAT
 from tests.conftest import NatsServer
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
-from tests.rollout_gateway.serving.test_replicas import FakeVllm, Parts, parts
+from tests.rollout_gateway.fake_vllm import FakeVllm, GatewayParts, parts
 
 pytestmark = pytest.mark.anyio
 
@@ -29,11 +29,11 @@ async def recorded(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
     return [r.event for r in history if isinstance(r.event, ExchangeRecorded)]
 
 
-async def call_again(gateway: Parts, trajectory: str) -> tuple[int, Any]:
+async def call_again(gateway: GatewayParts, trajectory: str) -> tuple[int, Any]:
     """The same call by a client that says that it tried before."""
     call = CHAT.read(msgspec.json.encode({"model": "tictactoe", "messages": []}))
     status, answer = await gateway.chat.plain(
-        CHAT, call, Caller(await gateway.registry.find(trajectory), retry=True)
+        CHAT, call, Caller(await gateway.registry.find(trajectory), is_retry=True)
     )
     return status, msgspec.json.decode(answer)
 
@@ -91,7 +91,7 @@ async def test_a_run_with_a_call_that_the_log_did_not_take_never_becomes_a_rewar
         found = await gateway.registry.find("t")
         with anyio.fail_after(30):
             await found.idle.wait()
-        assert (found.not_recorded, gateway.registry.not_recorded) == (1, 1)
+        assert (found.not_recorded, gateway.registry.log.not_recorded) == (1, 1)
         await anyio.to_thread.run_sync(nats_server.start)
         with anyio.fail_after(30):
             while not gateway.broker.client.is_connected:
@@ -154,13 +154,13 @@ async def test_a_completion_elsewhere_is_heeded_though_it_came_while_this_replic
 ) -> None:
     async with Broker.connect(nats_config) as one, Broker.connect(nats_config) as two:
         here, there = (Registry(b, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT)) for b in (one, two))
-        await here.begin()
+        await here.mark_position()
         await there.open(TrajectoryOpened(project=PROJECT, trajectory="t", model="m", group="g"), "")
         found = await here.find("t")
         await there.complete("t", Completion(reward=1.0))
         assert here.get("t") is found, "nothing was followed yet"
         async with anyio.create_task_group() as tg:
-            tg.start_soon(here.heed_completions)
+            tg.start_soon(here.follow_completions)
             with anyio.fail_after(20):
                 while here.get("t") is not None:
                     await anyio.sleep(0.01)

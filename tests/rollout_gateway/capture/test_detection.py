@@ -10,8 +10,8 @@ import pytest
 from pipeline.config import DetectionConfig, GatewayConfig, NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.detection import Inference
-from rollout_gateway.capture.trajectories import Registry
+from rollout_gateway.capture.detection import TrajectoryDetector
+from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import CHAT
 
@@ -28,16 +28,18 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
 
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
-        inference = Inference("test", registry, GatewayConfig(detection=DetectionConfig(enabled=True)))
-        inference._rebuilt.set()
+        detector = TrajectoryDetector(
+            "test", registry, GatewayConfig(detection=DetectionConfig(enabled=True))
+        )
+        detector._ready.set()
         runs = {}
         for owner in ("alice", "bob"):
-            runs[owner] = await inference.find(call(first), "m", owner)
+            runs[owner] = await detector.find(call(first), "m", owner)
             sampled = SampledChoice(0)
             sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-            inference.answered(runs[owner], call(first), Answer({}, b"", [sampled]))
+            detector.answered(runs[owner], call(first), Answer({}, b"", [sampled]))
         assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]
         assert runs["alice"].id != runs["bob"].id
         for owner in ("bob", "alice"):
-            assert (await inference.find(call(second), "m", owner)) is runs[owner]
-        assert (await inference.find(call(second), "m", "carol")).id not in {r.id for r in runs.values()}
+            assert (await detector.find(call(second), "m", owner)) is runs[owner]
+        assert (await detector.find(call(second), "m", "carol")).id not in {r.id for r in runs.values()}

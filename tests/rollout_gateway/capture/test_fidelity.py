@@ -13,8 +13,8 @@ from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import GatewayProcess
+from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 

@@ -16,9 +16,8 @@ from pipeline.events import CheckpointPublished, GroupDiscarded, TrajectoryCompl
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.log import read_stream
-from tests.rollout_gateway.access.test_api_keys import key_config
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
+from tests.rollout_gateway.kit import ASK, exchanges, key_config
 
 pytestmark = [pytest.mark.anyio]
 

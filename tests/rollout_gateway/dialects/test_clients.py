@@ -20,9 +20,9 @@ from rollout_gateway.dialects.translate import TranslatedStream
 from rollout_gateway.http.content_encoding import decode_body
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import VllmServer
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.dialects.test_translate import NO_SPACE, RESPONSE_TOOL, SCHEMA, claude
+from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = pytest.mark.anyio
 

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from tests.rollout_gateway.capture.test_chat import exchanges
 from tests.rollout_gateway.conftest import GatewayProcess
+from tests.rollout_gateway.kit import exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 

@@ -17,10 +17,8 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, StartGatewayAlone
-from tests.rollout_gateway.http.test_limits import counted
-from tests.rollout_gateway.serving.test_blame import Mortal, asking, in_flight
+from tests.rollout_gateway.kit import ASK, Mortal, asking, counted, exchanges, in_flight
 
 pytestmark = pytest.mark.anyio
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,18 +15,12 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.kit import ASK, counted, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
 LONG: Any = {**ASK, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
-
-
-def counted(server: VllmServer, name: str) -> float:
-    """A figure of vLLM's own metrics, over all models."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    return sum(float(value) for value in re.findall(rf"^vllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
 
 
 async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.streams import ADAPTERS_BUCKET
-from rollout_gateway.serving.adapters import AdapterError, AdapterFiles
+from rollout_gateway.serving.adapter_files import AdapterError, AdapterFiles
 from trainer.checkpoints.checkpoint import pack
 
 pytestmark = pytest.mark.anyio

@@ -15,22 +15,10 @@ from pipeline.config import NatsConfig
 from pipeline.events import PolicyLoaded
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.capture.test_chat import ASK, exchanges
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.http.test_limits import counted
+from tests.rollout_gateway.kit import ASK, counted, exchanges, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
-
-
-async def serves(gateway: GatewayProcess, version: str, timeout_s: float = 30) -> None:
-    """Until `tictactoe` stands for `version`."""
-    async with httpx.AsyncClient() as client:
-        with anyio.fail_after(timeout_s):
-            while True:
-                (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=30)).json()["data"]
-                if policy["version"] == version:
-                    return
-                await anyio.sleep(0.02)  # there is no event for "routed", which is what is asked here
 
 
 def held(server: VllmServer) -> set[str]:

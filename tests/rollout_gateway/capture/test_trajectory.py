@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgspec
 import pytest
 
-from pipeline.config import GatewayConfig, NatsConfig
+from pipeline.config import NatsConfig
 from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, encode
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
-from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.api.control import Control
-from rollout_gateway.capture.runs import Trajectory
-from rollout_gateway.capture.trajectories import NOT_RECORDED, Completion, Registry
+from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
+from tests.rollout_gateway.kit import StubCall
 from tests.trainer.checkpoints.test_power_cut import Power
 
 pytestmark = pytest.mark.anyio
 
 TOKENS = TrajectoryTokens(b"0" * 32, "test")
-
-
-async def test_a_list_is_paged_filtered_and_gives_way() -> None:
-    registry = Registry(cast(Any, None), "test", TOKENS, keep=10_000)
-    for number in range(3000):
-        event = TrajectoryOpened(
-            project="test", trajectory=f"t{number}", model="m", group=f"g{number % 2}", at=number,
-            owner="bob" if number % 3 else "alice", metadata=b'{"k": "%b"}' % (b"x" * (400_000 if number > 2995 else 1)),
-        )  # fmt: skip
-        registry._remember(Trajectory(event, ""))
-    nothing = cast(Any, None)
-    control = Control("test", GatewayConfig(), nothing, nothing, registry, nothing, nothing, nothing)
-    turns, done = 0, False
-
-    async def others() -> None:
-        nonlocal turns
-        while not done:
-            turns += 1
-            await asyncio.sleep(0)
-
-    beside = asyncio.ensure_future(others())
-    first = await control.list({"limit": "2"})
-    done = True
-    await beside
-    assert turns >= 3
-    assert ([t["id"] for t in first["data"]], first["has_more"]) == (["t2999", "t2998"], True)
-    large = await control.list({})
-    assert ([t["id"] for t in large["data"]], large["has_more"]) == (["t2999", "t2998", "t2997"], True)
-
-    alice, seen, query = Access("alice"), [], {"group": "g1", "limit": "300"}
-    while True:
-        page = await control.list(query, alice)
-        seen += [t["id"] for t in page["data"]]
-        if not page["has_more"]:
-            break
-        query["after"] = seen[-1]
-    assert seen == [f"t{n}" for n in reversed(range(3000)) if n % 2 and not n % 3]
-    for query in ({"after": "none"}, {"after": "t1"}, {"limit": "٣"}, {"limit": "9" * 5000}):  # t1 is bob's
-        with pytest.raises(Exception, match=r"after|limit"):
-            await control.list(query, alice)
 
 
 def test_a_trajectory_key_is_known_by_its_signature() -> None:
@@ -85,8 +41,8 @@ def test_a_trajectory_key_is_known_by_its_signature() -> None:
         assert TOKENS.verify(other) is None
 
 
-def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeRecorded]]:
-    """One call, for `Registry.record`."""
+def made(name: str, by: str, choices: int = 1) -> StubCall:
+    """One call, for `Trajectory.record`."""
 
     def make(seq: int) -> list[ExchangeRecorded]:
         return [
@@ -97,7 +53,7 @@ def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeR
             for choice in range(choices)
         ]  # fmt: skip
 
-    return make
+    return StubCall(make)
 
 
 async def on_the_log(broker: Broker, name: str = "t") -> list[tuple[int, int, str]]:
@@ -117,23 +73,23 @@ async def test_a_run_goes_on_after_the_log_lost_its_last_calls(
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TOKENS)
         found = await registry.open(OPENED, "")
-        await registry.record(found, made("t", "kept"), "")
+        await found.record(made("t", "kept"))
     await power.synced()
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TOKENS)
         found = await registry.find("t")
         for _ in range(3):
-            await registry.record(found, made("t", "lost", 2), "")
-        assert (found.exchanges, found.next_seq) == (7, 4)
+            await found.record(made("t", "lost", 2))
+        assert (found.recorded.exchanges, found.recorded.next_seq) == (7, 4)
         await power.cut()
         async with Broker.connect(nats_config) as beside:
             other = Registry(beside, "test", TOKENS)
             for _ in range(others):
-                await other.record(await other.find("t"), made("t", "other", choices), "")
+                await (await other.find("t")).record(made("t", "other", choices))
         with anyio.fail_after(30):
             while not broker.client.stats["reconnects"]:
                 await anyio.sleep(0.01)
-            assert await registry.record(found, made("t", "new", 2), "") == others + 1
+            assert await found.record(made("t", "new", 2)) == others + 1
         expected = [(0, 0, "kept")]
         expected += [(1 + i, choice, "other") for i in range(others) for choice in range(choices)]
         expected += [(1 + others, choice, "new") for choice in range(2)]
@@ -156,7 +112,7 @@ async def test_a_call_that_is_recorded_while_the_power_is_cut(
         registry = Registry(broker, "test", TOKENS)
         found = await registry.find("t")
         for _ in range(2):
-            await registry.record(found, made("t", "lost"), "")
+            await found.record(made("t", "lost"))
         publish = broker.publish
 
         async def cut_first(event: Event, *args: Any, **options: Any) -> Ack:
@@ -166,8 +122,8 @@ async def test_a_call_that_is_recorded_while_the_power_is_cut(
 
         broker.publish = cut_first  # type: ignore[method-assign]
         with anyio.fail_after(30):
-            assert await registry.record(found, made("t", "new"), "") == 2
-            assert await registry.record(found, made("t", "new"), "") == 3
+            assert await found.record(made("t", "new")) == 2
+            assert await found.record(made("t", "new")) == 3
         assert await on_the_log(broker) == [(2, 0, "new"), (3, 0, "new")]
         ended = await registry.complete("t", Completion(reward=1.0))
         assert (ended.exchanges, ended.outcome) == (2, "no_result")
@@ -193,12 +149,12 @@ async def test_a_power_cut_between_two_choices_of_a_call(
                 await power.cut()
                 async with Broker.connect(nats_config) as beside:
                     other = Registry(beside, "test", TOKENS)
-                    await other.record(await other.find("t"), made("t", "other", 2), "")
+                    await (await other.find("t")).record(made("t", "other", 2))
             return await publish(event, *args, **options)
 
         broker.publish = cut_before_second  # type: ignore[method-assign]
         with anyio.fail_after(30):
-            assert await registry.record(found, made("t", "new", 2), "") == 1
+            assert await found.record(made("t", "new", 2)) == 1
         assert await on_the_log(broker) == [(0, 0, "other"), (0, 1, "other"), (1, 0, "new"), (1, 1, "new")]
 
 
@@ -213,18 +169,18 @@ async def test_a_run_whose_opening_was_lost_is_opened_again(
         registry = Registry(broker, "test", TOKENS)
         names = ("silent", "called", "taken")
         runs = [await registry.open(msgspec.structs.replace(OPENED, trajectory=name), "") for name in names]
-        await registry.record(runs[1], made("called", "lost"), "")
+        await runs[1].record(made("called", "lost"))
         await power.cut()
         async with Broker.connect(nats_config) as beside:
             theirs = msgspec.structs.replace(OPENED, trajectory="taken", group="another")
             await Registry(beside, "test", TOKENS).open(theirs, "")
         for run in runs[:2]:
-            assert await registry.record(run, made(run.id, "new"), "") == 0
+            assert await run.record(made(run.id, "new")) == 0
             assert await on_the_log(broker, run.id) == [(0, 0, "new")]
             found = await Registry(broker, "test", TOKENS).find(run.id)
             assert found.opened == run.opened
-        with pytest.raises(ApiError, match="opened before, and differently"):
-            await registry.record(runs[2], made("taken", "new"), "")
+        with pytest.raises(ApiError, match="opened before with other settings"):
+            await runs[2].record(made("taken", "new"))
         assert await on_the_log(broker, "taken") == []
         assert (await registry.complete("silent", Completion())).outcome == "scored"
         assert (await registry.complete("called", Completion())).outcome == "no_result"
@@ -236,14 +192,14 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TOKENS)
         found = await registry.open(OPENED, "")
-        await registry.record(found, made("t", "a", 2), "")
+        await found.record(made("t", "a", 2))
         silent = await registry.open(msgspec.structs.replace(OPENED, trajectory="silent"), "")
         await broker.js.publish("rollout.exchange.test.t", b"\xc1")
-        assert not await registry.refresh(found)
+        assert not await found.refresh()
         nats_server.kill()
         await anyio.to_thread.run_sync(nats_server.start)
-        assert await registry.record(found, made("t", "a"), "") == 1
-        assert await registry.record(silent, made("silent", "a"), "") == 0
+        assert await found.record(made("t", "a")) == 1
+        assert await silent.record(made("silent", "a")) == 0
         assert (found.rebuilt, silent.rebuilt) == (0, 0)
         assert (await registry.complete("t", Completion())).outcome == "scored"
 
@@ -253,7 +209,9 @@ async def test_a_call_whose_message_id_is_taken_elsewhere_is_refused(nats_config
         registry = Registry(broker, "test", TOKENS)
         found = await registry.open(OPENED, "")
         await broker.js.publish(
-            "rollout.exchange.test.x", encode(made("x", "x")(0)[0]), headers={"Nats-Msg-Id": "test/t/0.0"}
+            "rollout.exchange.test.x",
+            encode(made("x", "x").events(0)[0]),
+            headers={"Nats-Msg-Id": "test/t/0.0"},
         )
         with anyio.fail_after(30), pytest.raises(BrokerError, match="belongs to message 2 of ROLLOUTS"):
-            await registry.record(found, made("t", "a"), "")
+            await found.record(made("t", "a"))

@@ -14,22 +14,15 @@ import openai
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import ExchangeRecorded, TrajectoryCompleted, unpack_ids, unpack_logprobs
+from pipeline.events import TrajectoryCompleted, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
-ASK: Any = {
-    "model": "tictactoe", "max_tokens": 5, "temperature": 1.0, "messages": [{"role": "user", "content": "a1=x b2=o"}]
-}  # fmt: skip
 ADDED = ("prompt_token_ids", "token_ids", "prompt_text")
-
-
-async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
-    recorded = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=trajectory)
-    return [r.event for r in recorded if isinstance(r.event, ExchangeRecorded)]
 
 
 def direct(server: VllmServer, **body: Any) -> dict[str, Any]:
@@ -53,7 +46,7 @@ async def test_a_run_is_on_the_log_exactly_as_it_was(
 
     said = direct(vllm_server, seed=5)
     async with Broker.connect(nats_config) as broker:
-        (event,) = await exchanges(broker, "run%2E1")
+        (event,) = await exchanges(broker, "run.1")
         assert unpack_ids(event.prompt_ids).tolist() == said["prompt_token_ids"]
         assert unpack_ids(event.sampled_ids).tolist() == said["choices"][0]["token_ids"]
         logprobs = [entry["logprob"] for entry in said["choices"][0]["logprobs"]["content"]]

@@ -13,7 +13,8 @@ from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.trajectories import Completion, Registry
+from rollout_gateway.capture.registry import Completion, Registry
+from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
@@ -55,7 +56,7 @@ async def record_run(broker: Broker, name: str) -> None:
         ]  # fmt: skip
 
     for _ in range(CALLS):
-        await registry.record(found, exchange, "")
+        await found.record(StubCall(exchange))
 
 
 async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_config: NatsConfig) -> None:
@@ -82,12 +83,12 @@ async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_conf
         found = await registry.find("long")
         done = True
         await beside
-        assert (found.exchanges, found.next_seq) == (CALLS, CALLS)
+        assert (found.recorded.exchanges, found.recorded.next_seq) == (CALLS, CALLS)
         assert max(broker.gets) < 11 * CALL_BYTES < sum(broker.gets)
         assert turns > CALLS / 2  # the reader gives way while it decodes, at least after every second event
 
         broker.gets.clear()
-        reply = await registry.exchange_of(found, "r0")
+        reply = await found.exchange_of("r0")
         assert reply is not None
         assert max(broker.gets) < 11 * CALL_BYTES
         # Completed again with the same results (a client's retry), or called again: its calls are not read either.
@@ -106,17 +107,17 @@ async def test_a_number_that_stands_for_another_runs_call_answers_nothing(nats_c
         await record_run(broker, "other")
         registry = Registry(broker, "test", TOKENS)
         mine, other = await registry.find("mine"), await registry.find("other")
-        request_hash = next(iter(other.recent))
-        theirs = list(other.recent[request_hash])
-        assert await registry.recorded_call(other, request_hash)
-        mine.recent.clear()
-        mine.recent[request_hash] = theirs
-        assert await registry.recorded_call(mine, request_hash) == []
-        assert await registry.last_answer(mine) is None
-        reply = await registry.exchange_of(mine, "r0")
+        request_hash = next(iter(other.recorded.recent))
+        theirs = list(other.recorded.recent[request_hash])
+        assert await other.recorded_call(request_hash)
+        mine.recorded.recent.clear()
+        mine.recorded.recent[request_hash] = theirs
+        assert await mine.recorded_call(request_hash) == []
+        assert await mine.last_answer() is None
+        reply = await mine.exchange_of("r0")
         assert reply is None or reply.trajectory == "mine"
-        mine.recent[request_hash] = [10_000]
-        assert await registry.recorded_call(mine, request_hash) == []
+        mine.recorded.recent[request_hash] = [10_000]
+        assert await mine.recorded_call(request_hash) == []
 
 
 async def test_a_reply_that_the_log_lost_is_no_reply(nats_config: NatsConfig) -> None:
@@ -125,5 +126,5 @@ async def test_a_reply_that_the_log_lost_is_no_reply(nats_config: NatsConfig) ->
         found = await registry.open(
             TrajectoryOpened(project="test", trajectory="t", model="m", group="g"), ""
         )
-        found.recent["h"] = [10_000]
-        assert await registry.exchange_of(found, "r0") is None
+        found.recorded.recent["h"] = [10_000]
+        assert await found.exchange_of("r0") is None

@@ -1,0 +1,52 @@
+"""A request of the control API, as its handler gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.api.routes import Route
+from rollout_gateway.http.body import read_body
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.request import Request
+
+_T = TypeVar("_T")
+_WHOLE_NUMBERS = ("group_size", "attempt")
+
+
+@dataclass(eq=False, slots=True)
+class ControlRequest:
+    """A request whose key permits its route."""
+
+    http: Request
+    route: Route
+    access: Access
+    values: list[str]
+    """Of the path's parameters."""
+    trajectory: str | None = None
+    """The trajectory of a URL that begins with `/t/<trajectory>`."""
+
+    @property
+    def body(self) -> bytes:
+        return self.http.body
+
+    def read(self, kind: type[_T]) -> _T:
+        """The body as `kind`; an empty body is an empty object. Raises a 400 `ApiError` that says what is wrong with it."""
+        try:
+            return read_body(self.body or b"{}", kind)
+        except ApiError as error:
+            if error.param in _WHOLE_NUMBERS:
+                error.message = (
+                    f"The body is not valid: {error.param} must be a whole number from 0 to {2**31 - 1}."
+                )
+            raise
+
+
+@dataclass(eq=False, slots=True)
+class RawAnswer:
+    """An answer that is not a struct."""
+
+    status: int
+    body: bytes
+    content_type: bytes = b"application/json"

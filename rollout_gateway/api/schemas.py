@@ -1,0 +1,272 @@
+"""Bodies and answers of the HTTP API. `/openapi.json` is generated from them.
+
+A request struct that says so describes a body for the document only; the gateway takes more than it says.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pipeline.names import MAX_NAME
+from rollout_gateway.capture.registry import Completion, Numbers
+
+_CHARACTER = r"([^\p{C}\p{Z}]| )"
+Name = Annotated[str, Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{1,{MAX_NAME}}}$"})]
+"""An id as `pipeline.names.check_name` accepts it."""
+OptionalName = Annotated[str, Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{0,{MAX_NAME}}}$"})]
+Whole = Annotated[float, Meta(ge=0, lt=2**31, multiple_of=1)]
+"""A whole number. In JSON, 3.0 is one too."""
+Count = Annotated[int, Meta(ge=0)]
+JsonObject = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body whose fields are all known: any other field is an error."""
+
+
+# -- trajectories --------------------------------------------------------------------------------------------------
+
+
+class Opening(Body, frozen=True, kw_only=True):
+    """Body of `POST /v1/trajectories`."""
+
+    model: str
+    group: OptionalName = ""
+    """Empty: a group of its own."""
+    task: str = ""
+    id: OptionalName = ""
+    """Empty: a new id."""
+    split: Literal["train", "val"] = "train"
+    group_size: Whole = 0
+    attempt: Whole = 0
+    metadata: dict[str, Any] = {}
+    pinned: str = ""
+    """Exact version that answers every call; empty: what `model` stands for."""
+    key_completes: bool = False
+    """Whether the trajectory's own key may complete it, and so decide its reward."""
+
+
+class Opened(Struct, kw_only=True):
+    id: str
+    object: Literal["trajectory"] = "trajectory"
+    model: str
+    group: str
+    api_key: str
+    base_url: str
+
+
+class GroupMember(Completion, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One trajectory of a group, with its results."""
+
+    id: Name
+
+
+class GroupCompletion(Body, frozen=True, kw_only=True):
+    """Body of `POST /v1/groups/{group}/complete`."""
+
+    trajectories: list[GroupMember]
+
+
+class Completed(Struct, kw_only=True):
+    id: str
+    object: Literal["trajectory"] = "trajectory"
+    outcome: str
+    reward: float | None
+    exchanges: Count
+
+
+class GroupCompleted(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    group: str
+    data: list[Completed]
+
+
+class TrajectoryState(Struct, kw_only=True):
+    id: str
+    object: Literal["trajectory"] = "trajectory"
+    status: Literal["open", "completed"]
+    project: str
+    model: str
+    group: str
+    task: str
+    attempt: Count
+    split: Literal["train", "val"]
+    group_size: Count
+    pinned: str | None
+    metadata: JsonObject
+    exchanges: Count
+    opened_at: Count
+    """Microseconds since the Unix epoch."""
+    outcome: str | None = None
+    reward: float | None = None
+    rewards: Numbers = {}
+    metrics: Numbers = {}
+
+
+class TrajectoryList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[TrajectoryState]
+    has_more: bool
+
+
+# -- models and servers --------------------------------------------------------------------------------------------
+
+
+class ReplicaHealth(Struct, kw_only=True):
+    replica: str
+    ready: bool
+    in_flight: Count
+    loaded: list[str]
+
+
+class Health(Struct, kw_only=True):
+    status: Literal["ok"] = "ok"
+    serving: bool
+    """Whether calls can be answered now."""
+    log: str
+    """`ok`, or why the log takes no writes."""
+    replicas: list[ReplicaHealth] | UnsetType = UNSET
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: Count = 0
+    owned_by: str = "journeyman"
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Policy(Struct, kw_only=True):
+    model: str
+    version: str
+    """What the model's name stands for now."""
+    step: Count
+    newest: str
+    loaded: list[str]
+    refused: dict[str, str]
+    """Versions that must not serve, and why."""
+
+
+class PolicyList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Policy]
+
+
+# -- without sampling ----------------------------------------------------------------------------------------------
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """Describes the body of `POST /tokenize`. `messages` in place of `prompt` is taken too."""
+
+    model: str = ""
+    """Empty: the first model."""
+    prompt: str
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    model: str = ""
+    tokens: list[TokenId]
+
+
+class Turn(Struct, kw_only=True):
+    """Describes a message."""
+
+    role: Literal["user", "assistant"]
+    content: str
+
+
+Turns = Annotated[list[Turn], Meta(min_length=1)]
+
+
+class CountTokensBody(Struct, kw_only=True):
+    """Describes the body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: Turns
+
+
+# -- model calls ---------------------------------------------------------------------------------------------------
+
+MaxTokens = Annotated[int, Meta(ge=1)]
+
+
+class _CallBody(Struct, kw_only=True):
+    model: str
+    stream: bool | UnsetType = UNSET
+    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
+    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+
+
+class ChatBody(_CallBody, kw_only=True):
+    """Describes the body of a chat completion."""
+
+    messages: Turns
+    max_tokens: MaxTokens | UnsetType = UNSET
+    n: Annotated[int, Meta(ge=1, le=128)] | UnsetType = UNSET
+
+
+class CompletionsBody(_CallBody, kw_only=True):
+    """Describes the body of a completion."""
+
+    prompt: str
+    max_tokens: MaxTokens | UnsetType = UNSET
+
+
+class ResponsesBody(_CallBody, kw_only=True):
+    """Describes the body of a response."""
+
+    input: str
+    instructions: str | UnsetType = UNSET
+    max_output_tokens: MaxTokens | UnsetType = UNSET
+    previous_response_id: str | UnsetType = UNSET
+
+
+class MessagesBody(_CallBody, kw_only=True):
+    """Describes the body of an Anthropic message."""
+
+    messages: Turns
+    max_tokens: MaxTokens
+    system: str | UnsetType = UNSET
+
+
+class CallAnswer(Struct, kw_only=True):
+    """Describes what every answer to a model call has."""
+
+    id: str
+    model: str
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+class ErrorDetail(Struct, kw_only=True):
+    message: str
+
+
+class Error(Struct, kw_only=True):
+    """OpenAI's format."""
+
+    error: ErrorDetail
+
+
+class MessagesErrorDetail(Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class MessagesError(Struct, kw_only=True):
+    """Anthropic's format."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail

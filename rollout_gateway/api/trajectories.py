@@ -1,0 +1,233 @@
+"""Opening, completing and reading trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from urllib.parse import parse_qs, quote
+
+import msgspec
+
+from pipeline.config import GatewayConfig
+from pipeline.events import TrajectoryCompleted, TrajectoryOpened
+from pipeline.names import InvalidNameError, check_name, new_id, parse_version
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.api.control_request import ControlRequest
+from rollout_gateway.api.schemas import (
+    Completed,
+    GroupCompleted,
+    GroupCompletion,
+    Opened,
+    Opening,
+    TrajectoryList,
+    TrajectoryState,
+)
+from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
+from rollout_gateway.http.origins import OriginPolicy
+from rollout_gateway.http.request import Headers
+from rollout_gateway.serving.pacing import Pacing
+from rollout_gateway.serving.policies import Policies
+from rollout_gateway.serving.routing import VersionRouter
+
+_BATCH = 1000
+"""Trajectories that a list looks at before other tasks get a turn: about a millisecond."""
+_PAGE_BYTES = 1_000_000
+"""A page of a list ends after so many bytes of metadata."""
+
+
+class TrajectoryRoutes:
+    """Handlers of the routes about trajectories. All raise `ApiError`."""
+
+    def __init__(
+        self,
+        project: str,
+        config: GatewayConfig,
+        policies: Policies,
+        registry: Registry,
+        router: VersionRouter,
+        pacing: Pacing,
+        origins: OriginPolicy,
+    ) -> None:
+        self._project, self._max_reward = project, config.max_reward
+        self._policies, self._registry, self._router = policies, registry, router
+        self._pacing, self._origins = pacing, origins
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    async def open(self, request: ControlRequest) -> Opened:
+        """Open a trajectory, which belongs to the caller's key. With an `id`, the request may be repeated."""
+        opening, access = request.read(Opening), request.access
+        access.check_model(self._router.name(opening.model))
+        self._check_model(opening, access)
+        trajectory = opening.id or new_id("t")
+        group = opening.group or trajectory
+        for name in (trajectory, group):
+            check_name(name)
+            if name in (".", ".."):
+                raise InvalidNameError(name, "in a URL it means another path")
+        paced_s = self._pacing.admit(opening.model, group, opening.split)
+        token = self._registry.tokens.issue(trajectory)
+        event = TrajectoryOpened(
+            project=self._project,
+            trajectory=trajectory,
+            model=opening.model,
+            group=group,
+            task=opening.task,
+            attempt=int(opening.attempt),
+            split=opening.split,
+            group_size=int(opening.group_size),
+            key_hash=self._registry.tokens.digest(token),
+            pinned=opening.pinned,
+            metadata=msgspec.json.encode(opening.metadata),
+            paced_s=paced_s,
+            owner=access.owner,
+            key_completes=opening.key_completes,
+        )
+        await self._registry.open(event, traceparent(request.http.headers))
+        base_url = f"{self._origins.base_url(request.http)}/t/{quote(trajectory, safe='')}/v1"
+        return Opened(id=trajectory, model=opening.model, group=group, api_key=token, base_url=base_url)
+
+    def _check_model(self, opening: Opening, access: Access) -> None:
+        """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
+        model, pinned = opening.model, opening.pinned
+        if model not in self._policies.models:
+            error = unknown_model(model, [name for name in self._policies.models if access.sees(name)])
+            name = self._router.name(model)
+            if name in self._policies.models:
+                error.message = f"{model!r} is a version, not a model. Open with the model {name!r}, and fix the version with `pinned`."
+            raise error
+        if pinned and (not self._policies.offered(pinned) or parse_version(pinned)[0] != model):
+            versions = [name for name in self._policies.names(model) if name != model]
+            error = unknown_model(pinned, versions)
+            error.message = (
+                f"{pinned!r} is not a version that can be pinned. There are: {', '.join(versions)}."
+            )
+            error.param = "pinned"
+            raise error
+
+    # -- completing ------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: ControlRequest) -> Completed:
+        """Complete a trajectory. The same request again gets the same answer."""
+        completion = request.read(Completion)
+        self._check_rewards(completion)
+        return await self._complete(request.values[0], completion)
+
+    async def _complete(self, trajectory: str, completion: Completion) -> Completed:
+        event = await self._registry.complete(trajectory, completion)
+        return Completed(id=trajectory, outcome=event.outcome, reward=event.reward, exchanges=event.exchanges)
+
+    async def complete_group(self, request: ControlRequest) -> GroupCompleted:
+        """Complete trajectories of a group, one after the other. After a failure, the same request completes the rest."""
+        group, members = request.values[0], request.read(GroupCompletion).trajectories
+        for member in members:
+            self._check_rewards(member)
+            opened = await self._registry.opening(member.id)
+            if opened is None or not request.access.owns(opened.owner):
+                raise unknown_trajectory(member.id)
+            if opened.group != group:
+                message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
+                raise ApiError(400, message, code="wrong_group")
+        return GroupCompleted(group=group, data=[await self._complete(m.id, m) for m in members])
+
+    def _check_rewards(self, completion: Completion) -> None:
+        rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}
+        if completion.reward is not None:
+            rewards["reward"] = completion.reward
+        # Without `reward`, the judge adds the named ones up.
+        rewards["rewards"] = sum(completion.rewards.values())
+        for name, value in rewards.items():
+            if not abs(value) <= self._max_reward:
+                what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"
+                raise ApiError(
+                    400,
+                    f"The value of {what} is {value:g}. It must be from -{self._max_reward:g} to {self._max_reward:g} "
+                    "(gateway.max_reward).",
+                    code="reward_out_of_range",
+                    param=name,
+                )
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    async def get(self, request: ControlRequest) -> TrajectoryState:
+        """A trajectory as it is on the log."""
+        return _state(*await self._registry.describe(request.values[0]))
+
+    async def list(self, request: ControlRequest) -> TrajectoryList:
+        query = parse_qs(request.http.target.partition("?")[2], keep_blank_values=True)
+        return await self.page({name: values[-1] for name, values in query.items()}, request.access)
+
+    async def page(self, query: dict[str, str], access: Access) -> TrajectoryList:
+        """A page of the caller's open trajectories in this replica's memory, the newest first. Other tasks run in between.
+
+        `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
+        limit_text = query.get("limit", "100")
+        if not (limit_text.isascii() and limit_text.isdigit() and 1 <= int(limit_text[:5]) <= 1000):
+            raise ApiError(
+                400, "`limit` must be a number from 1 to 1000.", code="invalid_query", param="limit"
+            )
+        limit, before = int(limit_text), (math.inf, "")
+        if "after" in query:
+            last = self._registry.get(query["after"])
+            if last is None or not access.owns(last.opened.owner):
+                message = "`after` must be the id of an open trajectory."
+                raise ApiError(400, message, code="invalid_query", param="after")
+            before = (last.opened.at, last.id)
+        newest: list[tuple[float, str, Trajectory]] = []
+        """A heap of one more than the page holds, the oldest at the top."""
+        for number, found in enumerate(self._registry.known(), 1):
+            if not number % _BATCH:
+                await asyncio.sleep(0)
+            opened = found.opened
+            if (
+                access.owns(opened.owner)
+                and query.get("group", opened.group) == opened.group
+                and query.get("model", opened.model) == opened.model
+                and (opened.at, opened.trajectory) < before
+            ):
+                entry = (opened.at, opened.trajectory, found)
+                if len(newest) <= limit:
+                    heapq.heappush(newest, entry)
+                elif newest[0] < entry:
+                    heapq.heapreplace(newest, entry)
+        newest.sort(reverse=True)
+        data, size = [], 0
+        for _, _, found in newest[:limit]:
+            data.append(_state(found.opened, None, found.recorded.exchanges))
+            size += len(found.opened.metadata)
+            if size > _PAGE_BYTES:
+                break
+        return TrajectoryList(data=data, has_more=len(newest) > len(data))
+
+
+def traceparent(headers: Headers) -> str:
+    """The W3C trace context of a request; empty if it has none."""
+    value = headers.get(b"traceparent", b"").decode("latin-1")
+    return value if len(value) == 55 and value.isascii() else ""
+
+
+def _state(
+    opened: TrajectoryOpened, completed: TrajectoryCompleted | None, exchanges: int
+) -> TrajectoryState:
+    state = TrajectoryState(
+        id=opened.trajectory,
+        status="completed" if completed else "open",
+        project=opened.project,
+        model=opened.model,
+        group=opened.group,
+        task=opened.task,
+        attempt=opened.attempt,
+        split=opened.split,
+        group_size=opened.group_size,
+        pinned=opened.pinned or None,
+        metadata=msgspec.Raw(bytes(opened.metadata)),
+        exchanges=exchanges,
+        opened_at=opened.at,
+    )
+    if completed is not None:
+        state.outcome, state.reward = completed.outcome, completed.reward
+        state.rewards, state.metrics = completed.rewards, completed.metrics
+    return state

@@ -1,0 +1,264 @@
+"""One model call, in the order that everything else relies on: sampled, recorded and acknowledged, then answered.
+
+A client that repeats a call whose answer was recorded and never arrived gets the recorded answer, not a second sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from pipeline import crash
+from pipeline.config import GatewayConfig
+from pipeline.log.broker import BrokerError
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.dispatch import Attempt, Dispatcher
+from rollout_gateway.capture.exchange import Caller, Exchange, Status, StreamSink
+from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.dialects.calls import Answer, Call, Fields
+from rollout_gateway.dialects.endpoints import Dialect
+from rollout_gateway.dialects.streaming import StreamCapture
+from rollout_gateway.http.errors import ApiError, ClientGoneError, error_body, timed_out, unavailable
+from rollout_gateway.http.request import ignore_flow
+from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
+from rollout_gateway.serving.replicas import Fleet
+from rollout_gateway.serving.routing import VersionRouter
+
+log = get_logger("rollout_gateway.capture.handler")
+
+_DONE = b"data: [DONE]\n\n"
+_MOST_PENDING = 1_000
+"""Records under way at once with `gateway.capture = "async"`. Beyond it, a call waits for its own record."""
+
+
+class CallHandler:
+    """Answers plain and streamed calls of every dialect."""
+
+    def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
+        self._capture = gateway.capture
+        self._dispatcher = Dispatcher(gateway, fleet, router)
+        self.on_answered: list[Callable[[Trajectory, Call, Answer], None]] = []
+        """Called with every captured call that was answered."""
+        self._background: set[asyncio.Task[None]] = set()
+
+    def captures(self, caller: Caller) -> bool:
+        """Whether the calls of `caller` are recorded."""
+        return self._capture != "off" and caller.trajectory is not None
+
+    async def plain(self, dialect: Dialect, call: Call, caller: Caller) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `ApiError`, and `ClientGoneError` if the client left before the end."""
+        if caller.trajectory is not None:
+            caller.trajectory.begin()
+        try:
+            exchange = Exchange(dialect, call, caller, self.captures(caller))
+            if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
+                return 200, msgspec.json.encode(before)
+            attempt = await self._dispatch(exchange)
+            if attempt.status != 200 or not exchange.captured:
+                return attempt.status, attempt.body
+            exchange.answer = _read_answer(exchange, attempt.body)
+            await self._record(exchange, "complete")
+            self._report_answer(exchange)
+            return 200, exchange.answer.client_body()
+        finally:
+            if caller.trajectory is not None:
+                caller.trajectory.end()
+
+    async def stream(
+        self, dialect: Dialect, call: Call, caller: Caller, sink: StreamSink
+    ) -> tuple[int, bytes]:
+        """Status, and the body if it is an error. Otherwise the whole answer was written to `sink`.
+
+        Raises as `plain` does, unless `sink` was started."""
+        if caller.trajectory is not None:
+            caller.trajectory.begin()
+        try:
+            exchange = Exchange(dialect, call, caller, self.captures(caller))
+            if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
+                sink.start(ignore_flow)
+                sink.write(b"".join(b"data: %b\n\n" % event for event in dialect.as_stream(before)))
+                sink.write(_DONE)
+                sink.end()
+                return 200, b""
+            attempt = await self._dispatch(exchange)
+            if attempt.status != 200:
+                return attempt.status, attempt.body
+            sink.start(attempt.reply.flow)
+            if exchange.captured:
+                await self._capture_stream(exchange, attempt, sink)
+            else:
+                await self._pass_through(exchange, attempt, sink)
+            sink.end()
+            return 200, b""
+        finally:
+            if caller.trajectory is not None:
+                caller.trajectory.end()
+
+    async def _dispatch(self, exchange: Exchange) -> Attempt:
+        """Have the call answered. A call that a server had and that got no answer is recorded as cancelled or failed."""
+        try:
+            with exchange.caller.cancellation:
+                return await self._dispatcher.answer(exchange)
+        except (ClientGoneError, ApiError) as error:
+            if exchange.captured and exchange.version:
+                await self._record(exchange, "cancelled" if isinstance(error, ClientGoneError) else "failed")
+            raise
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    async def _pass_through(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
+        status: Status = "failed"
+        error_event, server_failed = b"", False
+        try:
+            with exchange.caller.cancellation:
+                await attempt.reply.pipe(sink.write)
+            status = "complete"
+        except ClientGoneError:
+            status = "cancelled"
+        except (ApiError, UpstreamError) as error:
+            error_event, server_failed = _stream_error(attempt, error)
+        finally:
+            self._end_stream(exchange, attempt, status, server_failed)
+        sink.write(error_event)
+
+    async def _capture_stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
+        capture = StreamCapture(exchange.dialect, exchange.call)
+        status: Status = "failed"
+        error_event, server_failed = b"", False
+
+        def take(data: bytes) -> None:
+            if seen := capture.take(data):
+                sink.write(seen)
+
+        write_chunks = sink.write_chunks
+
+        def cut(data: bytes) -> int:
+            taken, seen = capture.cut(data)
+            if taken:
+                write_chunks(seen)  # type: ignore[misc]  # not `None` where `cut` is used
+            return taken
+
+        try:
+            with exchange.caller.cancellation:
+                await attempt.reply.pipe(take, cut if write_chunks is not None else None)
+            if not capture.ended:
+                raise UpstreamError("the stream ended without its last event", answered=True)
+        except ClientGoneError:
+            status = "cancelled"
+        except (ApiError, UpstreamError, msgspec.DecodeError) as error:
+            if not capture.ended:
+                error_event, server_failed = _stream_error(attempt, error)
+        finally:
+            if capture.ended:
+                status = "failed" if capture.error else "complete"
+            exchange.first_token_at = capture.first_token_at
+            self._end_stream(exchange, attempt, status, server_failed or capture.server_failed)
+            exchange.recorded_in.hold()
+            recording = self._in_background(self._record_stream(exchange, capture, status))
+        try:
+            await asyncio.shield(recording)  # the record is made even if this task is cancelled
+        except ApiError as error:
+            error_event = b"data: %b\n\n" % error.body()
+        sink.write(error_event or capture.held + _DONE)
+
+    def _end_stream(self, exchange: Exchange, attempt: Attempt, status: Status, server_failed: bool) -> None:
+        attempt.close()
+        if server_failed:
+            attempt.lease.replica.suspect()
+            self._in_background(self._dispatcher.stream_failed(exchange, attempt))
+        elif attempt.trial is not None:
+            attempt.trial.answered() if status == "complete" else attempt.trial.abandoned()
+
+    async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
+        try:
+            exchange.answer = capture.answer()
+            await self._record(exchange, status)
+            if status == "complete":
+                self._report_answer(exchange)
+        finally:
+            exchange.recorded_in.end()
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    async def _answered_before(self, exchange: Exchange) -> Fields | None:
+        """The recorded reply to the same request, or `None`."""
+        if not exchange.captured:
+            return None
+        trajectory = exchange.recorded_in
+        if self._capture == "async":
+            async with trajectory.lock:
+                pass  # records of earlier answers are on the log now
+        events = await trajectory.recorded_call(exchange.request_hash())
+        if not events:
+            return None
+        log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
+        return exchange.dialect.merged([e.response for e in events])
+
+    def _report_answer(self, exchange: Exchange) -> None:
+        for callback in self.on_answered:
+            callback(exchange.recorded_in, exchange.call, exchange.answer)
+
+    async def _record(self, exchange: Exchange, status: Status) -> None:
+        """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
+        exchange.status = status
+        if self._capture == "async" and len(self._background) < _MOST_PENDING:
+            exchange.recorded_in.hold()  # a completion waits for the record
+            self._in_background(self._record_later(exchange))
+        else:
+            await self._record_now(exchange)
+        crash.point("gateway.before_answer")
+
+    async def _record_now(self, exchange: Exchange) -> None:
+        trajectory = exchange.recorded_in
+        try:
+            await trajectory.record(exchange)
+        except BrokerError as error:
+            log.error("call not recorded", trajectory=trajectory.id, error=str(error))
+            raise unavailable(f"The answer could not be recorded: {error}", "not_recorded") from error
+
+    async def _record_later(self, exchange: Exchange) -> None:
+        """For `capture = "async"`. Nobody waits for the record, so a failure is kept with the trajectory and shows in its
+        completion."""
+        try:
+            await self._record_now(exchange)
+        except ApiError:  # logged where it was raised
+            exchange.recorded_in.add_not_recorded(1)
+        finally:
+            exchange.recorded_in.end()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait until every record that was begun is on the log."""
+        while self._background:
+            await asyncio.wait(self._background)
+
+
+def _read_answer(exchange: Exchange, body: bytes) -> Answer:
+    try:
+        return exchange.dialect.read_answer(body, exchange.call)
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ApiError(
+            502,
+            f"The inference server's answer can't be read: {error}",
+            kind="api_error",
+            code="bad_upstream",
+        ) from error
+
+
+def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:
+    """The event that ends a stream early, and whether the server failed. A server that is only slow did not fail."""
+    if isinstance(error, UpstreamTimeoutError):
+        error = timed_out()
+    if isinstance(error, ApiError):
+        return b"data: %b\n\n" % error.body(), False
+    log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
+    message = f"The inference server ended the stream early: {error}"
+    return b"data: %b\n\n" % error_body(message, "api_error", "upstream_broke_off"), True

@@ -1,0 +1,247 @@
+"""The trajectories that this replica knows: found, opened and completed.
+
+Any gateway replica can serve any trajectory at any time. A trajectory that is not in memory is read from the log. A completion has a
+subject of its own, so of two completions the log keeps one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+
+from pipeline.events import ExchangeRecorded, Outcome, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from pipeline.log.follow import follow_messages
+from pipeline.names import name_of_token
+from pipeline.telemetry import spans
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
+from rollout_gateway.capture.trajectory import Trajectory, opened_differently
+from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
+
+_SETTLE_S = 30.0
+"""How long a completion waits for the calls that are in flight."""
+NOT_RECORDED = "exchanges_not_recorded"
+"""Metric of a completed trajectory: calls that were answered and are not on the log."""
+Numbers = Annotated[dict[str, float], msgspec.Meta(max_length=256)]
+"""Finite numbers by name."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/trajectories/{trajectory}/complete`."""
+
+    reward: float | None = None
+    rewards: Numbers = {}
+    metrics: Numbers = {}
+    metadata: dict[str, Any] = {}
+    outcome: Outcome = "scored"
+
+
+class Registry:
+    """The open trajectories of a project that are in this replica's memory."""
+
+    def __init__(
+        self, broker: Broker, project: str, tokens: TrajectoryTokens, *, keep: int = 100_000
+    ) -> None:
+        """`keep`: trajectories in memory at most."""
+        self.log = RunLog(broker, project)
+        self.project, self.tokens, self._keep = project, tokens, keep
+        self._known: dict[str, Trajectory] = {}
+        self._loading: dict[str, asyncio.Task[Trajectory]] = {}
+        self._followed_from = 1
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def known(self) -> list[Trajectory]:
+        return list(self._known.values())
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    def get(self, trajectory: str) -> Trajectory | None:
+        """An open trajectory in memory, or `None`."""
+        return self._known.get(trajectory)
+
+    async def find(self, trajectory: str) -> Trajectory:
+        """An open trajectory. Raises a 404 `ApiError` if it is unknown and a 409 one if it is completed."""
+        if found := self._known.get(trajectory):
+            return found
+        task = self._loading.get(trajectory)
+        if task is None:
+            task = asyncio.ensure_future(self._load(trajectory))
+            self._loading[trajectory] = task
+            task.add_done_callback(lambda _: self._loading.pop(trajectory, None))
+        return await asyncio.shield(task)
+
+    async def find_to_read(self, trajectory: str) -> Trajectory:
+        """An open or completed trajectory. One that is not in memory comes without its calls. Raises a 404 `ApiError`."""
+        found = self._known.get(trajectory) or await self._read_opening(trajectory)
+        if found is None:
+            raise unknown_trajectory(trajectory)
+        return found
+
+    async def opening(self, trajectory: str) -> TrajectoryOpened | None:
+        """The event that opened an open or completed trajectory, or `None`. Reads at most one event."""
+        if found := self._known.get(trajectory):
+            return found.opened
+        recorded = await self.log.opening(trajectory)
+        return recorded.event if recorded is not None else None
+
+    async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
+        """How a trajectory was opened and completed, and how many exchange events it has.
+
+        Reads two events and a count, however long the run is. Raises a 404 `ApiError`."""
+        opened = await self.opening(trajectory)
+        if opened is None:
+            raise unknown_trajectory(trajectory)
+        completed = await self.log.completion(opened)
+        if completed is not None:
+            return opened, completed, completed.exchanges
+        exchanges = await self.log.broker.count(ExchangeRecorded, project=self.project, trajectory=trajectory)
+        return opened, None, exchanges
+
+    async def _read_opening(self, trajectory: str) -> Trajectory | None:
+        reconnects = self.log.reconnects
+        opening = await self.log.opening(trajectory)
+        if opening is None:
+            return None
+        return Trajectory(self.log, opening.event, opening.headers.get("traceparent", ""), reconnects)
+
+    async def _load(self, trajectory: str) -> Trajectory:
+        found = await self._read_opening(trajectory)
+        if found is None:
+            raise unknown_trajectory(trajectory)
+        if await self.log.completion(found.opened) is not None:  # before the calls are read: they may be many
+            raise already_completed(trajectory, "it takes no further calls")
+        await found.read_calls()
+        return self._remember(found)
+
+    def _remember(self, found: Trajectory) -> Trajectory:
+        known = self._known.setdefault(found.id, found)
+        known.used_at = time.monotonic()
+        if len(self._known) > self._keep:
+            # The log knows them all: forget the tenth that was unused longest.
+            idle = sorted((t for t in self._known.values() if not t.in_flight), key=lambda t: t.used_at)
+            for trajectory in idle[: max(1, self._keep // 10)]:
+                del self._known[trajectory.id]
+        return known
+
+    # -- completions by other replicas ---------------------------------------------------------------------------
+
+    async def mark_position(self) -> None:
+        """Note the log's present end. `follow_completions` begins there."""
+        self._followed_from = (await self.log.broker.stream_info(STREAM)).state.last_seq + 1
+
+    async def follow_completions(self) -> None:
+        """Forget trajectories that other replicas complete, so that their calls are refused here too. Never returns."""
+        completions = follow_messages(
+            self.log.broker, [TrajectoryCompleted], lambda: self._followed_from, project=self.project
+        )
+        async with aclosing(completions) as messages:
+            async for raw in messages:
+                found = self._known.pop(name_of_token(raw.subject.rpartition(".")[2]), None)
+                if found is not None:
+                    found.completing = True
+
+    # -- opening and completing ----------------------------------------------------------------------------------
+
+    async def open(self, event: TrajectoryOpened, traceparent: str) -> Trajectory:
+        """Open a trajectory. Opening it again in the same way returns it, since that is a client's retry.
+
+        Raises a 409 `ApiError` if the id belongs to a completed trajectory or to one that was opened differently."""
+        traceparent = traceparent or spans.traceparent(self.project, event.trajectory)
+        reconnects = self.log.reconnects
+        ack = await self.log.broker.publish(event, {"traceparent": traceparent})
+        if not ack.duplicate:
+            return self._remember(Trajectory(self.log, event, traceparent, reconnects))
+        found = await self.find_to_read(event.trajectory)
+        if not same_opening(found.opened, event):
+            raise opened_differently(event.trajectory)
+        if await self.log.completion(found.opened) is not None:
+            raise already_completed(event.trajectory, "choose another id")
+        if event.trajectory not in self._known:
+            await found.read_calls()
+        return self._remember(found)
+
+    async def complete(
+        self, trajectory: str, completion: Completion, *, inferred: bool = False
+    ) -> TrajectoryCompleted:
+        """Complete a trajectory. Completing it again with the same results returns the first completion.
+
+        Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its calls do not
+        end within 30 seconds."""
+        try:
+            found = await self.find(trajectory)
+        except ApiError as error:
+            if error.code != "trajectory_completed":
+                raise
+            return await self._complete_again(trajectory, completion, inferred)
+        await self._wait_until_idle(found)
+        found.completing = True
+        try:
+            await found.refresh()
+            event = _completed(found, completion, inferred)
+            ack = await self.log.broker.publish(event, {"traceparent": found.traceparent})
+        except BaseException:
+            found.completing = False
+            raise
+        self._known.pop(trajectory, None)
+        return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
+
+    async def _wait_until_idle(self, found: Trajectory) -> None:
+        if not found.in_flight:
+            return
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await found.idle.wait()
+        except TimeoutError:
+            raise ApiError(
+                409,
+                f"Trajectory {found.id!r} still has {found.in_flight} calls in flight. Complete it again after they have ended.",
+                kind="conflict_error",
+                code="calls_in_flight",
+            ) from None
+
+    async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
+        opened, before, _ = await self.describe(trajectory)
+        found = Trajectory(self.log, opened)
+        if (
+            before is not None
+        ):  # only the replica that completed the trajectory knew how many calls were not recorded
+            found.not_recorded = int(before.metrics.get(NOT_RECORDED, 0))
+        if before is None or _results(before) != _results(_completed(found, body, inferred)):
+            raise already_completed(trajectory, "it can't be completed again with other results")
+        return before
+
+
+def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
+    metadata = bytes(completed.metadata)
+    return completed.outcome, completed.reward, completed.rewards, completed.metrics, metadata
+
+
+def _completed(found: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
+    opened, outcome, metrics, calls = found.opened, body.outcome, body.metrics, found.recorded
+    if found.not_recorded:
+        # Calls that are missing on the log can't be trained. That is a failure of infrastructure, which never becomes a reward.
+        outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(found.not_recorded)}
+    return TrajectoryCompleted(
+        **{name: getattr(opened, name) for name in _COPIED},
+        outcome=outcome,
+        reward=body.reward,
+        rewards=body.rewards,
+        metrics=metrics,
+        metadata=msgspec.json.encode(body.metadata),
+        exchanges=calls.exchanges,
+        first_step=max(calls.first_step, 0),
+        last_step=max(calls.last_step, 0),
+        opened_at=opened.at,
+        inferred=inferred,
+    )
+
+
+_COPIED = ("project", "trajectory", "model", "group", "task", "attempt", "split", "group_size")
+"""Fields of an opening that its completion repeats."""

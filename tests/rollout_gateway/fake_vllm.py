@@ -1,0 +1,181 @@
+"""An inference server of a test's own, and a gateway without its HTTP front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig, with_values
+from pipeline.events import TrajectoryOpened
+from pipeline.log.broker import Broker
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.exchange import Caller
+from rollout_gateway.capture.handler import CallHandler
+from rollout_gateway.capture.registry import Registry
+from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.serving.adapters import AdapterManager
+from rollout_gateway.serving.policies import Policies
+from rollout_gateway.serving.replicas import Fleet
+from rollout_gateway.serving.routing import VersionRouter
+from tests.rollout_gateway.conftest import PROJECT
+
+
+class FakeVllm:
+    """Speaks as much of vLLM's HTTP as the gateway uses. What it does can be set: fail, hold, forget."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.fail_with = 0
+        self.refuse_load = False
+        self.drop_next = False
+        self.held: asyncio.Event | None = None
+        self.life = 1
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        self.life += 1
+        self.loaded.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                _, path, _ = head.split(b" ", 2)
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+                body = msgspec.json.decode(await reader.readexactly(length) if length else b"{}")
+                await self.before(path.decode(), body, writer)
+                if self.drop_next and path.startswith(b"/v1/chat"):
+                    self.drop_next = False
+                    return
+                status, answer = await self._answer(path.decode(), body)
+                data = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+        """Called with each request before it is answered."""
+
+    async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
+        match path:
+            case "/health":
+                return 200, {}
+            case "/metrics":
+                return 200, b"process_start_time_seconds %d\n" % self.life
+            case "/v1/models":
+                cards = [{"id": k, "root": v, "parent": "tictactoe@0"} for k, v in self.loaded.items()]
+                return 200, {"data": [{"id": "tictactoe@0", "root": "x", "parent": None}, *cards]}
+            case "/v1/load_lora_adapter":
+                if self.refuse_load:
+                    return 500, {"error": {"message": "no room"}}
+                self.loaded[body["lora_name"]] = body["lora_path"]
+                return 200, {}
+            case "/v1/unload_lora_adapter":
+                self.loaded.pop(body["lora_name"], None)
+                return 200, {}
+            case "/v1/completions":
+                value = -1.0 if body["model"].endswith("@0") else -2.0
+                choice = {"logprobs": {"top_logprobs": [{"token_id:1": value}]}}
+                return 200, {"choices": [{"index": i, **choice} for i in range(4)]}
+            case "/v1/chat/completions":
+                self.calls.append(body["model"])
+                if self.held is not None:
+                    await self.held.wait()
+                if self.fail_with:
+                    return self.fail_with, {"error": {"message": "broken", "type": "x"}}
+                if not body["model"].endswith("@0") and body["model"] not in self.loaded:
+                    return 404, {"error": {"message": "no such model", "type": "NotFoundError"}}
+                message = {"role": "assistant", "content": "hi"}
+                logprobs = {"content": [{"logprob": -0.5}]}
+                choice = {
+                    "index": 0, "message": message, "finish_reason": "stop", "token_ids": [7], "logprobs": logprobs
+                }  # fmt: skip
+                return 200, {
+                    "id": "c",
+                    "model": body["model"],
+                    "choices": [choice],
+                    "prompt_token_ids": [1, 2],
+                }
+        return 404, {}
+
+
+class GatewayParts:
+    """A gateway without its HTTP front."""
+
+    def __init__(self, broker: Broker, config: Config) -> None:
+        self.broker = broker
+        self.policies = Policies(PROJECT, ["tictactoe"])
+        self.fleet = Fleet(config.vllm.urls)
+        self.registry = Registry(broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
+        self.router = VersionRouter(self.policies, self.fleet)
+        self.chat = CallHandler(config.gateway, self.fleet, self.router)
+        self.adapters = AdapterManager(config, broker, self.policies, self.fleet, "gw")
+
+    async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
+        body = msgspec.json.encode({"model": model, "messages": []})
+        found = await self.registry.find(trajectory) if trajectory else None
+        status, answer = await self.chat.plain(CHAT, CHAT.read(body), Caller(found))
+        return status, msgspec.json.decode(answer)
+
+    async def open(self, name: str) -> None:
+        event = TrajectoryOpened(project=PROJECT, trajectory=name, model="tictactoe", group="g")
+        await self.registry.open(event, "")
+
+    async def until(self, condition: Any) -> None:
+        with anyio.fail_after(20):
+            while not condition():
+                changed = self.fleet._changed
+                await changed.wait()
+
+
+@asynccontextmanager
+async def parts(
+    nats: NatsConfig, folder: Path, servers: list[FakeVllm], wait_s: float = 20, **settings: Any
+) -> AsyncIterator[GatewayParts]:
+    for server in servers:
+        await server.start()
+    config = Config(
+        project=PROJECT, run_dir=str(folder), nats=nats, vllm=VllmConfig(urls=tuple(s.url for s in servers)),
+        models=(ModelConfig(name="tictactoe"),),
+    )  # fmt: skip
+    config = msgspec.structs.replace(
+        config,
+        gateway=with_values(
+            config.gateway, {"replicas.wait_s": wait_s, "replicas.health_interval_s": 0.2, **settings}
+        ),
+    )
+    async with Broker.connect(nats) as broker, anyio.create_task_group() as tg:
+        made = GatewayParts(broker, config)
+        tg.start_soon(made.adapters.run)
+        tg.start_soon(made.policies.follow, broker, lambda _: made.fleet.check_all())
+        await made.until(lambda: len(made.fleet.ready()) == len(servers))
+        yield made
+        tg.cancel_scope.cancel()
+    for replica in made.fleet.replicas:
+        replica.upstream.close()
+    for server in servers:
+        await server.stop()

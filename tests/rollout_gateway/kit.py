@@ -1,0 +1,115 @@
+"""What tests of the gateway share: requests, reads of the log, and waits."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import httpx
+
+from pipeline.config import KeyConfig
+from pipeline.events import ExchangeRecorded
+from pipeline.log.broker import Broker
+from tests.conftest import VllmServer, free_port
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
+
+ASK: Any = {
+    "model": "tictactoe", "max_tokens": 5, "temperature": 1.0, "messages": [{"role": "user", "content": "a1=x b2=o"}]
+}  # fmt: skip
+
+
+async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
+    recorded = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=trajectory)
+    return [r.event for r in recorded]
+
+
+async def serves(gateway: GatewayProcess, version: str, timeout_s: float = 30) -> None:
+    """Until `tictactoe` stands for `version`."""
+    async with httpx.AsyncClient() as client:
+        with anyio.fail_after(timeout_s):
+            while True:
+                (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=30)).json()["data"]
+                if policy["version"] == version:
+                    return
+                await anyio.sleep(0.02)  # there is no event for "routed", which is what is asked here
+
+
+def counted(server: VllmServer, name: str) -> float:
+    """A figure of vLLM's own metrics, over all models."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+
+
+def key_config(key: str, **options: Any) -> KeyConfig:
+    return KeyConfig(sha256=hashlib.sha256(key.encode()).hexdigest(), **{"name": key, **options})
+
+
+class Mortal:
+    """A `deadly_server` that is started again whenever it ends."""
+
+    def __init__(self) -> None:
+        self.port, self.deaths, self._stopping = free_port(), 0, False
+        self._counted = threading.Condition()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _keep(self) -> None:
+        command = [sys.executable, "-m", "tests.rollout_gateway.deadly_server", str(self.port)]
+        while not self._stopping:
+            self._process = subprocess.Popen(command)
+            if self._stopping:
+                self._process.kill()
+            self._process.wait()
+            with self._counted:
+                self.deaths += not self._stopping
+                self._counted.notify_all()
+
+    def died(self, deaths: int) -> bool:
+        """Wait until it died so many times: the gateway can tell of a death before it is counted here. Return whether it died
+        that often and not more often."""
+        with self._counted:
+            self._counted.wait_for(lambda: self.deaths >= deaths, 60)
+            return self.deaths == deaths
+
+    def __enter__(self) -> Mortal:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping = True
+        if self._process is not None:
+            self._process.kill()
+        self._thread.join(10)
+
+
+def asking(text: str, **more: Any) -> Any:
+    return {"model": "tictactoe", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def in_flight(gateway: GatewayProcess, calls: int) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        with anyio.fail_after(30):
+            while True:
+                (replica,) = (await client.get("/health")).json()["replicas"]
+                if replica["in_flight"] >= calls:
+                    return
+                await anyio.sleep(0.02)  # until the server has them
+
+
+class StubCall:
+    """A call as `Trajectory.record` takes it: `make` gives its events under a sequence number."""
+
+    traceparent = ""
+
+    def __init__(self, make: Callable[[int], list[ExchangeRecorded]]) -> None:
+        self.events = make
