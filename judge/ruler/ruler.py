@@ -31,6 +31,7 @@ from judge.ruler.budget import split_overlapping
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError
+from pipeline.backoff import Backoff
 from pipeline.config import JudgeConfig
 from pipeline.events import Score, TrajectoryCompleted, Verdict
 from pipeline.log.broker import HistoryGoneError
@@ -143,7 +144,7 @@ class LlmRuler:
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""
         deadline = time.monotonic() + self._config.retry_for_s
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:
             async with self._groups:
                 try:
@@ -152,11 +153,11 @@ class LlmRuler:
                     raise UnscoredError(str(error)) from error
                 except JudgingError as error:
                     reason = str(error)
+            pause = backoff.next_s()
             if time.monotonic() + pause > deadline:
                 raise UnscoredError(f"no usable judging within {self._config.retry_for_s:.0f} s: {reason}")
             log.warning("group will be judged again", group=members[0].group, in_s=pause, reason=reason)
             await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
-            pause = min(pause * 2, _MAX_PAUSE_S)
 
     async def _transcripts(self, members: Sequence[TrajectoryCompleted]) -> list[Transcript]:
         found: dict[str, Transcript] = {}

@@ -22,6 +22,7 @@ import httpx
 import msgspec
 
 from pipeline import streams
+from pipeline.backoff import Backoff
 from pipeline.config import Config, save
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import environment, liveness
@@ -127,7 +128,7 @@ class Supervisor:
     # -- one process ---------------------------------------------------------------------------------------------
 
     async def _keep(self, watched: Watched) -> None:
-        backoff, failures = BACKOFF_FIRST_S, 0
+        backoff, failures = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S), 0
         for name in watched.spec.needs:
             await self.watched[name].ready.wait()
         while not watched.stopping.is_set():
@@ -140,10 +141,9 @@ class Supervisor:
             if failures >= GIVE_UP_AFTER or (code == 2 and not watched.ever_ready):
                 raise SupervisorError(self._obituary(watched, code))
             if time.monotonic() - began > HEALTHY_AFTER_S:
-                backoff = BACKOFF_FIRST_S
+                backoff.reset()
             self._change(watched, "backoff")
-            await anyio.sleep(backoff)
-            backoff = min(backoff * 2, BACKOFF_MAX_S)
+            await backoff.wait()
             watched.restarts += 1
 
     async def _run_once(self, watched: Watched) -> int:
