@@ -22,6 +22,7 @@ from judge.labelled import LabelledGroup, measure_agreement
 from judge.ruler.ruler import JudgingError, LlmRuler
 from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured, now_us
+from pipeline.files import write_whole
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.monitor")
@@ -114,10 +115,7 @@ class JudgeMonitor:
             "rulers": rulers,
             "anchors": self.anchor_runs,
         }
-        temporary = self._path.with_suffix(".json.tmp")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(state))
-        temporary.replace(self._path)
+        write_whole(self._path, msgspec.json.encode(state))
 
     async def _judge_anchors(self) -> None:
         while True:

@@ -25,17 +25,18 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline import streams
-from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, load, nats_of_run
+from pipeline.config import Config, ConfigError, NatsConfig, load
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, run_lock
 from pipeline.running.liveness import fills
 from pipeline.running.plan import SERVICES, make_plan, nats_command, vllm_command
+from pipeline.running.runs import STATE, find_run, log_of, run_settings
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
-ELSEWHERE = {
+SUBCOMMANDS = {
     "sql": ("store.sql", "ask the history with SQL"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
@@ -61,8 +62,8 @@ console = Console(highlight=False)
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits 0, 1 on a failure, 2 on bad usage or settings."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] in ELSEWHERE:
-        module, _ = ELSEWHERE[args[0]]
+    if args and args[0] in SUBCOMMANDS:
+        module, _ = SUBCOMMANDS[args[0]]
         os.execv(sys.executable, [sys.executable, "-m", module, *args[1:]])  # noqa: S606 - a module of ours
     parsed = _parser().parse_args(args)
     try:
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     become.add_argument("--port", type=int, required=True)
     become.set_defaults(run=_exec)
 
-    for name, (_, text) in ELSEWHERE.items():
+    for name, (_, text) in SUBCOMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
@@ -245,17 +246,9 @@ def _report(watched: Watched) -> None:
 # -- status --------------------------------------------------------------------------------------------------------
 
 
-def newest_run(root: Path = Path("runs")) -> Path:
-    """The run directory whose state changed last."""
-    found = sorted(root.glob("*/state.json"), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise ConfigError("no run under runs/: start one with `journeyman up`, or name it with --run-dir")
-    return found[-1].parent
-
-
 def _status(args: argparse.Namespace) -> None:
-    run_dir = Path(args.run_dir) if args.run_dir else newest_run()
-    path = run_dir / "state.json"
+    run_dir = find_run(args.run_dir)
+    path = run_dir / STATE
     if not path.exists():
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
     state = msgspec.json.decode(path.read_bytes())
@@ -264,9 +257,8 @@ def _status(args: argparse.Namespace) -> None:
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
     try:
-        saved = run_dir / "config.toml"
-        trust = Trust(load(saved).signing if saved.is_file() else SigningConfig())
-        state |= anyio.run(_log_status, nats_of_run(run_dir), trust)
+        config = run_settings(run_dir)
+        state |= anyio.run(_log_status, log_of(config), Trust(config.signing))
     except BrokerError as error:
         state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
@@ -284,8 +276,7 @@ def _alive(pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
-async def _log_status(nats: NatsConfig, trust: Trust | None = None) -> dict[str, Any]:
-    trust = trust or Trust(SigningConfig())
+async def _log_status(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
         held = []

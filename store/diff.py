@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import ConfigError
+from pipeline.running.runs import run_settings
 from store import sql
 from store.target import StoreError
 
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 where the sides share no group or the store fails; 2 where an argument or setting is wrong."""
     args = _parser().parse_args(argv)
     try:
-        with sql.connect(sql.run_config(args.run_dir, args.config)) as connection:
+        with sql.connect(run_settings(args.run_dir, args.config)) as connection:
             result = compare(rewards(connection, side(args.a)), rewards(connection, side(args.b)))
     except (StoreError, duckdb.Error) as error:
         sys.stderr.write(f"journeyman: {error}\n")

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import crash
+from pipeline.files import sync
 from store.target import DAMAGED, SUFFIX, DamagedFileError, Target, locked_file, write_parquet
 
 if TYPE_CHECKING:
@@ -64,14 +65,14 @@ class LocalTarget(Target):
         temporary = folder / (_TEMPORARY + name)
         try:
             write_parquet(str(temporary), tag, tables, metadata)
-            _fsync(temporary)
+            sync(temporary)
             crash.point("store.before_rename")
             temporary.replace(folder / name)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         crash.point("store.after_rename")
-        _fsync(folder)
+        sync(folder)
 
     def is_retryable(self, error: OSError) -> bool:
         """A full disk can get room again."""
@@ -113,11 +114,3 @@ class LocalTarget(Target):
         aside = self.path(tag, name + DAMAGED)
         self.path(tag, name).replace(aside)
         return str(aside)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

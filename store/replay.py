@@ -27,6 +27,7 @@ from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.subjects import keys_of
 from pipeline.names import check_name
+from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
 from store import rebuild, sql
@@ -176,7 +177,7 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         )
     for name in ("since", "until"):
         _check_time(name, getattr(args, name))
-    config = sql.run_config(args.run_dir, args.config)
+    config = run_settings(args.run_dir, args.config, nats_url=args.nats_url)
     with sql.connect(config) as connection:
         chosen = choose(
             connection,
@@ -190,8 +191,7 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         )
         if args.dry_run:
             return {"groups": len(chosen), "ids": [c.group.group for c in chosen]}
-        nats = sql.run_nats(config, args.nats_url)
-        return anyio.run(replay, nats, connection, chosen, args.branch) | {"branch": args.branch}
+        return anyio.run(replay, log_of(config), connection, chosen, args.branch) | {"branch": args.branch}
 
 
 def _check_time(name: str, text: str) -> None:

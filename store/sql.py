@@ -21,9 +21,10 @@ from typing import Any
 import duckdb
 import msgspec
 
-from pipeline.config import Config, ConfigError, NatsConfig, load
+from pipeline.config import Config, ConfigError
 from pipeline.events import schema
 from pipeline.events.schema import Column
+from pipeline.running.runs import run_settings
 from store.catalog import live
 from store.location import open_target
 from store.target import StoreError, Target
@@ -75,7 +76,7 @@ def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
 
 def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
     """Let `connection` see the files that are there now. Raises as `connect` does."""
-    config = run_dir if isinstance(run_dir, Config) else _config_of(Path(run_dir))
+    config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir)
     target = open_target(config)
     if not target.exists():
         raise NoStoreError(
@@ -113,27 +114,6 @@ def table_sql(target: Target, tag: str) -> str:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def _config_of(run_dir: Path) -> Config:
-    """The settings that a run was started with; the defaults for a folder without any."""
-    saved = run_dir / "config.toml"
-    config = load(saved) if saved.is_file() else Config()
-    return msgspec.structs.replace(config, run_dir=str(run_dir))
-
-
-def newest_run(root: Path = Path("runs")) -> Path:
-    """The run under `root` whose store was written to last. Raises `NoStoreError`."""
-    stores = [p for p in root.glob("*/store") if p.is_dir()]
-    if not stores:
-        raise NoStoreError(
-            f"no run under {root.resolve()} has a store: name one with --run-dir, or start one with `journeyman up`"
-        )
-    return max(stores, key=_last_written).parent
-
-
-def _last_written(folder: Path) -> float:
-    return max((p.stat().st_mtime for p in [folder, *folder.iterdir()] if p.exists()), default=0.0)
 
 
 # -- output --------------------------------------------------------------------------------------------------------
@@ -207,31 +187,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_config(run_dir: str | None, config: str | None) -> Config:
-    """The settings of the run that a command's options name; the newest run where they name none."""
-    if config:
-        return load(config)
-    return _config_of(Path(run_dir) if run_dir else newest_run())
-
-
-def run_nats(config: Config, url: str | None = None) -> NatsConfig:
-    """The log of a run: `url`, else the server of its settings, else the one that `journeyman up` started for it. Raises
-    `ConfigError` where there is none."""
-    if url or config.nats.url:
-        return msgspec.structs.replace(config.nats, url=url or config.nats.url)
-    state = config.path("state.json")
-    if not state.is_file():
-        raise ConfigError(
-            f"{config.run_dir} names no NATS server: name one with --nats-url, or start the run with `journeyman up`"
-        )
-    return msgspec.structs.replace(config.nats, url=msgspec.json.decode(state.read_bytes())["urls"]["nats"])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1, with a line on stderr, where the query or the store fails."""
     args = parse_args(argv)
     try:
-        with connect(run_config(args.run_dir, args.config)) as connection:
+        with connect(run_settings(args.run_dir, args.config)) as connection:
             write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
     except (StoreError, ConfigError, duckdb.Error) as error:
         sys.stderr.write(f"{error}\n")

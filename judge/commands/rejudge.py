@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -27,10 +26,11 @@ from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, member_of, score_closed
-from pipeline.config import Config, ConfigError, load
+from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError
 from pipeline.names import InvalidNameError, check_name
+from pipeline.running.runs import log_of, run_settings
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.commands.rejudge")
@@ -205,22 +205,6 @@ def _key(event: GroupEvent) -> tuple[str, str, str]:
     return event.model, event.group, event.split
 
 
-def settings(run_dir: str, file: str, overrides: Sequence[str], nats_url: str) -> Config:
-    """Load the settings of a run (or of a file), with the address of the run's log. Raises `ConfigError`."""
-    folder = Path(run_dir) if run_dir else None
-    if not file and folder is not None and (folder / "config.toml").exists():
-        file = str(folder / "config.toml")
-    more = list(overrides)
-    if not nats_url and folder is not None and (folder / "state.json").exists():
-        nats_url = msgspec.json.decode((folder / "state.json").read_bytes())["urls"]["nats"]
-    if nats_url:
-        more.append("nats.url=" + msgspec.json.encode(nats_url).decode())
-    config = load(file or None, more)
-    if not config.nats.url:
-        raise ConfigError("no log is named; name it with --run-dir, --nats-url or nats.url in the settings")
-    return config
-
-
 async def _run(config: Config, branch: str, source: str, limit: int) -> RejudgeReport:
     async with (
         Broker.connect(config.nats, name="rejudge", provision=False) as broker,
@@ -234,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="journeyman rejudge", description="Score history again as a new verdict set."
     )
-    parser.add_argument("--run-dir", default="", help="the run whose settings and log to use")
+    parser.add_argument(
+        "--run-dir", default="", help="the run whose settings and log to use; default: the newest under runs/"
+    )
     add_settings(parser, "settings, TOML; default: the run's")
     parser.add_argument("--nats-url", default="", help="the log; default: the run's")
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
@@ -245,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.branch:
             check_name(args.branch)
-        config = settings(args.run_dir, args.config, args.overrides, args.nats_url)
+        config = run_settings(args.run_dir, args.config, args.overrides, args.nats_url)
+        log_of(config)
         report = anyio.run(_run, config, args.branch, args.from_branch, args.limit)
     except (ConfigError, BrokerError, InvalidNameError) as error:
         sys.stderr.write(f"journeyman: {error}\n")

@@ -27,6 +27,7 @@ from judge.models.judge_model import open_judge_model
 from judge.ruler.lenient_json import Object, documents
 from judge.ruler.prompt import sanitize
 from pipeline.config import Config, ConfigError, load
+from pipeline.files import write_whole
 
 BATCH = 10
 _MAX_SHOWN = 40
@@ -157,10 +158,8 @@ def read_scenarios(path: Path) -> list[Scenario]:
 
 
 def write_scenarios(path: Path, scenarios: Sequence[Scenario]) -> None:
-    """Replace the file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(msgspec.json.encode(s) + b"\n" for s in scenarios))
-    temporary.replace(path)
+    """Write the scenarios to `path`, one JSON object a line."""
+    write_whole(path, b"".join(msgspec.json.encode(s) + b"\n" for s in scenarios))
 
 
 async def _run(config: Config, description: str, count: int, out: Path) -> str:

@@ -14,7 +14,7 @@ names the key. docs/configuration.md is generated from the docstrings of the sec
 | `secrets` | which values look like secrets; `${NAME}` references |
 """
 
-from pipeline.config.files import config_hash, load, nats_of_run, save
+from pipeline.config.files import config_hash, load, save
 from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, ReplicasConfig
 from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig
 from pipeline.config.nats import NatsConfig
@@ -67,7 +67,6 @@ __all__ = [
     "VllmConfig",
     "config_hash",
     "load",
-    "nats_of_run",
     "save",
     "with_values",
 ]

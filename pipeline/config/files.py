@@ -12,11 +12,11 @@ import msgspec
 import tomli_w
 
 from pipeline.config.checks import check
-from pipeline.config.nats import NatsConfig
 from pipeline.config.overrides import convert, set_override
 from pipeline.config.tree import Config
 from pipeline.config.types import Section
 from pipeline.errors import ConfigError
+from pipeline.files import write_whole
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -41,17 +41,6 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     return config
 
 
-def nats_of_run(run_dir: Path) -> NatsConfig:
-    """Return how to reach the log of a run that `journeyman up` started: its settings, at the address that it uses now.
-
-    Raises `ConfigError` where nothing was started."""
-    state, saved = run_dir / "state.json", run_dir / "config.toml"
-    if not state.is_file():
-        raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
-    nats = load(saved).nats if saved.is_file() else NatsConfig()
-    return msgspec.structs.replace(nats, url=msgspec.json.decode(state.read_bytes())["urls"]["nats"])
-
-
 def _without_none(tree: Any) -> Any:
     """TOML has no null: a setting that is not set is left out."""
     if isinstance(tree, dict):
@@ -61,10 +50,7 @@ def _without_none(tree: Any) -> Any:
 
 def save(config: Config, path: Path) -> None:
     """Write the resolved settings as TOML, so that the run can be repeated."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(tomli_w.dumps(_without_none(msgspec.to_builtins(config))), "utf-8")
-    temporary.replace(path)
+    write_whole(path, tomli_w.dumps(_without_none(msgspec.to_builtins(config))))
 
 
 def config_hash(section: Section) -> str:

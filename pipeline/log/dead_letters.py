@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -24,9 +23,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.config import ConfigError, NatsConfig, load, nats_of_run
+from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import DeadLettered, decode
 from pipeline.log.broker import READER, Broker, BrokerError, Recorded
+from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs as log
 
@@ -125,20 +125,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def nats_of(args: argparse.Namespace) -> NatsConfig:
     """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
-    if args.config:
-        nats = load(args.config).nats
-        if args.nats_url or nats.url:
-            return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
-        raise ConfigError(f"{args.config} names no nats.url: give --nats-url or --run-dir")
-    if args.nats_url and not args.run_dir:
+    if args.nats_url and not (args.run_dir or args.config):
         return NatsConfig(url=args.nats_url)
-    states = [Path(args.run_dir) / "state.json"] if args.run_dir else list(Path("runs").glob("*/state.json"))
-    states = [s for s in states if s.is_file()]
-    if not states:
-        raise ConfigError("no run directory under runs/: give --run-dir, --config or --nats-url")
-    newest = max(states, key=lambda p: p.stat().st_mtime)
-    nats = nats_of_run(newest.parent)
-    return msgspec.structs.replace(nats, url=args.nats_url or nats.url)
+    return log_of(run_settings(args.run_dir, args.config, nats_url=args.nats_url))
 
 
 async def _run(args: argparse.Namespace) -> None:

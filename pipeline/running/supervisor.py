@@ -24,6 +24,7 @@ import msgspec
 from pipeline import streams
 from pipeline.backoff import Backoff
 from pipeline.config import Config, save
+from pipeline.files import write_whole
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import environment, liveness
 from pipeline.running.plan import ProcessSpec
@@ -325,10 +326,7 @@ class Supervisor:
                 for name, w in self.watched.items()
             },
         }
-        path = self._run_dir / "state.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-        temporary.replace(path)
+        write_whole(self._run_dir / "state.json", msgspec.json.format(msgspec.json.encode(state)))
 
 
 async def _answers(probe: str) -> None:

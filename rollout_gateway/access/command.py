@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import os
 import re
 import secrets
 import sys
@@ -26,9 +25,10 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
-from pipeline.cli import newest_run
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
+from pipeline.files import write_whole
 from pipeline.names import InvalidNameError, check_name
+from pipeline.running.runs import find_run
 from rollout_gateway.access.api_keys import expires_at, name_of, read_keys
 
 PREFIX = "jm-"
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _path(args: argparse.Namespace) -> Path:
     if args.file is not None:
         return Path(args.file)
-    return Path(args.run_dir or newest_run()) / GatewayConfig().keys_file
+    return find_run(args.run_dir) / GatewayConfig().keys_file
 
 
 def _new_key(args: argparse.Namespace) -> tuple[str, KeyConfig]:
@@ -145,13 +145,7 @@ def _editing(path: Path) -> Iterator[list[KeyConfig]]:
 
 
 def _write(path: Path, keys: Iterable[KeyConfig]) -> None:
-    temporary = path.with_suffix(f".{secrets.token_hex(4)}")
-    temporary.touch(0o600)
-    with temporary.open("w", encoding="utf-8") as out:
-        out.write(tomli_w.dumps({"keys": [_table(key) for key in keys]}))
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(path)
+    write_whole(path, tomli_w.dumps({"keys": [_table(key) for key in keys]}), durable=True, mode=0o600)
 
 
 def _add(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from pipeline import cli
-from pipeline.cli import ELSEWHERE, main
+from pipeline.cli import SUBCOMMANDS, main
 from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -23,7 +23,7 @@ from pipeline.running.supervisor import Supervisor
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
-    missing = [module for module, _ in ELSEWHERE.values() if importlib.util.find_spec(module) is None]
+    missing = [module for module, _ in SUBCOMMANDS.values() if importlib.util.find_spec(module) is None]
     assert not missing
 
 

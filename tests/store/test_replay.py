@@ -90,7 +90,7 @@ def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[st
     assert replay.main(["--branch", "main"]) == 2
     assert replay.main(["--branch", "b", "--since", "yesterday"]) == 2
     assert "--since" in capfd.readouterr().err
-    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path)]) == 1
+    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path)]) == 2
 
 
 def test_what_differs_between_two_sets_of_rewards() -> None:

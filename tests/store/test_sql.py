@@ -214,16 +214,4 @@ def test_the_command_answers_and_says_what_is_wrong(run_dir: Path, capfd: pytest
     assert sql.main(["--run-dir", str(run_dir), "FROM nowhere"]) == 1
     assert "nowhere" in capfd.readouterr().err
     assert sql.main(["--run-dir", str(run_dir / "none"), "SELECT 1"]) == 1
-    assert "no store" in capfd.readouterr().err
-
-
-def test_the_newest_run_is_asked_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(sql.NoStoreError, match="--run-dir"):
-        sql.newest_run()
-    for name in ("old", "new"):
-        (tmp_path / "runs" / name / "store").mkdir(parents=True)
-    import os
-
-    os.utime(tmp_path / "runs" / "old" / "store", (1, 1))
-    assert sql.newest_run().name == "new"
+    assert "is no run" in capfd.readouterr().err

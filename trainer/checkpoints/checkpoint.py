@@ -31,6 +31,7 @@ import torch
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished
+from pipeline.files import sync, write_whole
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
 from trainer.engine.state import TrainState, Weights
@@ -159,7 +160,10 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".tmp-*"):
             log.info("removed an incomplete checkpoint", folder=str(leftover))
-            shutil.rmtree(leftover)
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
 
     def path(self, step: int) -> Path:
         """The folder of a step, which need not exist."""
@@ -176,17 +180,19 @@ class Checkpoints:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         for name, content in files.items():
-            _write_durably(temporary / name, content)
-        _write_durably(
-            temporary / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+            write_whole(temporary / name, content, durable=True)
+        write_whole(
+            temporary / MANIFEST_FILE,
+            msgspec.json.format(msgspec.json.encode(manifest), indent=2),
+            durable=True,
         )
-        _sync_folder(temporary)
+        sync(temporary)
         if target.exists():
             shutil.rmtree(target)
         crash.point("trainer.before_rename")
         temporary.rename(target)
         crash.point("trainer.after_rename")
-        _sync_folder(self.folder)
+        sync(self.folder)
         return target
 
     def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
@@ -223,9 +229,7 @@ class Checkpoints:
             return None
 
     def set_best(self, best: Best) -> None:
-        temporary = self.folder / f"{BEST_FILE}.tmp"
-        _write_durably(temporary, msgspec.json.encode(best))
-        temporary.replace(self.folder / BEST_FILE)
+        write_whole(self.folder / BEST_FILE, msgspec.json.encode(best), durable=True)
 
     def log_id(self) -> str:
         """The identity of the log on which the checkpoints were published; empty where it was not stored yet."""
@@ -233,19 +237,14 @@ class Checkpoints:
         return path.read_text("utf-8").strip() if path.exists() else ""
 
     def set_log_id(self, identity: str) -> None:
-        temporary = self.folder / f"{LOG_FILE}.tmp"
-        _write_durably(temporary, identity.encode())
-        temporary.replace(self.folder / LOG_FILE)
-        _sync_folder(self.folder)
+        write_whole(self.folder / LOG_FILE, identity.encode(), durable=True)
 
     def count_attempt(self, batch: str) -> int:
         """Store that a computation of `batch` begins; returns how many began without an end, this one included."""
         path = self.folder / ATTEMPTS_FILE
         before = path.read_text().split() if path.exists() else []
         attempts = 1 + (int(before[1]) if before[:1] == [batch] and len(before) == 2 else 0)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(f"{batch} {attempts}")
-        temporary.replace(path)
+        write_whole(path, f"{batch} {attempts}")
         return attempts
 
     def clear_attempts(self) -> None:
@@ -267,18 +266,3 @@ def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
     return TrainState(
         step, weights, state["optimizer"], state["scheduler"], state["rng"], {step: weights}, master
     )
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

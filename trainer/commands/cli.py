@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from pipeline.config import Config, ConfigError, load
+from pipeline.config import Config, ConfigError
 from pipeline.log.broker import BrokerError
+from pipeline.running.runs import run_settings
 from trainer.checkpoints.checkpoint import CheckpointError
 
 
@@ -27,19 +27,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(args: argparse.Namespace) -> Config:
-    """Settings of the run that the arguments name; default: the run under runs/ that changed last."""
-    if args.config:
-        overrides = [*args.overrides, *([f"run_dir={args.run_dir}"] if args.run_dir else [])]
-        return load(args.config, overrides)
-    folder = Path(args.run_dir) if args.run_dir else _newest_run()
-    return load(folder / "config.toml", [*args.overrides, f"run_dir={folder}"])
-
-
-def _newest_run(root: Path = Path("runs")) -> Path:
-    found = sorted(root.glob("*/config.toml"), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise ConfigError("no run under runs/: name one with --run-dir, or settings with --config")
-    return found[-1].parent
+    """Return the settings of the run that the arguments name; the newest run if they name none. Raises `ConfigError`."""
+    return run_settings(args.run_dir, args.config, args.overrides)
 
 
 def run(name: str, command: Callable[[], None]) -> None:

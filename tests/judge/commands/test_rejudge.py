@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -134,12 +133,11 @@ async def test_the_line_of_training_can_t_be_overwritten(nats_config: NatsConfig
             Rejudge(broker, Config(), None, branch="main")
 
 
-def test_the_command_finds_the_run_s_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "state.json").write_text(json.dumps({"urls": {"nats": "nats://127.0.0.1:1"}}))
-    (tmp_path / "config.toml").write_text('project = "x"\n')
-    config = command.settings(str(tmp_path), "", ["judge.model=m"], "")
-    assert (config.project, config.nats.url, config.judge.model) == ("x", "nats://127.0.0.1:1", "m")
+def test_without_a_run_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         command.main(["--branch", "b"])
     assert stop.value.code == 2
-    assert "no log is named" in capsys.readouterr().err
+    assert "no run under runs/" in capsys.readouterr().err

@@ -39,14 +39,14 @@ def test_what_is_written_comes_back(checkpoints: Checkpoints) -> None:
 
 def test_a_half_written_checkpoint_is_none(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.write(manifest(1, FILES), FILES)
-    original = checkpoint._write_durably
+    original = checkpoint.write_whole
 
-    def dies(path: Path, content: bytes) -> None:
-        original(path, content)
+    def dies(path: Path, content: bytes, *, durable: bool) -> None:
+        original(path, content, durable=durable)
         if path.name == "state.pt":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_write_durably", dies)
+    monkeypatch.setattr(checkpoint, "write_whole", dies)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.write(manifest(2, FILES), FILES)
     assert checkpoints.steps() == [1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cli import ELSEWHERE
+from pipeline.cli import SUBCOMMANDS
 from tests.trainer.families import make
 from trainer.commands import check_model
 from trainer.engine.forward import Forward
@@ -25,7 +25,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 
 def test_a_model_that_trains_right(tiny_base: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ELSEWHERE["check-model"][0] == "trainer.commands.check_model"
+    assert SUBCOMMANDS["check-model"][0] == "trainer.commands.check_model"
     code, out = asked(capsys, tiny_base, "--json")
     found: dict[str, Any] = json.loads(out)
     assert code == 0

@@ -1,0 +1,47 @@
+"""Files that appear whole or not at all, and stay after a power cut."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes | str, *, durable: bool = False, mode: int = 0o666) -> None:
+    """Write `content` to `path`: a reader, or a crash, finds the old content or the new one, never a part of it.
+
+    With `durable` the content is on the disk when the function returns. `mode` is reduced by the process's umask."""
+    with replacing(path, durable=durable) as temporary:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Give a temporary path beside `path` to write a file to. The file then takes the place of `path`; after an error it is deleted.
+
+    With `durable` the file is synced to the disk before it is renamed, and its folder afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        if durable:
+            sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,71 @@
+"""Which run a command means, what its settings are, and how to reach its log.
+
+A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeyman up` started) or a store.
+Commands that name no run mean the newest one under `runs/`: the one in which one of these changed last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import Config, ConfigError, NatsConfig, load, with_values
+
+SETTINGS, STATE = "config.toml", "state.json"
+_SIGNS = (SETTINGS, STATE, "store", "store/*")
+
+
+def find_run(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Path:
+    """Return `run_dir`, or the newest run under `root` if it is empty. Raises `ConfigError` if there is none."""
+    if run_dir:
+        return Path(run_dir)
+    runs = [(changed, folder) for folder in root.glob("*/") if (changed := _last_change(folder))]
+    if not runs:
+        raise ConfigError(f"no run under {root}/: name one with --run-dir, or start one with `journeyman up`")
+    return max(runs)[1]
+
+
+def run_settings(
+    run_dir: str | Path | None = None,
+    file: str | None = None,
+    overrides: Sequence[str] = (),
+    nats_url: str | None = None,
+) -> Config:
+    """Return the settings of a run, with the address of its log in `nats.url`; empty if none is known.
+
+    The settings come from `file` if it is given, else from the run's own. The address is `nats_url`, else that of the
+    overrides or of `file`, else that of the server that `journeyman up` started for the run. Raises `ConfigError`."""
+    more = list(overrides)
+    if not file or run_dir:
+        folder = find_run(run_dir)
+        more.append(f"run_dir={folder}")
+        if not file and not _last_change(folder):
+            raise ConfigError(
+                f"{folder} is no run: name another with --run-dir, or start one with `journeyman up`"
+            )
+        saved = folder / SETTINGS
+        config = load(file or (saved if saved.is_file() else None), more)
+    else:
+        config = load(file, more)
+    named = any(text.startswith("nats.url=") for text in more) or (file and config.nats.url)
+    state = config.path(STATE)
+    if nats_url or (not named and state.is_file()):
+        url = nats_url or msgspec.json.decode(state.read_bytes())["urls"]["nats"]
+        config = with_values(config, {"nats.url": url})
+    return config
+
+
+def log_of(config: Config) -> NatsConfig:
+    """Return how to reach the log of `run_settings`. Raises `ConfigError` if its address is not known."""
+    if not config.nats.url:
+        raise ConfigError(
+            f"{config.run_dir}: the address of its log is not known. Give --nats-url, set nats.url, or start the run with `journeyman up`"
+        )
+    return config.nats
+
+
+def _last_change(folder: Path) -> float:
+    """Return when one of the files that make a run changed last, in seconds since the epoch; 0 if there are none."""
+    return max((path.stat().st_mtime for sign in _SIGNS for path in folder.glob(sign)), default=0.0)

@@ -1,0 +1,73 @@
+"""Which run a command means, and how it finds the run's log."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import ConfigError
+from pipeline.running.runs import find_run, log_of, run_settings
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `runs` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+def make(folder: Path, *, settings: str = "", address: str = "") -> Path:
+    """A run directory with the given settings, and with the address of a log that `journeyman up` started."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(settings)
+    if address:
+        (folder / "state.json").write_text(json.dumps({"urls": {"nats": address}}))
+    return folder
+
+
+def test_without_a_run_the_error_says_what_to_do(runs: Path) -> None:
+    (runs / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no run under runs/: name one with --run-dir"):
+        find_run()
+    with pytest.raises(ConfigError, match="runs/empty is no run"):
+        run_settings("runs/empty")
+
+
+@pytest.mark.parametrize("sign", ["config.toml", "state.json", "store", "store/group.scored"])
+def test_the_newest_run_is_the_one_that_changed_last(runs: Path, sign: str) -> None:
+    for name in ("first", "second", "third"):
+        (runs / name / "store" / "group.scored").mkdir(parents=True)
+        for path in (make(runs / name, address="nats://a:1"), *(runs / name).rglob("*")):
+            os.utime(path, (1, 1))
+    os.utime(runs / "second" / sign, (2, 2))
+    assert find_run() == Path("runs/second")
+    assert find_run("elsewhere") == Path("elsewhere")
+
+
+def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
+    make(runs / "a", settings='project = "x"\n[nats]\nurl = "nats://earlier:1"\n', address="nats://now:1")
+    config = run_settings(overrides=["judge.model=m"])
+    assert (config.project, config.judge.model, config.run_dir) == ("x", "m", "runs/a")
+    assert log_of(config).url == "nats://now:1"
+    assert run_settings(nats_url="nats://given:1").nats.url == "nats://given:1"
+    assert run_settings(overrides=["nats.url=nats://set:1"]).nats.url == "nats://set:1"
+
+
+def test_settings_in_a_file_of_their_own_come_before_the_runs(runs: Path, tmp_path: Path) -> None:
+    make(runs / "a", settings='project = "x"\n', address="nats://now:1")
+    (tmp_path / "own.toml").write_text('project = "y"\nrun_dir = "runs/a"\n')
+    config = run_settings(file="own.toml")
+    assert (config.project, config.nats.url) == ("y", "nats://now:1")
+    (tmp_path / "own.toml").write_text('[nats]\nurl = "nats://own:1"\n')
+    config = run_settings("runs/a", "own.toml")
+    assert (config.run_dir, config.nats.url) == ("runs/a", "nats://own:1")
+
+
+def test_a_run_without_a_log_says_how_to_name_one(runs: Path) -> None:
+    make(runs / "a")
+    with pytest.raises(ConfigError, match="runs/a: the address of its log is not known"):
+        log_of(run_settings())

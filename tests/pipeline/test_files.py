@@ -1,0 +1,46 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.files import replacing, write_whole
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_content_takes_the_place_of_the_old(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "folder" / "file"
+    write_whole(path, "old", durable=durable)
+    write_whole(path, b"new", durable=durable, mode=0o600)
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_after_an_error_the_old_content_is_there_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "old")
+
+    def fail() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half of")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_durable_content_is_synced_before_it_has_its_name_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    path = tmp_path / "file"
+    monkeypatch.setattr("pipeline.files.sync", lambda p: synced.append((p.name, path.exists())))
+    write_whole(path, "x", durable=True)
+    ((first, before), (second, after)) = synced
+    assert first.startswith(".tmp-file-")
+    assert (before, second, after) == (False, tmp_path.name, True)
