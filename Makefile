@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
 
-.PHONY: demo test lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness gpu-proof clean
+.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness gpu-proof clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -13,8 +13,13 @@ $(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements
 demo: venv
 	$(PY) -m examples.tictactoe.demo --seed $(SEED) --run-dir runs/demo
 
+# Two workers; the tests that need vLLM share one of them.
 test: venv
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadgroup
+
+# In minutes, before each commit: lint, types, and all tests but those that need real vLLM or take long.
+check: lint
+	JOURNEYMAN_TEST_INFERENCE=double $(PY) -m pytest -q -n 3 -m "not vllm and not slow"
 
 lint: venv
 	$(VENV)/bin/ruff check .

@@ -230,6 +230,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("inference") and not DOUBLE:
             item.add_marker(pytest.mark.vllm)
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.xdist_group("vllm"))  # one worker, so that one vLLM serves them all
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(400))
     if seed := _shuffle_seed():
@@ -247,8 +249,13 @@ SHUFFLE = "JOURNEYMAN_TEST_SHUFFLE"
 
 @cache
 def _shuffle_seed() -> str:
-    given = os.environ.get(SHUFFLE, "")
-    return str(random.SystemRandom().randrange(10**6)) if given == "random" else given
+    if os.environ.get(SHUFFLE) == "random":  # the workers of pytest-xdist inherit what is drawn
+        os.environ[SHUFFLE] = str(random.SystemRandom().randrange(10**6))
+    return os.environ.get(SHUFFLE, "")
+
+
+def pytest_configure() -> None:
+    _shuffle_seed()
 
 
 def _shuffle_files(items: list[pytest.Item], seed: str) -> None:

@@ -147,6 +147,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
         assert len({e.request for e in exchanges}) == 3 * calls
 
 
+@pytest.mark.slow
 async def test_killing_the_leader_of_a_consumer_ends_no_one(
     cluster: NatsCluster, nats_config: NatsConfig
 ) -> None:
@@ -169,6 +170,7 @@ async def test_killing_the_leader_of_a_consumer_ends_no_one(
                 await cluster.healthy()
 
 
+@pytest.mark.slow
 async def test_a_follower_of_a_stream_passes_nothing_by(
     cluster: NatsCluster, nats_config: NatsConfig
 ) -> None:
@@ -201,6 +203,7 @@ async def test_a_follower_of_a_stream_passes_nothing_by(
     assert seen == list(range(1, count + 1))
 
 
+@pytest.mark.slow
 async def test_settings_reach_a_server_that_exists(
     tmp_path: Path, nats_config: NatsConfig, cluster: NatsCluster
 ) -> None:
@@ -238,6 +241,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(3600 if KILLS else 580)
+@pytest.mark.slow
 async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
     guarded_cluster: NatsCluster,
     tiny_base: str,

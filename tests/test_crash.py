@@ -30,6 +30,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(580)
+@pytest.mark.slow
 async def test_over_200_crash_schedules_of_all_services(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def until(condition: Any, process: subprocess.Popen[bytes], run_dir: Path) -> An
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_an_installation_keeps_its_doors_shut(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o755)  # as an earlier version left it

@@ -36,6 +36,7 @@ def script(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_size_is_measured_whole_and_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     report = run(tmp_path, "--only", "0.6b")
     part = report["parts"]["0.6b"]
@@ -66,6 +67,7 @@ def test_a_size_is_measured_whole_and_what_is_there_is_not_measured_again(tmp_pa
     assert batches["multiturn"]["trl"]["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_the_gpu_tests_skip_without_a_gpu_and_say_why(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -84,6 +84,7 @@ async def until_scored(broker: Broker, count: int) -> list[GroupScored]:
     return found
 
 
+@pytest.mark.slow
 async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_middle_scores_each_once(
     nats_config: NatsConfig, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ async def test_a_model_that_never_answers_leaves_a_recorded_group(
 @pytest.mark.parametrize(
     "point", ["judge.before_publish", "judge.after_publish", "broker.before_ack", "broker.after_ack"]
 )
+@pytest.mark.slow
 async def test_dying_between_any_two_steps_scores_each_group_once(
     nats_config: NatsConfig, tmp_path: Path, point: str
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_chosen_port_that_another_takes_is_chosen_again(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_service_that_can_not_start_ends_up_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -174,6 +174,7 @@ async def in_log(broker: Broker) -> set[tuple[str, int]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", SCHEDULES)
+@pytest.mark.slow
 async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
     nats_server: NatsServer,
     request: pytest.FixtureRequest,

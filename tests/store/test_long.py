@@ -19,6 +19,7 @@ pytestmark = pytest.mark.anyio
 TURNS, TOKENS = 200, 131_072
 
 
+@pytest.mark.slow
 async def test_200_turns_and_128k_tokens_come_back_token_for_token(
     nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
 ) -> None:

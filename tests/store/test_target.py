@@ -184,6 +184,7 @@ def test_duckdb_reads_without_extensions(target: Target, config: Config) -> None
 
 
 @pytest.mark.anyio
+@pytest.mark.slow
 async def test_a_store_writes_there_and_goes_on_after_a_stop(
     config: Config, running_store: StoreProcess, nats_config: NatsConfig
 ) -> None:

@@ -26,6 +26,7 @@ raise SystemExit(7)
     "command", ["-m trainer --config {}", "-m trainer.commands.train --config {} --nats-url nats://x:1",
                 "-m trainer.commands.check_model base --config {}"]
 )  # fmt: skip
+@pytest.mark.slow
 def test_nothing_that_unsloth_patches_is_imported_before_it(tmp_path: Path, command: str) -> None:
     (tmp_path / "unsloth.py").write_text(_STAND_IN)
     configuration.save(kit.settings("base", tmp_path, engine="unsloth"), tmp_path / "config.toml")

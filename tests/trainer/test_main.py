@@ -24,6 +24,7 @@ from trainer.commands import train
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # processes that import PyTorch
 
 
+@pytest.mark.slow
 async def test_a_stop_in_the_middle_of_the_work_leaves_whole_checkpoints(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ async def test_train_without_a_log_says_what_is_missing(
     assert "--nats-url" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 async def test_train_runs_to_max_steps_and_ends(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ async def test_train_runs_to_max_steps_and_ends(
         assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]
 
 
+@pytest.mark.slow
 async def test_train_says_in_a_line_why_it_can_not_go_on(tmp_path: Path) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     done = await anyio.run_process(
@@ -143,6 +146,7 @@ print(asked)
 """
 
 
+@pytest.mark.slow
 def test_nothing_outside_is_asked_for_as_training_begins(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:

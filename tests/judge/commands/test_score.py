@@ -94,6 +94,7 @@ async def test_a_judge_that_fails_is_not_asked_for_an_hour() -> None:
             await score_group(settings(server), msgspec.convert(GROUP, GroupFile))
 
 
+@pytest.mark.slow
 def test_the_command_answers_in_json(tmp_path: Path) -> None:
     """As a user runs it, in front of a server of its own."""
     (tmp_path / "group.json").write_text(json.dumps(GROUP))

@@ -60,6 +60,7 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.usefixtures("client")
+@pytest.mark.slow
 async def test_a_reply_comes_with_what_it_took(open_model: Open) -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         reply = await (await open_model(settings(server, **{"request.temperature": 0.0})))(HELLO, SCHEMA)

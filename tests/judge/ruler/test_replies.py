@@ -404,6 +404,7 @@ class Work:
     st.lists(st.sampled_from(ATOMS), max_size=5),
     st.lists(st.sampled_from(ATOMS), max_size=5),
 )
+@pytest.mark.slow
 def test_parsing_takes_work_in_proportion_to_the_reply(
     unit: list[str], before: list[str], after: list[str]
 ) -> None:

@@ -131,6 +131,7 @@ async def fill(broker: Broker) -> None:
     raise AssertionError("8 MB took 80")
 
 
+@pytest.mark.slow
 async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(small_disk: Path) -> None:
     changes = Changes()
     config, specs = make_plan(load(None, [f"run_dir={small_disk}", "nats.max_bytes=1000000000"]), ())

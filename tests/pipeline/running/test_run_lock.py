@@ -59,6 +59,7 @@ def files(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_run_directory_in_use_is_refused_and_not_touched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_run_directory_in_use_is_refused_and_not_touched(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_what_a_killed_up_left_behind_ends_before_the_next_starts(tmp_path: Path) -> None:
     process = start(tmp_path)
     left = services(tmp_path)

@@ -63,6 +63,7 @@ def forged(key: str) -> str:
     return name + "." + "A" * 32
 
 
+@pytest.mark.slow
 def test_without_a_good_key_all_runs_look_alike(start_front: StartGateway) -> None:
     gateway = start_front(keys=KEYS)
     alice = Caller(gateway, "alice")
@@ -130,6 +131,7 @@ def test_silent_connections_shut_no_one_out(
     assert "fewer connections" in gateway.log
 
 
+@pytest.mark.slow
 def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
     gateway = start_front(keys=KEYS)
     alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
@@ -160,6 +162,7 @@ def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
     assert bob.status("POST", "/v1/trajectories/a3/complete", {"reward": 1}) == 404
 
 
+@pytest.mark.slow
 def test_a_trajectorys_own_key_does_not_grade_it(start_front: StartGateway) -> None:
     """Neither with keys nor without: a model that sees the key of its run can't say what the run was worth."""
     for settings in ({"keys": KEYS}, {}):

@@ -25,6 +25,7 @@ async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Res
         return await client.post(f"{gateway.url}/v1/policies/tictactoe/{action}", json=body)
 
 
+@pytest.mark.slow
 async def test_decisions_hold_across_replicas_and_restarts(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:

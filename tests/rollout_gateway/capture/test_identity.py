@@ -78,6 +78,7 @@ async def test_a_call_may_name_and_open_its_trajectory(
 
 
 @pytest.mark.inference
+@pytest.mark.slow
 async def test_an_unmodified_fleet_is_sorted_into_runs(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -119,6 +120,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
 
 
 @pytest.mark.inference
+@pytest.mark.slow
 async def test_inferred_runs_outlive_the_gateway(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:

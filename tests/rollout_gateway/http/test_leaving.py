@@ -81,6 +81,7 @@ async def test_clients_that_leave_at_once_cost_no_tokens(
     assert counted(vllm_server, "generation_tokens_total") - before < 48 * 8 * 200 / 4
 
 
+@pytest.mark.slow
 async def test_stopping_refuses_new_calls_and_cuts_old_ones_with_an_error(
     start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig
 ) -> None:
@@ -145,6 +146,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(
     assert {(e.seq, e.status) for e in recorded} == {(0, "failed")}
 
 
+@pytest.mark.slow
 async def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops(
     start_gateway_alone: StartGatewayAlone,
 ) -> None:

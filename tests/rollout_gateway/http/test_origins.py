@@ -198,6 +198,7 @@ def _complete(gateway: GatewayProcess, raw: str) -> int:
         return client.post(f"{gateway.url}/v1/trajectories/{raw}/complete", json={"reward": 1}).status_code
 
 
+@pytest.mark.slow
 def test_a_path_is_decoded_once(start_front: StartGateway) -> None:
     gateway = start_front()
     for name in ("victimA", "victim%41", "a/b", "100%", "ä b"):

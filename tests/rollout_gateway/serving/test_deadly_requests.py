@@ -20,6 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("how", ["die", "die slowly"])
+@pytest.mark.slow
 async def test_a_request_that_kills_twice_is_refused_and_recorded(
     start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig, how: str
 ) -> None:
@@ -52,6 +53,7 @@ async def test_a_request_that_kills_twice_is_refused_and_recorded(
         gateway.stop()
 
 
+@pytest.mark.slow
 async def test_those_that_were_in_flight_with_it_are_answered(
     start_gateway_alone: StartGatewayAlone,
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_servers_defaults_are_those_of_the_models_repository(tiny_base: str,
 @pytest.mark.parametrize(
     "bounds", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (6, 0.8, 0.05), (0, 1.0, 0.0)]
 )
+@pytest.mark.slow
 def test_cuts_are_vllms(bounds: tuple[int, float, float]) -> None:
     """Against vLLM's own code for top_k and top_p, and its definition of min_p."""
     sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")

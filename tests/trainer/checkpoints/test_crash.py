@@ -101,6 +101,7 @@ async def _check(
         np.testing.assert_allclose(tensor, weights[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 async def test_killed_at_every_point_of_the_commit(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ async def test_killed_at_every_point_of_the_commit(
         await _check(broker, config, steps, *expected)
 
 
+@pytest.mark.slow
 async def test_killed_ten_times_at_random(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def power(nats_server: NatsServer, tmp_path: Path) -> Power:
 
 
 @pytest.mark.parametrize("keep_consumers", [False, True])
+@pytest.mark.slow
 async def test_the_disk_gives_back_what_the_log_lost(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, keep_consumers: bool
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_source_that_is_not_there_fails_with_a_line(
 
 
 @pytest.mark.anyio
+@pytest.mark.slow
 async def test_the_best_trajectories_of_a_run_are_found_in_its_store(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def own_logprobs(engine: Engine, s: TokenSequence) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", [*SHARED, *ROWS])
+@pytest.mark.slow
 def test_logprobs_and_gradients_are_the_models_own(family: str, tmp_path: Path) -> None:
     engine = engine_of(family, tmp_path)
     shares = family in SHARED

@@ -47,6 +47,7 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize("how", [(), ("fail",)], ids=["plain", "one runs out of memory"])
+@pytest.mark.slow
 def test_two_processes_take_the_step_of_one(tiny_base: str, tmp_path: Path, how: tuple[str, ...]) -> None:
     config = settings(tiny_base, tmp_path, dtype="float64", **{"optimizer.learning_rate": 1e-4})
     alone = steps(exactly(Engine(tiny_base, config.trainer, tmp_path)))
@@ -70,6 +71,7 @@ def test_two_processes_take_the_step_of_one(tiny_base: str, tmp_path: Path, how:
 
 
 @pytest.mark.anyio
+@pytest.mark.slow
 async def test_the_service_runs_as_two_processes_and_stops_as_one(
     tiny_base: str, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
