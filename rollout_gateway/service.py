@@ -31,7 +31,7 @@ from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.origins import OriginPolicy
-from rollout_gateway.http.pool import Limits
+from rollout_gateway.http.pool import checked_limits
 from rollout_gateway.http.server import run_server
 from rollout_gateway.serving.adapters import AdapterManager
 from rollout_gateway.serving.pacing import Pacing
@@ -168,7 +168,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 async with run_server(
                     app,
                     listener,
-                    Limits.from_config(config.gateway),
+                    checked_limits(config.gateway.http),
                     grace_s=config.gateway.drain_s,
                     admit=app.admit,
                     cut_off=app.cut_off,

@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
         self._began_at = self._heard_at
         if self._active is None:
             self._pool.set_reading(self)
-        return Request(self, self._pool.limits.max_body)
+        return Request(self, self._pool.limits.max_body_bytes)
 
     def head_complete(self, request: Request) -> None:
         self._fresh, self._began_at = False, self._heard_at
@@ -273,7 +273,7 @@ class Connection(asyncio.Protocol):
         unsent = self.transport.get_write_buffer_size()
         if not unsent or unsent != self._unsent:
             self._unsent, self._unsent_at = unsent, now
-        elif now - self._unsent_at > limits.write_s:
+        elif now - self._unsent_at > limits.write_timeout_s:
             self.transport.abort()
             return
         if self._closing_at:
@@ -285,14 +285,12 @@ class Connection(asyncio.Protocol):
     def _check_reading(self, took_s: float) -> None:
         limits, parser = self._pool.limits, self._parser
         if parser.request is None:
-            if took_s > (limits.head_s if self._fresh else limits.idle_s):
+            if took_s > (limits.head_timeout_s if self._fresh else limits.idle_timeout_s):
                 self.transport.close()
         elif not parser.head_done:
-            if took_s > limits.head_s:
-                message = f"The headers did not arrive within {limits.head_s:g} s."
+            if took_s > limits.head_timeout_s:
+                message = f"The headers did not arrive within {limits.head_timeout_s:g} s."
                 self.reject(ApiError(408, message, code="request_timeout"))
-        elif took_s > limits.body_s + parser.size / _BODY_RATE:
-            message = (
-                f"The body did not arrive within {limits.body_s:g} s plus one second per {_BODY_RATE} bytes."
-            )
+        elif took_s > limits.body_timeout_s + parser.size / _BODY_RATE:
+            message = f"The body did not arrive within {limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes."
             self.reject(ApiError(408, message, code="request_timeout"))

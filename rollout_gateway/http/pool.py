@@ -4,58 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from pipeline.config import ConfigError, GatewayConfig
+import msgspec
+
+from pipeline.config import ConfigError, HttpConfig
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("rollout_gateway.http.server")
 
-_DEFAULTS = GatewayConfig()
 _OTHER_FILES = 128
 """File descriptors that the process needs for anything but connections."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits for clients. docs/configuration.md describes the settings of the same names. Sizes are in bytes, times
-    in seconds."""
+def checked_limits(config: HttpConfig) -> HttpConfig:
+    """Raise the process's limit of open files to its hard limit, and lower `max_connections` to what that allows.
 
-    max_body: int = _DEFAULTS.http.max_body_bytes
-    max_buffered: int = _DEFAULTS.http.max_buffered_bytes
-    max_connections: int = _DEFAULTS.http.max_connections
-    head_s: float = _DEFAULTS.http.head_timeout_s
-    body_s: float = _DEFAULTS.http.body_timeout_s
-    idle_s: float = _DEFAULTS.http.idle_timeout_s
-    write_s: float = _DEFAULTS.http.write_timeout_s
-
-    @classmethod
-    def from_config(cls, config: GatewayConfig) -> Limits:
-        """Read the settings, and raise the process's limit of open files to its hard limit.
-
-        `max_connections` is lowered where the process cannot open enough files: a client's connection may need
-        another one to an inference server. Raises `ConfigError` if one body may be larger than all bodies together."""
-        if config.http.max_buffered_bytes < config.http.max_body_bytes:
-            raise ConfigError(
-                f"gateway.http.max_buffered_bytes ({config.http.max_buffered_bytes}) is less than "
-                f"gateway.http.max_body_bytes ({config.http.max_body_bytes}): raise the first or lower the second"
-            )
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        most = config.http.max_connections
-        possible = max(1, (soft - _OTHER_FILES) // 2)
-        if soft != resource.RLIM_INFINITY and possible < most:
-            log.warning(
-                "fewer connections than gateway.http.max_connections", connections=possible, open_files=soft
-            )
-            most = possible
-        return cls(
-            config.http.max_body_bytes, config.http.max_buffered_bytes, most, config.http.head_timeout_s,
-            config.http.body_timeout_s, config.http.idle_timeout_s, config.http.write_timeout_s,
-        )  # fmt: skip
+    A client's connection may need another one to an inference server. Raises `ConfigError` if one body may be larger
+    than all bodies together."""
+    if config.max_buffered_bytes < config.max_body_bytes:
+        raise ConfigError(
+            f"gateway.http.max_buffered_bytes ({config.max_buffered_bytes}) is less than "
+            f"gateway.http.max_body_bytes ({config.max_body_bytes}): raise the first or lower the second"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    possible = max(1, (soft - _OTHER_FILES) // 2)
+    if soft == resource.RLIM_INFINITY or possible >= config.max_connections:
+        return config
+    log.warning("fewer connections than gateway.http.max_connections", connections=possible, open_files=soft)
+    return msgspec.structs.replace(config, max_connections=possible)
 
 
 class PooledConnection(Protocol):
@@ -77,7 +57,7 @@ _C = TypeVar("_C", bound=PooledConnection)
 class ConnectionPool(Generic[_C]):
     """Connections by state: idle, reading a request, or answering one."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HttpConfig) -> None:
         self.limits = limits
         self.connections: set[_C] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -121,13 +101,13 @@ class ConnectionPool(Generic[_C]):
 
     def count_body(self, connection: _C, size: int) -> None:
         """Count `size` bytes for the incomplete body of `connection`. Where all incomplete bodies together exceed
-        `limits.max_buffered`, refuse the newest requests until they fit."""
+        `limits.max_buffered_bytes`, refuse the newest requests until they fit."""
         self.buffered += size - connection.buffered
         connection.buffered = size
-        if self.buffered <= self.limits.max_buffered:
+        if self.buffered <= self.limits.max_buffered_bytes:
             return
         for newest in list(reversed(self._reading)):
             if newest.buffered:
                 newest.reject_body()
-            if self.buffered <= self.limits.max_buffered:
+            if self.buffered <= self.limits.max_buffered_bytes:
                 return

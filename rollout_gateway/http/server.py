@@ -18,14 +18,14 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from pipeline.config import HttpConfig
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.connection import Admit, Connection, Handler
-from rollout_gateway.http.pool import ConnectionPool, Limits
+from rollout_gateway.http.pool import ConnectionPool
 from rollout_gateway.http.request import Request
 
 log = get_logger("rollout_gateway.http.server")
 
-_DEFAULT_LIMITS = Limits()
 _CHECK_S = 1.0
 _CUT_OFF_S = 10.0
 """How long a call that was cut off may take to be recorded and answered."""
@@ -39,8 +39,9 @@ def _nothing() -> None:
     """There is nothing to cut off."""
 
 
-async def _check_deadlines(connections: set[Connection], limits: Limits) -> None:
-    pause_s = min(_CHECK_S, limits.head_s / 4, limits.body_s / 4, limits.idle_s / 4, limits.write_s / 4)
+async def _check_deadlines(connections: set[Connection], limits: HttpConfig) -> None:
+    timeouts = (limits.head_timeout_s, limits.body_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
+    pause_s = min(_CHECK_S, *(timeout / 4 for timeout in timeouts))
     while True:
         await asyncio.sleep(pause_s)
         now = asyncio.get_running_loop().time()
@@ -71,7 +72,7 @@ async def _drain(tasks: set[asyncio.Task[None]], grace_s: float, cut_off: Callab
 async def run_server(
     handler: Handler,
     listener: socket.socket,
-    limits: Limits = _DEFAULT_LIMITS,
+    limits: HttpConfig,
     *,
     grace_s: float,
     admit: Admit = _admit_all,
@@ -80,7 +81,7 @@ async def run_server(
     """Answer requests on `listener` with `handler` while the block runs.
 
     When the block is left, running handlers have `grace_s` seconds to end. Then `cut_off` is called, which has to end
-    them. Meanwhile new requests still reach the handler. A body larger than `limits.max_body` is not read:
+    them. Meanwhile new requests still reach the handler. A body larger than `limits.max_body_bytes` is not read:
     `Request.too_large` is set. Yields the server's connections."""
     loop = asyncio.get_running_loop()
     pool: ConnectionPool[Connection] = ConnectionPool(limits)

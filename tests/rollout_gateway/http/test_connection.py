@@ -12,9 +12,9 @@ import anyio
 import anyio.abc
 import pytest
 
-from pipeline.config import ConfigError, GatewayConfig, HttpConfig
+from pipeline.config import ConfigError, HttpConfig
 from rollout_gateway.http.errors import ApiError, ClientGoneError
-from rollout_gateway.http.pool import Limits
+from rollout_gateway.http.pool import checked_limits
 from rollout_gateway.http.request import Request
 from tests.rollout_gateway.http.test_server import echo, serve, spoken
 
@@ -212,7 +212,7 @@ async def until_closed(stream: anyio.abc.SocketStream) -> bytes:
     ids=["silent", "empty lines", "half a head", "half a body", "between two requests"],
 )
 async def test_a_connection_has_deadlines(sent: bytes, status: bytes) -> None:
-    async with serve(echo, head_s=0.2, body_s=0.2, idle_s=0.2) as port:
+    async with serve(echo, head_timeout_s=0.2, body_timeout_s=0.2, idle_timeout_s=0.2) as port:
         with anyio.fail_after(10):
             async with await anyio.connect_tcp("127.0.0.1", port) as stream:
                 if sent:
@@ -221,7 +221,7 @@ async def test_a_connection_has_deadlines(sent: bytes, status: bytes) -> None:
 
 
 async def test_bytes_now_and_then_do_not_put_a_deadline_off() -> None:
-    async with serve(echo, head_s=0.3) as port:
+    async with serve(echo, head_timeout_s=0.3) as port:
         with anyio.fail_after(10):
             async with await anyio.connect_tcp("127.0.0.1", port) as stream, anyio.create_task_group() as tg:
 
@@ -286,7 +286,7 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
         except ClientGoneError:
             gone.set()
 
-    async with serve(flood, write_s=0.3) as port:
+    async with serve(flood, write_timeout_s=0.3) as port:
         with socket.create_connection(("127.0.0.1", port)) as client, anyio.fail_after(20):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await gone.wait()
@@ -310,7 +310,10 @@ async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
         return stream
 
     with anyio.fail_after(60):
-        async with serve(back, max_body=size, max_buffered=250_000) as port, AsyncExitStack() as stack:
+        async with (
+            serve(back, max_body_bytes=size, max_buffered_bytes=250_000) as port,
+            AsyncExitStack() as stack,
+        ):
             for _ in range(3):
                 first, second, last = [await begun(port, stack) for _ in range(3)]
                 for stream in (last, first, second):
@@ -330,7 +333,7 @@ async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
 
 def test_a_body_has_to_fit_the_bound_of_all_together() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.http\.max_buffered_bytes"):
-        Limits.from_config(GatewayConfig(http=HttpConfig(max_body_bytes=1000, max_buffered_bytes=999)))
+        checked_limits(HttpConfig(max_body_bytes=1000, max_buffered_bytes=999))
 
 
 # -- refused by the head ---------------------------------------------------------------------------------------------
@@ -351,7 +354,7 @@ async def test_a_refused_request_is_told_so_before_its_body_is_kept() -> None:
         request.answer(200, request.body)
 
     post = b"POST / HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n"
-    async with serve(handler, admit, max_body=10_000_000) as port:
+    async with serve(handler, admit, max_body_bytes=10_000_000) as port:
         key = b"Authorization: a\r\nConnection: close\r\n"
         said = await spoken(port, post % (b"", 2) + b"no" + post % (key, 3) + b"yes")
         assert answers(said) == [b"401 no", b"200 yes"]  # a small body does not cost the connection

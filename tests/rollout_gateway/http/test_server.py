@@ -12,9 +12,9 @@ import anyio.abc
 import httpx
 import pytest
 
+from pipeline.config import HttpConfig
 from rollout_gateway.http.connection import Admit, Handler
 from rollout_gateway.http.errors import ClientGoneError
-from rollout_gateway.http.pool import Limits
 from rollout_gateway.http.request import Request
 from rollout_gateway.http.server import run_server
 
@@ -30,7 +30,7 @@ async def serve(handler: Handler, admit: Admit = _everyone, **limits: Any) -> As
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.setblocking(False)
-        bounds = Limits(**{"max_body": 1000, **limits})
+        bounds = HttpConfig(**{"max_body_bytes": 1000, **limits})
         async with run_server(handler, listener, bounds, grace_s=5, admit=admit):
             yield listener.getsockname()[1]
 
