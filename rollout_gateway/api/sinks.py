@@ -37,10 +37,6 @@ class TranslatingSink(RequestSink):
         super().__init__(request, headers)
         self._stream = TranslatedStream(translation)
 
-    def start(self, flow: Callable[[bool], None]) -> None:
-        super().start(flow)
-        self.request.write(self._stream.begin())
-
     @property
     def write_chunks(self) -> None:
         return None  # the other API has other events

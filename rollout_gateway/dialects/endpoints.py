@@ -53,7 +53,7 @@ class Dialect:
     empty_pieces: ClassVar[tuple[bytes, ...]]
     """JSON of parts without content."""
 
-    def read(self, body: bytes, endpoint: str = "") -> Call:
+    def read(self, body: bytes) -> Call:
         """Decode a request. Raises a 400 `ApiError` if it is invalid."""
         raise NotImplementedError
 
@@ -201,14 +201,14 @@ class ChatDialect(Dialect):
     content, piece = "message", "delta"
     empty_pieces = (b"{}",)
 
-    def read(self, body: bytes, endpoint: str = "") -> Call:
+    def read(self, body: bytes) -> Call:
         fields, params = read_fields(body, _ChatParams)
         if (
             params.top_logprobs and not params.logprobs
         ):  # vLLM would accept it, since the gateway asks for logprobs
             message = "top_logprobs needs logprobs to be true."
             raise ApiError(400, message, code="invalid_body", param="top_logprobs")
-        return Call(body, fields, params, endpoint or self.path, params.n or 1)
+        return Call(body, fields, params, self.path, params.n or 1)
 
     def logprobs(self, raw: Raw | None) -> bytes:
         if raw is None:
@@ -283,7 +283,7 @@ class CompletionDialect(Dialect):
     content, piece = "text", "text"
     empty_pieces = (b'""',)
 
-    def read(self, body: bytes, endpoint: str = "") -> Call:
+    def read(self, body: bytes) -> Call:
         fields, params = read_fields(body, _CompletionParams)
         prompt = msgspec.json.decode(params.prompt)
         if not isinstance(prompt, str | list):
@@ -297,7 +297,7 @@ class CompletionDialect(Dialect):
         if params.echo:
             texts = prompts if all(isinstance(p, str) for p in prompts) else None
             echo = Echo(prompts, each, params.max_tokens != 0, texts)
-        return Call(body, fields, params, endpoint or self.path, len(prompts) * each, echo)
+        return Call(body, fields, params, self.path, len(prompts) * each, echo)
 
     def _ask_logprobs(self, call: Call, fields: Fields) -> None:
         # With `echo`, vLLM would also compute and return the logprobs of the whole prompt.

@@ -60,10 +60,6 @@ class ResponsesTranslation:
         self._writer.stored = stored
 
     @property
-    def names(self) -> dict[str, ToolName]:
-        return self._tools.renamed()
-
-    @property
     def left_out(self) -> list[str]:
         """Types of the request's tools that the model was not shown."""
         return self._tools.left_out

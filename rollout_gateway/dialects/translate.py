@@ -10,10 +10,8 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from rollout_gateway.dialects.calls import Call, Fields, Raw, RequestParams
-from rollout_gateway.http.body import read_body
 
 _encode = msgspec.json.Encoder().encode
-read = read_body
 
 
 class Translation(Protocol):
@@ -88,9 +86,6 @@ class TranslatedStream:
         self._translation = translation
         self._buffer = b""
         self._failed = False
-
-    def begin(self) -> bytes:
-        return b""
 
     def take(self, data: bytes) -> bytes:
         """Convert what arrived of the stream. An incomplete event is kept until its end arrives."""

@@ -94,7 +94,6 @@ class Connection(asyncio.Protocol):
         if active is not None:
             active.gone = True
             active.cancellation.cancel(ClientGoneError())
-            active.on_gone()
             active.on_flow = ignore_flow
 
     def pause_writing(self) -> None:

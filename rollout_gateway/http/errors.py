@@ -41,14 +41,6 @@ def invalid_json(detail: str) -> ApiError:
     return ApiError(400, f"The body is not valid JSON: {detail}", code="invalid_json")
 
 
-def body_too_large() -> ApiError:
-    return ApiError(
-        413,
-        "The body is larger than gateway.http.max_body_bytes (control API: gateway.http.max_control_body_bytes).",
-        code="body_too_large",
-    )
-
-
 def unknown_model(model: str, known: Sequence[str]) -> ApiError:
     message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
     return ApiError(404, message, kind="not_found_error", code="model_not_found", param="model")

@@ -18,10 +18,6 @@ _JSON = b"application/json"
 _JSON_200 = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
-def _nothing() -> None:
-    """Default of `Request.on_gone`."""
-
-
 def ignore_flow(_: bool) -> None:
     """Default of `Request.on_flow`."""
 
@@ -46,7 +42,7 @@ class Request:
 
     __slots__ = (
         "_channel", "admitted", "body", "cancellation", "chunked", "extra", "gone", "headers", "keep_alive", "max_body",
-        "method", "on_flow", "on_gone", "refusal", "started", "target", "too_large",
+        "method", "on_flow", "refusal", "started", "target", "too_large",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, max_body: int) -> None:
@@ -72,7 +68,6 @@ class Request:
         """Cancelled with a `ClientGoneError` when the client closes its connection."""
         self.gone = False
         """The client closed its connection."""
-        self.on_gone: Callable[[], None] = _nothing
         self.started = False
         """The head of the answer was written."""
         self.on_flow: Callable[[bool], None] = ignore_flow

@@ -122,7 +122,6 @@ class Upstream:
         *,
         headers: bytes = b"",
         timeout_s: float = 300.0,
-        on_sent: Callable[[Callable[[], None]], None] | None = None,
     ) -> UpstreamReply:
         """Send a request and wait for the head of its reply, which has to be complete within `timeout_s`.
 
@@ -141,8 +140,6 @@ class Upstream:
                 raise
             sent = True
             connection.send(data, timeout_s)
-            if on_sent is not None:
-                on_sent(connection.break_off)
             try:
                 await connection.wait_head()
             except BaseException as error:

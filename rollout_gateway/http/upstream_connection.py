@@ -181,11 +181,6 @@ class UpstreamConnection(asyncio.Protocol):
             UpstreamError(why, answered=self.answered) if self.error is None and not self.done else None
         )
 
-    def break_off(self) -> None:
-        if not self.done:
-            self.reused = False
-            self.abort("the client went away")
-
     def _fail(self, error: Exception | None) -> None:
         self.error = error or self.error
         self.close()

@@ -24,7 +24,7 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
     second = [*first, said, {"role": "user", "content": "more"}]
 
     def call(messages: list[dict[str, str]]) -> Any:
-        return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}), CHAT.path)
+        return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
 
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
