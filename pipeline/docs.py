@@ -132,8 +132,8 @@ def _users_part() -> Iterator[str]:
         yield f"### `{each.name}`\n"
         yield f"Subscribe: {names(allowed.subscribe)}\n"
         yield f"Publish: {names(allowed.publish)}\n"
-        if allowed.never:
-            yield f"Never publish: {names(allowed.never)}\n"
+        if allowed.deny:
+            yield f"Never publish: {names(allowed.deny)}\n"
 
 
 def streams_page() -> str:

@@ -380,7 +380,7 @@ async def settled(broker: Broker) -> None:
 
 async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
     history = await broker.read(CheckpointPublished)
-    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+    return [r.event for r in history]
 
 
 async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
@@ -422,7 +422,7 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
     """Of all services; the inference server's address is not in them yet. The NATS server has the users of `guarded`."""
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
-    return signing.provided(Config(
+    return signing.with_public_key(Config(
         project="p", run_dir=str(folder), nats=nats, models=(ModelConfig(name="tiny", base=base),),
         signing=SigningConfig(seed=str(keys / "checkpoints.nk")),
         vllm=VllmConfig(max_loras=10),

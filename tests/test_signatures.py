@@ -95,7 +95,7 @@ async def test_forged_checkpoints_are_passed_by(
     config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
     seed = tmp_path / "checkpoints.nk"
     config = msgspec.structs.replace(config, signing=SigningConfig(seed=str(seed)))
-    config = signing.provided(config)
+    config = signing.with_public_key(config)
     public = nkey.load(seed).public
     assert config.signing.keys == (public,)
     trust = signing.Trust(config.signing)

@@ -99,11 +99,11 @@ class Broker(Reader):
 
         async def on_error(error: Exception) -> None:
             nonlocal refused
-            if access.refuses(error):
+            if access.is_authentication_error(error):
                 refused = retry.reason(error)
                 # Trying again does not help, unless another server of the cluster knows the user.
                 connecting.deadline = min(connecting.deadline, anyio.current_time() + _OTHER_SERVERS_S)
-            if access.forbids(error):
+            if access.is_permission_error(error):
                 # The server dropped the message: its sender waits for an answer in vain.
                 log.error(
                     "the NATS user lacks a right",

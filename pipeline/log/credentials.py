@@ -64,13 +64,13 @@ def options(config: NatsConfig, name: str) -> dict[str, Any]:
     return found
 
 
-def refuses(error: Exception) -> bool:
+def is_authentication_error(error: Exception) -> bool:
     """Return whether a connection failed on authentication or TLS, so that another attempt cannot succeed."""
     text = str(error).lower()
     return isinstance(error, ssl.SSLError) or "authorization violation" in text or "tls" in text
 
 
-def forbids(error: Exception) -> bool:
+def is_permission_error(error: Exception) -> bool:
     """Return whether the server refused a publish or subscription because the user lacks the right."""
     return "permissions violation" in str(error).lower()
 

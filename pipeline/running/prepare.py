@@ -63,7 +63,7 @@ def _prepare(config: Config, keys: Path) -> Config:
         config = msgspec.structs.replace(
             config, signing=msgspec.structs.replace(config.signing, seed=str(keys / "checkpoints.nk"))
         )
-    config = signing.provided(msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway))
+    config = signing.with_public_key(msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway))
     save(config, config.path("config.toml"))
     return config
 

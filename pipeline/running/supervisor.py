@@ -107,7 +107,7 @@ class Supervisor:
         Cancelling kills at once instead. Raises `SupervisorError` (in a group) if a process never comes up."""
         private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
-        self.config = signing.provided(self.config)
+        self.config = signing.with_public_key(self.config)
         save(self.config, self.config.path("config.toml"))
         self._write_state()
         async with anyio.create_task_group() as tg:

@@ -83,7 +83,7 @@ def write_secret(path: Path, make: Callable[[], bytes]) -> None:
     temporary.unlink()
 
 
-def verified(public: str, message: bytes, signature: bytes) -> bool:
+def verify(public: str, message: bytes, signature: bytes) -> bool:
     """Return whether `signature` is a signature of `message` with the private key of `public`."""
     try:
         nacl.signing.VerifyKey(_raw(public)).verify(message, signature)

@@ -54,7 +54,7 @@ class Signer:
         self._pair = pair
 
     @classmethod
-    def of(cls, config: Config) -> Signer | None:
+    def from_config(cls, config: Config) -> Signer | None:
         """Return the signer of these settings, or None if they name no seed."""
         return cls(nkey.load(config.signing.seed)) if config.signing.seed else None
 
@@ -91,12 +91,12 @@ class Trust:
             )
         if event.signer not in self._keys:
             return f"the checkpoint {event.version} is signed by {event.signer[:60]}, which is not among signing.keys"
-        if not nkey.verified(event.signer, signed_bytes(event), event.signature):
+        if not nkey.verify(event.signer, signed_bytes(event), event.signature):
             return f"the signature of the checkpoint {event.version} does not match its content"
         return ""
 
 
-def provided(config: Config) -> Config:
+def with_public_key(config: Config) -> Config:
     """Return `config` with the public key of `signing.seed` among `signing.keys`. Create the seed's file if it does not exist."""
     signing = config.signing
     if not signing.seed:

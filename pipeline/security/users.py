@@ -44,8 +44,6 @@ class User:
     """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
-    listens: tuple[str, ...] = ()
-    """Subjects that it subscribes to."""
     provisions: bool = False
     """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole streams."""
 
@@ -104,10 +102,10 @@ USERS: tuple[User, ...] = (
 
 @dataclass(frozen=True)
 class Rights:
-    """The permissions of a user, as NATS subjects. `never` has precedence over `publish`."""
+    """The permissions of a user, as NATS subjects. `deny` has precedence over `publish`."""
 
     publish: tuple[str, ...]
-    never: tuple[str, ...]
+    deny: tuple[str, ...]
     subscribe: tuple[str, ...]
 
 
@@ -121,23 +119,23 @@ def inbox_prefix(name: str) -> str:
     return f"_INBOX_{name}"
 
 
-def rights(who: User) -> Rights:
-    """Return the subjects that the server allows `who`."""
+def rights(user: User) -> Rights:
+    """Return the subjects that the server allows a user."""
     api = "$JS.API."
-    publish = [*who.publishes, *(streams.alive_subject(s) for s in who.probes), f"{api}STREAM.NAMES"]
-    never: list[str] = []
-    consumed = [streams.consumer(name) for name in who.consumes]
-    read = {*who.reads, *(c.stream for c in consumed)}
-    fetched = {*who.fetches, *who.stores, *(streams.claims_bucket(s) for s in read)}
-    stored = {*who.stores, *(streams.claims_bucket(streams.stream_of(s)) for s in who.publishes)}
-    if not who.provisions:
+    publish = [*user.publishes, *(streams.alive_subject(s) for s in user.probes), f"{api}STREAM.NAMES"]
+    deny: list[str] = []
+    consumed = [streams.consumer(name) for name in user.consumes]
+    read = {*user.reads, *(c.stream for c in consumed)}
+    fetched = {*user.fetches, *user.stores, *(streams.claims_bucket(s) for s in read)}
+    stored = {*user.stores, *(streams.claims_bucket(streams.stream_of(s)) for s in user.publishes)}
+    if not user.provisions:
         # It publishes dead letters under its own name, and reads whether one exists already.
-        for name in sorted({who.name, READER, *who.consumes}):
+        for name in sorted({user.name, READER, *user.consumes}):
             publish += [f"dead.*.{name}", f"dead.*.{name}.*"]
         read.add("DEAD")
         fetched.add(streams.claims_bucket("DEAD"))
         stored.add(streams.claims_bucket("DEAD"))
-    publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in who.trims]
+    publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
     for stream in sorted(read | {f"OBJ_{b}" for b in fetched | stored}):
@@ -150,20 +148,20 @@ def rights(who: User) -> Rights:
     for spec in consumed:
         of = f"{spec.stream}.{spec.name}"
         publish += [f"{api}CONSUMER.INFO.{of}", f"{api}CONSUMER.MSG.NEXT.{of}", f"$JS.ACK.{of}.>"]
-    for stream in (*who.follows, *who.branches):
+    for stream in (*user.follows, *user.branches):
         verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT"]
-        verbs += ["CONSUMER.DURABLE.CREATE"] if stream in who.branches else []
+        verbs += ["CONSUMER.DURABLE.CREATE"] if stream in user.branches else []
         publish += [f"{api}{verb}.{stream}.*" for verb in verbs]
         for spec in streams.CONSUMERS:
             if spec.stream == stream and spec not in consumed:
-                never += [f"{api}{verb}.{stream}.{spec.name}" for verb in verbs]
-                never += [f"$JS.ACK.{stream}.{spec.name}.>"] if stream in who.branches else []
-        publish += [f"$JS.ACK.{stream}.*.>"] if stream in who.branches else []
-    if who.provisions:
+                deny += [f"{api}{verb}.{stream}.{spec.name}" for verb in verbs]
+                deny += [f"$JS.ACK.{stream}.{spec.name}.>"] if stream in user.branches else []
+        publish += [f"$JS.ACK.{stream}.*.>"] if stream in user.branches else []
+    if user.provisions:
         publish += [f"{api}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")]
         publish += [f"{api}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")]
         publish.append(f"{api}STREAM.MSG.DELETE.DEAD")
-    return Rights(tuple(publish), tuple(never), (f"{inbox_prefix(who.name)}.>", *who.listens))
+    return Rights(tuple(publish), tuple(deny), (f"{inbox_prefix(user.name)}.>",))
 
 
 def seed_file(folder: Path, name: str) -> Path:
@@ -171,16 +169,16 @@ def seed_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.nk"
 
 
-def authorization(folder: Path, who: Iterable[User] = USERS) -> str:
+def authorization(folder: Path, accounts: Iterable[User] = USERS) -> str:
     """Return the `authorization` block of a NATS server's configuration, which contains public keys only. A seed that is missing
     in `folder` is created."""
     blocks = []
-    for each in who:
-        allowed = rights(each)
-        publish = json.dumps({"allow": allowed.publish, "deny": allowed.never})
+    for account in accounts:
+        allowed = rights(account)
+        publish = json.dumps({"allow": allowed.publish, "deny": allowed.deny})
         subscribe = json.dumps({"allow": allowed.subscribe})
-        key = nkey.load_or_make(seed_file(folder, each.name)).public
+        key = nkey.load_or_make(seed_file(folder, account.name)).public
         blocks.append(
-            f"    {{ nkey: {key}, permissions: {{ publish: {publish},\n      subscribe: {subscribe} }} }} # {each.name}\n"
+            f"    {{ nkey: {key}, permissions: {{ publish: {publish},\n      subscribe: {subscribe} }} }} # {account.name}\n"
         )
     return f"authorization {{\n  timeout: 10\n  users = [\n{''.join(blocks)}  ]\n}}\n"

@@ -74,7 +74,7 @@ async def play(broker: Broker, groups: int, members: int = 4, reward: float | No
 
 async def scored(broker: Broker) -> list[GroupScored]:
     history = await broker.read(GroupScored)
-    return [r.event for r in history if isinstance(r.event, GroupScored)]
+    return [r.event for r in history]
 
 
 async def until_scored(broker: Broker, count: int) -> list[GroupScored]:

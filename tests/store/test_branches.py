@@ -54,13 +54,13 @@ async def experience(broker: Broker) -> None:
 
 async def checkpoints(broker: Broker, branch: str) -> list[CheckpointPublished]:
     found = await broker.read(CheckpointPublished, project="p", model=kit.MODEL, branch=branch)
-    return [r.event for r in found if isinstance(r.event, CheckpointPublished)]
+    return [r.event for r in found]
 
 
 async def scored(broker: Broker, branch: str) -> dict[int, GroupScored]:
     """Groups of a branch by their stream sequence."""
     found = await broker.read(GroupScored)
-    return {r.seq: r.event for r in found if isinstance(r.event, GroupScored) and r.event.branch == branch}
+    return {r.seq: r.event for r in found if r.event.branch == branch}
 
 
 async def trained(broker: Broker, config: Config, branch: str, steps: int) -> list[CheckpointPublished]:

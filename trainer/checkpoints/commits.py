@@ -44,7 +44,7 @@ class Commits:
     def __init__(self, broker: Broker, config: Config) -> None:
         self.broker, self.config = broker, config
         self._computing = anyio.CapacityLimiter(1)
-        self._signer, self._trust = Signer.of(config), Trust(config.signing)
+        self._signer, self._trust = Signer.from_config(config), Trust(config.signing)
 
     def trusted(self, event: CheckpointPublished) -> bool:
         """Whether training may continue from a checkpoint of the log: only a signed one was written by a trainer."""

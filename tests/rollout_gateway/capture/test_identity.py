@@ -110,7 +110,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
         with anyio.fail_after(120):
             while len(done := await broker.read(TrajectoryCompleted)) < 6:
                 await anyio.sleep(0.1)  # until the runs have been silent for long enough
-        events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
+        events = [r.event for r in done]
         assert [e.exchanges for e in events] == [turns] * 6
         assert all(e.inferred and e.reward is None for e in events)
         groups = [e.group for e in events]
@@ -147,7 +147,7 @@ async def test_inferred_runs_outlive_the_gateway(
         with anyio.fail_after(30):
             while len(done := await broker.read(TrajectoryCompleted)) < 2:
                 await anyio.sleep(0.1)  # until both have been silent for long enough
-        events = [r.event for r in done if isinstance(r.event, TrajectoryCompleted)]
+        events = [r.event for r in done]
         assert [e.exchanges for e in events] == [2, 1]  # the abandoned one is given longer
         assert [(e.outcome, e.inferred) for e in events] == [("masked", True)] * 2
         (alone,) = await exchanges(broker, events[1].trajectory)

@@ -28,7 +28,7 @@ def held(server: VllmServer) -> set[str]:
 
 async def loads(broker: Broker) -> list[PolicyLoaded]:
     recorded = await broker.read(PolicyLoaded)
-    return [r.event for r in recorded if isinstance(r.event, PolicyLoaded)]
+    return [r.event for r in recorded]
 
 
 async def test_a_checkpoint_is_loaded_proved_and_then_routed_to(

@@ -67,7 +67,7 @@ async def fill(broker: Broker, groups: int) -> None:
 
 async def published(broker: Broker) -> list[CheckpointPublished]:
     history = await broker.read(CheckpointPublished)
-    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+    return [r.event for r in history]
 
 
 def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:

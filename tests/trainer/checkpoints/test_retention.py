@@ -88,9 +88,7 @@ async def test_what_serves_or_may_have_to_serve_stays(
         )
         retention = Retention(config, broker, learners)
         await retention.look()
-        retired = {
-            r.event.version for r in await broker.read(PolicyRetired) if isinstance(r.event, PolicyRetired)
-        }
+        retired = {r.event.version for r in await broker.read(PolicyRetired)}
         assert retired == {V[1], V[8]}
         assert await present(broker) == set(V[1:])  # told first, removed later
         await retention.look()

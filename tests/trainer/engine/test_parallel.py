@@ -146,4 +146,4 @@ async def _publish(broker: Broker) -> None:
 
 async def _checkpoints(broker: Broker) -> list[CheckpointPublished]:
     history = await broker.read(CheckpointPublished)
-    return [r.event for r in history if isinstance(r.event, CheckpointPublished)]
+    return [r.event for r in history]
