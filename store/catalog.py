@@ -1,8 +1,9 @@
 """Which files there are and which events they hold. File names and files are the only state.
 
-A name is `<stream>-<first>-<last>-<at>[-c<level>].parquet`: the lowest and highest stream sequence in it, the stream time of
-its first row in hexadecimal microseconds, and how often it was compacted. An event is identified by sequence and stream time
-together: a stream that was deleted and made again, or a log that lost its end in a power cut, uses the same sequences again.
+A name is `<stream>-<first>-<last>-<at>[-c<level>].parquet`: the lowest and highest stream sequence in it, the
+stream time of its first row in hexadecimal microseconds, and how often it was compacted. An event is identified by
+sequence and stream time together: a stream that was deleted and made again, or a log that lost its end in a power
+cut, uses the same sequences again.
 """
 
 from __future__ import annotations

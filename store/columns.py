@@ -1,7 +1,7 @@
 """Events to Arrow tables.
 
-Events hold token ids, logprobs and masks as packed arrays. A list column is made by joining the packed bytes of all rows and
-counting their lengths, so that no token becomes a Python number.
+Events hold token ids, logprobs and masks as packed arrays. A list column is made by joining the packed bytes of
+all rows and counting their lengths, so that no token becomes a Python number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def arrow_schema(tag: str) -> pa.Schema:
 
 
 def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
-    """A list column from packed arrays of `dtype`, one per row. Raises `UnstorableError` where an array ends within an item."""
+    """A list column from packed arrays of `dtype`, one per row. Raises `UnstorableError` where an array ends within
+    an item."""
     size = np.dtype(dtype).itemsize
     lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
     if size > 1 and (lengths % size).any():

@@ -1,9 +1,9 @@
 """Merges small files into large ones, and deletes files that are older than `store.keep_days`.
 
-A compacted file lists in its footer the files whose rows it holds. From the moment it has its name, readers take it and leave those
-out (`catalog.live`). Readers that listed files before that still find the old ones, which are deleted only after
-`store.compact_grace_s`. So no reader sees a row twice or misses one, and after a crash at any point either the old files are live
-or the new one.
+A compacted file lists in its footer the files whose rows it holds. From the moment it has its name, readers take
+it and leave those out (`catalog.live`). Readers that listed files before that still find the old ones, which are
+deleted only after `store.compact_grace_s`. So no reader sees a row twice or misses one, and after a crash at any
+point either the old files are live or the new one.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     journeyman diff --a branch=main --b branch=colder
     journeyman diff --a judge=3f2c… --b judge=91ab… --format json
 
-A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that model's verdicts
-instead of the groups' final rewards), or several of them joined by commas. The groups and trajectories that both sides have are
-compared: advantages whose sign flips, Spearman's rank correlation within groups, groups without variance on each side.
+A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that
+model's verdicts instead of the groups' final rewards), or several of them joined by commas. The groups and
+trajectories that both sides have are compared: advantages whose sign flips, Spearman's rank correlation within
+groups, groups without variance on each side.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _KEYS = ("branch", "judge", "judge_model")
 
 
 def side(text: str) -> dict[str, str]:
-    """A side such as `"branch=main,judge=…"` as a filter: column to value. Raises `ConfigError` for an unknown key."""
+    """A side such as `branch=main,judge=…` as a filter: column to value. Raises `ConfigError` for an unknown key."""
     out = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -43,17 +44,15 @@ def side(text: str) -> dict[str, str]:
 
 
 def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> dict[str, dict[str, float]]:
-    """The rewards of scored members, or a judge model's scores, by group and trajectory. The latest scoring of a group counts."""
+    """The rewards of scored members, or a judge model's scores, by group and trajectory. The latest scoring of a
+    group counts."""
     conditions = " AND ".join(f"{key} = ?" for key in chosen)
     if "judge_model" in chosen:
-        query = (
-            f"SELECT group_id, trajectory, score FROM verdicts WHERE {conditions} ORDER BY scored_at, verdict"  # noqa: S608
-        )
+        source, order = "score FROM verdicts", "scored_at, verdict"
     else:
-        query = (
-            f"SELECT group_id, trajectory, reward FROM rewards WHERE {conditions} AND outcome = 'scored' "  # noqa: S608
-            "ORDER BY scored_at"
-        )
+        source, order = "reward FROM rewards", "scored_at"
+        conditions += " AND outcome = 'scored'"
+    query = f"SELECT group_id, trajectory, {source} WHERE {conditions} ORDER BY {order}"
     out: dict[str, dict[str, float]] = {}
     for group, trajectory, value in connection.execute(query, list(chosen.values())).fetchall():
         out.setdefault(group, {})[trajectory] = value
@@ -79,8 +78,8 @@ def _flat(values: npt.NDArray[np.float64]) -> bool:
 
 
 def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The differences over the trajectories and groups that both sides have. A value is `None` where there is nothing to
-    compare."""
+    """The differences over the trajectories and groups that both sides have. A value is `None` where there is nothing
+    to compare."""
     groups = trajectories = flips = flat_a = flat_b = gained = lost = 0
     correlations: list[float] = []
     gaps: list[float] = []
@@ -134,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 where the sides share no group or the store fails; 2 where an argument or setting is wrong."""
+    """Run the command. Returns 0; 1 where the sides share no group or the store fails; 2 where an argument or setting
+    is wrong."""
     args = _parser().parse_args(argv)
     try:
         with sql.connect(run_settings(args.run_dir, args.config)) as connection:

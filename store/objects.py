@@ -1,10 +1,12 @@
 """The store's files in S3-compatible object storage.
 
-An object appears when its upload is complete, so no temporary name is needed: a file is made in memory and uploaded with one call.
-A crash before the end leaves parts of an upload that no reader sees. All reads use pyarrow's S3 client, DuckDB's too (as the
-filesystem `journeyman-s3://`): DuckDB's own S3 support is an extension that would be downloaded at run time.
+An object appears when its upload is complete, so no temporary name is needed: a file is made in memory and
+uploaded with one call. A crash before the end leaves parts of an upload that no reader sees. All reads use
+pyarrow's S3 client, DuckDB's too (as the filesystem `journeyman-s3://`): DuckDB's own S3 support is an extension
+that would be downloaded at run time.
 
-`store.dir` is `s3://<bucket>/<prefix>`. Credentials come from the AWS_* variables or files that every S3 client reads.
+`store.dir` is `s3://<bucket>/<prefix>`. Credentials come from the AWS_* variables or files that every S3 client
+reads.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class ObjectTarget(Target):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks out a second process of this run on this machine. Object storage has no locks, so others are not noticed."""
+        """Locks out a second process of this run on this machine. Object storage has no locks, so others are not
+        noticed."""
         with target.locked_file(self._lock, str(self)):
             yield
 
@@ -114,7 +117,8 @@ class ObjectTarget(Target):
         return info
 
     def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-        """The file is made in memory first: an exception would close a stream into S3, and thereby complete the object."""
+        """The file is made in memory first: an exception would close a stream into S3, and thereby complete the
+        object."""
         sink = pa.BufferOutputStream()
         target.write_parquet(sink, tag, tables, metadata)
         content = sink.getvalue()

@@ -61,8 +61,7 @@ def trajectory(connection: duckdb.DuckDBPyConnection, project: str, name: str) -
         (ExchangeRecorded, "seq, choice"),
         (TrajectoryCompleted, "log_seq"),
     ):
-        table = connection.sql(
-            f"SELECT * FROM {wire_name(cls).replace('.', '_')} WHERE project = ? AND trajectory = ? ORDER BY {order}",  # noqa: S608
-            params=[project, name],
-        ).to_arrow_table()
+        events_table = wire_name(cls).replace(".", "_")
+        query = f"SELECT * FROM {events_table} WHERE project = ? AND trajectory = ? ORDER BY {order}"  # noqa: S608
+        table = connection.sql(query, params=[project, name]).to_arrow_table()
         yield from events(cls, table)

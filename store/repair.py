@@ -23,7 +23,8 @@ _ROWS = 20_000
 
 
 async def repair(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileName]]) -> int:
-    """Write again what the files of `damaged` (tag, name) held and no other file holds. Returns the number of events written.
+    """Write again what the files of `damaged` (tag, name) held and no other file holds. Returns the number of events
+    written.
 
     An error is logged for each file of which the log no longer holds everything."""
     written = 0
@@ -45,7 +46,8 @@ async def repair(broker: Broker, catalog: Catalog, damaged: list[tuple[str, File
             log.error(
                 "events lost with a damaged file",
                 file=str(name),
-                detail=f"{name.stream} holds sequences {state.first_seq} to {state.last_seq} only: restore the file from a backup",
+                detail=f"{name.stream} holds sequences {state.first_seq} to {state.last_seq} only: restore the file "
+                "from a backup",
             )
         log.info("damaged file repaired from the log", tag=tag, file=str(name), events=len(missing))
     return written

@@ -3,10 +3,11 @@
     journeyman replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
     journeyman replay --branch again --project shop --model support --dry-run
 
-A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (where it came from) and
-`offline = true`. Its trajectories keep their place on the log and the logprobs that they were sampled with. Events of theirs that
-the log no longer holds are published again from Parquet, under their old subjects. The predicate is SQL over the view `groups`.
-A group is on a branch once, so a second run changes nothing.
+A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (where it
+came from) and `offline = true`. Its trajectories keep their place on the log and the logprobs that they were
+sampled with. Events of theirs that the log no longer holds are published again from Parquet, under their old
+subjects. The predicate is SQL over the view `groups`. A group is on a branch once, so a second run changes
+nothing.
 """
 
 from __future__ import annotations
@@ -53,15 +54,17 @@ def choose(
     where: str = "true",
     limit: int = 0,
 ) -> list[StoredGroup]:
-    """Scored groups of branch `source`, oldest first. `since` and `until` are SQL timestamps, UTC; `where` is SQL over the
-    view `groups`. Raises `duckdb.Error` where the predicate is no valid SQL."""
+    """Scored groups of branch `source`, oldest first. `since` and `until` are SQL timestamps, UTC; `where` is SQL
+    over the view `groups`. Raises `duckdb.Error` where the predicate is no valid SQL."""
     query = f"""
         SELECT s.* FROM group_scored s
         JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream_seq = s.log_seq
           AND g.group_id = s."group"
         WHERE s.branch = ? AND (? = '' OR s.project = ?) AND (? = '' OR s.model = ?)
           AND (? = '' OR s."at" >= TRY_CAST(? AS TIMESTAMP)) AND (? = '' OR s."at" < TRY_CAST(? AS TIMESTAMP))
-          AND (s.log_seq, s."group") IN (SELECT (stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where}))
+          AND (s.log_seq, s."group") IN (
+            SELECT (stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
+          )
         ORDER BY s.log_seq
     """  # noqa: S608 - a predicate in SQL is what the caller is asked for; the connection holds nothing but views
     values = [source, project, project, model, model, since, since, until, until]
@@ -73,7 +76,8 @@ def choose(
 
 
 def onto(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
-    """The group as an event of `branch`. `ends` gives, by trajectory, the sequence that its `rollout.completed` has now."""
+    """The group as an event of `branch`. `ends` gives, by trajectory, the sequence that its `rollout.completed` has
+    now."""
     group = chosen.group
     origin = group.origin or f"{group.branch}/{chosen.seq}"
     members = tuple(
@@ -88,11 +92,11 @@ def onto(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScor
 async def put_back(
     broker: Broker, connection: duckdb.DuckDBPyConnection, group: GroupScored
 ) -> tuple[int, dict[str, int]]:
-    """Publish the events of a group's trajectories that the log no longer holds. Returns how many, and by trajectory the
-    sequence that its `rollout.completed` has now.
+    """Publish the events of a group's trajectories that the log no longer holds. Returns how many, and by trajectory
+    the sequence that its `rollout.completed` has now.
 
-    The events carry a header that makes every consumer skip them: consumers had them once. Readers of a trajectory's history
-    find them."""
+    The events carry a header that makes every consumer skip them: consumers had them once. Readers of a
+    trajectory's history find them."""
     put, ends = 0, {}
     for member in group.members:
         kept = rebuild.trajectory(connection, group.project, member.trajectory)
@@ -121,8 +125,8 @@ def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
 async def replay(
     nats: NatsConfig, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], branch: str
 ) -> dict[str, int]:
-    """Publish `groups` on `branch`. Returns the number of new groups, of groups that were there already, and of events of their
-    trajectories that were published again."""
+    """Publish `groups` on `branch`. Returns the number of new groups, of groups that were there already, and of
+    events of their trajectories that were published again."""
     counts = {"groups": 0, "already": 0, "put_back": 0}
     async with Broker.connect(nats, name="replay") as broker:
         for chosen in groups:
@@ -155,7 +159,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 where the store, the log or the query fails; 2 where an argument or a setting is wrong."""
+    """Run the command. Returns 0; 1 where the store, the log or the query fails; 2 where an argument or a setting is
+    wrong."""
     args = _parser().parse_args(argv)
     logs.configure("replay", "WARNING")
     try:

@@ -1,10 +1,11 @@
-"""SQL over the store: DuckDB in memory, with the views of `store.views` over the Parquet files. The command `journeyman sql`.
+"""SQL over the store: DuckDB in memory, with the views of `store.views` over the Parquet files. The command
+`journeyman sql`.
 
     journeyman sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
     journeyman sql --format csv --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
 
-In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was made,
-or when `refresh` was called last.
+In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was
+made, or when `refresh` was called last.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def table_name(tag: str) -> str:
 
 
 def table_sql(target: Target, tag: str) -> str:
-    """The statement that creates the view over one tag's files. It has every column of the current schema, null where a file is
-    older than the column."""
+    """The statement that creates the view over one tag's files. It has every column of the current schema, null where
+    a file is older than the column."""
     columns = schema.tables()[tag]
     nothing = "SELECT " + ", ".join(f'NULL::{sql_type(c)} AS "{c.name}"' for c in columns) + " WHERE false"
     names = live(target, tag)
@@ -108,7 +109,8 @@ def table_sql(target: Target, tag: str) -> str:
     files = ", ".join(_quoted(target.url(tag, n)) for n in names)
     wanted = ", ".join(f'"{c.name}"' for c in columns)
     # The names are quoted, the columns come from the schema.
-    every = f"SELECT * FROM ({nothing}) UNION ALL BY NAME SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608
+    rows = f"SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608
+    every = f"SELECT * FROM ({nothing}) UNION ALL BY NAME {rows}"  # noqa: S608
     return f"{view}SELECT {wanted} FROM ({every})"  # noqa: S608
 
 

@@ -39,7 +39,8 @@ class DamagedFileError(StoreError):
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"{path} is damaged ({why}): restart the store, which sets the file aside and reads its events from the log again"
+            f"{path} is damaged ({why}): restart the store, which sets the file aside and reads its events from "
+            "the log again"
         )
         self.path = path
 
@@ -56,8 +57,8 @@ class Target(ABC):
 
     @abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Holds the lock of the only writer. Removes what a dead writer left incomplete. Raises `StoreBusyError` where another
-        process holds the lock."""
+        """Holds the lock of the only writer. Removes what a dead writer left incomplete. Raises `StoreBusyError`
+        where another process holds the lock."""
 
     @abstractmethod
     def url(self, tag: str, name: str) -> str:
@@ -73,7 +74,8 @@ class Target(ABC):
 
     @abstractmethod
     def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-        """Write a file with one row group per table. It appears complete and durable, or not at all. Raises `OSError`."""
+        """Write a file with one row group per table. It appears complete and durable, or not at all. Raises
+        `OSError`."""
 
     @abstractmethod
     def is_retryable(self, error: OSError) -> bool:
@@ -141,7 +143,8 @@ def locked_file(path: Path, what: str) -> Iterator[None]:
 
 
 def write_parquet(where: Any, tag: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-    """Write tables to a path or an Arrow stream: zstd at level 1, packed numbers byte-stream-split, short text dictionary-encoded."""
+    """Write tables to a path or an Arrow stream: zstd at level 1, packed numbers byte-stream-split, short text
+    dictionary-encoded."""
     split, dictionary = columns.split_columns(tag)
     with pq.ParquetWriter(
         where,

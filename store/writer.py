@@ -1,7 +1,8 @@
 """One consumer to files: take deliveries, build tables, write files, then acknowledge.
 
-Three facts give exactly-once: a file appears completely or not at all; an event is acknowledged after its file is durable; an event
-that is delivered again after that is recognised by its sequence and stream time, acknowledged and left out.
+Three facts give exactly-once: a file appears completely or not at all; an event is acknowledged after its file is
+durable; an event that is delivered again after that is recognised by its sequence and stream time, acknowledged
+and left out.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Writer:
                     await self._finish(self._filling)
 
     async def _keep_alive(self) -> None:
-        """Keep held messages from being redelivered while they wait, for a full disk for example: a redelivery counts as a death
-        of the store."""
+        """Keep held messages from being redelivered while they wait, for a full disk for example: a redelivery counts
+        as a death of the store."""
         interval = self.spec.ack_wait_s / 3
         while True:
             await anyio.sleep(interval)
@@ -139,7 +140,8 @@ class Writer:
         await self._accept(delivered)
 
     async def _restore_consumer(self, gone: ConsumerGoneError) -> None:
-        """Make the consumer, and its stream, again where they were deleted. What is in memory stays there and is written."""
+        """Make the consumer, and its stream, again where they were deleted. What is in memory stays there and is
+        written."""
         while True:
             try:
                 if await self._consumer_exists():
@@ -151,8 +153,8 @@ class Writer:
                     why=str(gone),
                     detail="it is made again; events that were on its stream and are in no file are lost to the store",
                 )
-                # The server removes a deleted stream's folder in the background, and a stream of that name made meanwhile
-                # loses its files with it (seen with nats-server 2.15.1).
+                # The server removes a deleted stream's folder in the background, and a stream of that name made
+                # meanwhile loses its files with it (seen with nats-server 2.15.1).
                 await anyio.sleep(_REMAKE_S)
                 await self._broker.provision()
             except (
@@ -196,7 +198,8 @@ class Writer:
                 await self._add(batch, place, message)
 
     async def _add(self, batch: WriteBatch, place: tuple[int, int], message: Pulled) -> None:
-        """Decode one message into the batch. One that can't be decoded, or was delivered too often, becomes a dead letter."""
+        """Decode one message into the batch. One that can't be decoded, or was delivered too often, becomes a dead
+        letter."""
         if message.header(_RETRY) not in ("", self.spec.name):
             await self._broker.client.acknowledge([message.reply])
             return
@@ -244,8 +247,9 @@ class Writer:
         batch.messages = {}
 
     async def _log_holds(self, batch: WriteBatch) -> bool:
-        """Whether the log still holds the batch's events. After a power cut took its end, an acknowledgement could be that of
-        another event with the same sequence. Events that are left unacknowledged are delivered again and recognised."""
+        """Whether the log still holds the batch's events. After a power cut took its end, an acknowledgement could be
+        that of another event with the same sequence. Events that are left unacknowledged are delivered again and
+        recognised."""
         if not batch.messages or batch.reconnects == self._broker.client.stats["reconnects"]:
             return True
         return await self._broker.holds(self.spec.stream, Place(*max(batch.messages)))

@@ -3,6 +3,7 @@
 | module or room | what lives there |
 | --- | --- |
 | `service` | the service: intake, batches, steps |
+| `queues` | the groups of a model that wait for a step |
 | `learner` | one policy: from a batch of groups to a checkpoint on disk |
 | `batches` | from scored groups to the batch of a step |
 | `engine` | model, adapter, optimizer, losses: from a batch to gradients |
@@ -13,6 +14,7 @@
 
 import os
 
-# TRL and Unsloth report their use to Hugging Face from a thread when they are imported. A value in the environment wins.
+# TRL and Unsloth report their use to Hugging Face from a thread when they are imported. A value in the environment
+# wins.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")

@@ -1,4 +1,5 @@
-"""`python -m trainer --config <toml>`: the trainer service, alone or as one of several processes (`trainer.engine.parallel`)."""
+"""`python -m trainer --config <toml>`: the trainer service, alone or as one of several processes
+(`trainer.engine.parallel`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What has to be imported before anything else of the trainer.
+"""Imports that have to come before those of the rest of the trainer.
 
-Unsloth patches transformers, PEFT and TRL as it is imported, and has to come before them. So this module imports none of them, and
-the commands that train call it before they import what does.
+Unsloth patches transformers, PEFT and TRL when it is imported, and has to be imported before them. This module
+imports none of them. Commands that train call it before they import modules that do.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _AFTER = ("transformers", "peft", "trl")
 
 
 def import_first(config: Config) -> None:
-    """Import Unsloth where a model of `config` is trained with it.
+    """Import Unsloth where `config` trains a model with it.
 
-    Raises `ConfigError` where it is not installed, and `RuntimeError` where a library that it patches was imported before it."""
+    Raises `ConfigError` where it is not installed, and `RuntimeError` where a library that it patches is imported
+    already."""
     if all(config.trainer_of(model).engine != "unsloth" for model in config.models):
         return
     if "unsloth" not in sys.modules and (early := [name for name in _AFTER if name in sys.modules]):
@@ -28,5 +29,5 @@ def import_first(config: Config) -> None:
         if error.name != "unsloth":
             raise
         raise ConfigError(
-            "trainer.engine: unsloth is not installed; install it, or use `transformers`"
+            "trainer.engine: unsloth is not installed: install it, or set `transformers`"
         ) from error

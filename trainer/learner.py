@@ -1,8 +1,8 @@
 """Trains one policy: from a batch of groups to a checkpoint on disk. It does not use the log.
 
-`Learner.train_step` computes a step and writes its checkpoint. `Learner.commit` makes the step current, once the log holds it.
-Between the two the learner's state is that of the step before, so an abandoned step leaves only a folder, which recovery
-publishes or the next step overwrites.
+`Learner.train_step` computes a step and writes its checkpoint. `Learner.commit` makes the step current, once the
+log holds it. Between the two the learner's state is that of the step before, so an abandoned step leaves only a
+folder, which recovery publishes or the next step overwrites.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Learner:
         """Sampling parameters that the inference server uses where a request names none."""
         if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
             log.error(
-                "requests that keep the inference server's default penalty will not be trained, since the trainer can't compute "
-                "it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off in the requests",
+                "requests that keep the inference server's default penalty will not be trained, since the trainer "
+                "can't compute it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off "
+                "in the requests",
                 model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
         self._validation: dict[int, list[float]] = {}
@@ -97,8 +98,8 @@ class Learner:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def resume(self, step: int) -> None:
-        """Load the checkpoint of `step` from disk, and the adapters of earlier steps within the staleness bound that are still
-        there. Raises `CheckpointError`."""
+        """Load the checkpoint of `step` from disk, and the adapters of earlier steps within the staleness bound that
+        are still there. Raises `CheckpointError`."""
         state = state_of(*self.checkpoints.read(step))
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
@@ -109,7 +110,8 @@ class Learner:
         self.state = state
 
     def rebuild(self, event: CheckpointPublished, archive: bytes) -> None:
-        """Continue from an adapter of the log (`archive`, a tar) with a fresh optimizer, where the disk has no state for it.
+        """Continue from an adapter of the log (`archive`, a tar) with a fresh optimizer, where the disk has no state
+        for it.
 
         Raises `CheckpointError` where the adapter is not the one that `event` names."""
         if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
@@ -132,7 +134,8 @@ class Learner:
     # -- validation ----------------------------------------------------------------------------------------------
 
     def record_validation(self, group: GroupScored) -> None:
-        """Count the rewards of the group's validation members, which are never trained, and update the best checkpoint."""
+        """Count the rewards of the group's validation members, which are never trained, and update the best
+        checkpoint."""
         for member in group.members:
             if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
                 self._validation.setdefault(member.last_step, []).append(member.reward)
@@ -157,7 +160,8 @@ class Learner:
         }
 
     def unknown_token(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """A token id outside the model's vocabulary, which would make the whole batch fail; `None` where there is none."""
+        """A token id outside the model's vocabulary, which would make the whole batch fail; `None` where there is
+        none."""
         for sequence in sequences:
             outside = (sequence.ids < 0) | (sequence.ids >= self.engine.vocabulary)
             if outside.any():
@@ -169,9 +173,9 @@ class Learner:
     def train_step(self, batch: Sequence[TrainingGroup], trace: dict[str, str] | None = None) -> PendingStep:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
-        The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the checkpoint's
-        event is published. Raises `UntrainableError` where the batch can't be trained, or its computation killed the process
-        `MAX_ATTEMPTS` times."""
+        The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the
+        checkpoint's event is published. Raises `UntrainableError` where the batch can't be trained, or its
+        computation killed the process `MAX_ATTEMPTS` times."""
         began, started_at = time.perf_counter(), now_us()
         groups = tuple(g.event.group for g in batch)
         places = [g.place for g in batch]  # the intake may set another while this computes

@@ -1,26 +1,26 @@
 """The trainer service: scored groups in, committed checkpoints out.
 
-Three tasks run side by side. The intake takes `group.scored` events from the durable consumer `trainer`, publishes a discard for
-those that can't train and queues the others by model in stream order. The step loop waits until a model has
-`trainer.groups_per_step` groups, reads their exchanges, computes the step in a thread and commits it. The third task publishes
-checkpoints again that the log lost in a power cut. The broker's heartbeats keep held groups from being redelivered meanwhile.
+Three tasks run side by side. The intake takes `group.scored` events from the durable consumer `trainer`, publishes
+a discard for those that can't train and queues the others by model in stream order. The step loop waits until a
+model has `trainer.groups_per_step` groups, reads their exchanges, computes the step in a thread and commits it.
+The third task publishes checkpoints again that the log lost in a power cut. The broker's heartbeats keep held
+groups from being redelivered meanwhile.
 
-A commit takes four steps: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups acknowledged.
-After a crash between any two of them, `recover` compares disk and log at the next start and does the rest.
+A commit takes four steps: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups
+acknowledged. After a crash between any two of them, `recover` compares disk and log at the next start and does the
+rest.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from pipeline import streams
-from pipeline.config import Config, TrainerConfig
+from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -41,39 +41,11 @@ from trainer.checkpoints.retention import Retention
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
+from trainer.queues import ModelQueue
 
 log = get_logger("trainer")
 
 _RECONNECT_CHECK_S = 1.0
-
-
-@dataclass(eq=False)
-class ModelQueue:
-    """The groups of one model that wait for a step."""
-
-    learner: Learner
-    histories: Histories
-    waiting: deque[TrainingGroup] = field(default_factory=deque)
-    """In stream order."""
-    batch: list[TrainingGroup] = field(default_factory=list)
-    """The groups of the step that is being filled, computed or committed."""
-
-    @property
-    def step(self) -> int:
-        return self.learner.state.step
-
-    @property
-    def settings(self) -> TrainerConfig:
-        return self.learner.settings
-
-    @property
-    def finished(self) -> bool:
-        return 0 < self.settings.max_steps <= self.step
-
-    @property
-    def full(self) -> bool:
-        """Whether there are enough groups for a step, if none of them is refused."""
-        return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
 
 
 class Trainer:
@@ -98,7 +70,7 @@ class Trainer:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Bring every model to its newest committed step, and publish checkpoints on disk that the log does not hold."""
+        """Bring every model to its newest committed step, and publish checkpoints that only the disk holds."""
         for name, queue in self.queues.items():
             checkpoints = await self.broker.read(
                 CheckpointPublished,
@@ -116,8 +88,8 @@ class Trainer:
         await self._queue_unacknowledged()
 
     async def _queue_unacknowledged(self) -> None:
-        """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers them again
-        only after `ack_wait`, behind newer groups."""
+        """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers
+        them again only after `ack_wait`, behind newer groups."""
         spec = streams.trainer_consumer(self.config.trainer.branch)
         info = await self.broker.consumer_info(spec)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
@@ -140,8 +112,8 @@ class Trainer:
             await self._admit(event, recorded.place, None)
 
     async def republish_after_reconnects(self) -> None:
-        """After every reconnect, publish the checkpoints again that the log no longer holds: its machine may have lost power.
-        Runs until cancelled."""
+        """After every reconnect, publish the checkpoints again that the log no longer holds: its machine may have
+        lost power. Runs until cancelled."""
         seen = self.broker.client.stats["reconnects"]
         while True:
             await anyio.sleep(_RECONNECT_CHECK_S)
@@ -190,7 +162,8 @@ class Trainer:
             return
         for held in (*queue.waiting, *queue.batch):
             if held.event.subject() == event.subject():
-                # A subject holds one event. At another place it is the same group, scored again after the log lost the first.
+                # A subject holds one event. At another place it is the same group, scored again after the log lost
+                # the first.
                 held.place, held.delivery = place, delivery
                 return
         group = TrainingGroup(event, place, delivery)
@@ -209,9 +182,11 @@ class Trainer:
         self._group_queued.set()
 
     async def _refuse_repeated(self, event: GroupScored) -> Refusal | None:
-        """Refuse a group that was trained already: a power cut took its event from the log, and the judge scored it again.
+        """Refuse a group that was trained already: a power cut took its event from the log, and the judge scored it
+        again.
 
-        Where the first event is still there, or was removed by the stream's retention, `event` is another group of that id."""
+        Where the first event is still there, or was removed by the stream's retention, `event` is another group of
+        that id."""
         before = self._consumed.trained(event.model, event.group)
         if before is None or not before.place.at:
             return None
@@ -248,8 +223,9 @@ class Trainer:
         event = group.event
         await self.broker.publish(
             GroupDiscarded(
-                project=event.project, group=event.group, model=event.model, trajectories=trajectories, reason=refusal.reason,
-                by="trainer", split=event.split, detail=refusal.detail, version=queue.learner.version,
+                project=event.project, group=event.group, model=event.model, trajectories=trajectories,
+                reason=refusal.reason, by="trainer", split=event.split, detail=refusal.detail,
+                version=queue.learner.version,
                 duration_s=group.duration_s, branch=event.branch,
             )
         )  # fmt: skip
@@ -257,7 +233,8 @@ class Trainer:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def run_steps(self) -> None:
-        """Train until every model has reached `max_steps`. Of the models with enough groups, the one with the fewest steps is next."""
+        """Train until every model has reached `max_steps`. Of the models with enough groups, the one with the fewest
+        steps is next."""
         while not self._finished():
             queue = self._next_queue()
             if queue is None:
@@ -316,7 +293,10 @@ class Trainer:
                 await self.commits.run_in_thread(learner.commit, pending)
             for group in queue.batch:
                 if trajectories := pending.dropped.get(group.event.group):
-                    why = "a pass over one of their sequences alone does not fit into memory; the rest of the group was trained"
+                    why = (
+                        "a pass over one of their sequences alone does not fit into memory; "
+                        "the rest of the group was trained"
+                    )
                     await self._publish_discard(queue, group, trajectories, Refusal("too_large", why))
             self._consumed.add_checkpoint(event)
             for group in queue.batch:
@@ -374,8 +354,8 @@ def _trace_of(batch: Sequence[TrainingGroup]) -> dict[str, str]:
 async def train(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
     """Train until every model has reached `trainer.max_steps`; without end where that is 0.
 
-    `ready` is called once recovery is complete. `process_group` are the other processes that share the passes of a step. Raises
-    `TrainerError` where the checkpoints on disk do not belong to the log."""
+    `ready` is called once recovery is complete. `process_group` are the other processes that share the passes of a
+    step. Raises `TrainerError` where the checkpoints on disk do not belong to the log."""
     scratch = config.path(config.trainer.checkpoints)
     user = "trainer" if config.trainer.branch == "main" else "experiment"
     async with Broker.connect(config.nats, name=user) as broker:

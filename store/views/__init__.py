@@ -1,8 +1,8 @@
 """The documented views over the files: purpose, columns and SQL of each. docs/store.md is generated from here.
 
-Below the views lies one table per event tag with every column of docs/events.md, named as the tag with an underscore for the
-dot (`rollout_exchange`). The views do not hide duplicates: the writer keeps an event from being stored twice. `group` is a word
-of SQL, so the column is called `group_id`.
+Below the views lies one table per event tag with every column of docs/events.md, named as the tag with an
+underscore for the dot (`rollout_exchange`). The views do not hide duplicates: the writer keeps an event from being
+stored twice. `group` is a word of SQL, so the column is called `group_id`.
 
 | module | what lives there |
 | --- | --- |

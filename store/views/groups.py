@@ -15,7 +15,8 @@ GROUPS = View(
         reward_mean="Mean reward of the scored members.",
         reward_min="Lowest reward of them.",
         reward_max="Highest reward of them.",
-        has_signal="Whether these rewards differ by more than 1e-6, without which a group is not trained; null for validation groups, which are never trained.",
+        has_signal="Whether these rewards differ by more than 1e-6, without which a group is not trained; null for "
+        "validation groups, which are never trained.",
         closed_by="`size`, `timeout` or `replay`.",
         origin="Branch and sequence that it was replayed from.",
         reason="Why it was discarded.",
@@ -27,14 +28,16 @@ GROUPS = View(
         WITH scored AS (
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
         )
-        SELECT project, model, "group" AS group_id, branch, split, task, 'scored' AS status, judge, len(members) AS size,
+        SELECT project, model, "group" AS group_id, branch, split, task, 'scored' AS status, judge,
+          len(members) AS size,
           list_avg(rewards) AS reward_mean, list_min(rewards) AS reward_min, list_max(rewards) AS reward_max,
-          CASE split WHEN 'train' THEN list_max(rewards) - list_min(rewards) > 1e-6 END AS has_signal, closed_by, origin, offline,
+          CASE split WHEN 'train' THEN list_max(rewards) - list_min(rewards) > 1e-6 END AS has_signal, closed_by,
+          origin, offline,
           NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at, log_seq AS stream_seq
         FROM scored
         UNION ALL
-        SELECT project, model, "group", branch, split, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL, NULL, NULL,
-          NULL, NULL, reason, "by", "at", log_seq
+        SELECT project, model, "group", branch, split, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL,
+          NULL, NULL, NULL, NULL, reason, "by", "at", log_seq
         FROM group_discarded
         """,
 )

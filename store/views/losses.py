@@ -55,8 +55,8 @@ DEAD = View(
         dead_at="When it was given up, UTC.",
     ),
     """
-        SELECT log_seq AS dead_seq, stream, stream_seq, original_subject AS subject, consumer, reason, detail, deliveries,
-          payload, headers, "at" AS dead_at
+        SELECT log_seq AS dead_seq, stream, stream_seq, original_subject AS subject, consumer, reason, detail,
+          deliveries, payload, headers, "at" AS dead_at
         FROM dead_letter
         """,
 )

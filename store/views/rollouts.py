@@ -103,7 +103,8 @@ MESSAGES = View(
             list_append(sent, json_extract(response, '$.choices[0].message')) AS list
           FROM sent
         ), numbered AS (
-          SELECT * EXCLUDE (list), unnest(list) AS message, generate_subscripts(list, 1) - 1 AS position FROM all_of_them
+          SELECT * EXCLUDE (list), unnest(list) AS message, generate_subscripts(list, 1) - 1 AS position
+          FROM all_of_them
         )
         SELECT project, model, trajectory, seq, choice, position, json_extract_string(message, '$.role') AS role,
           json_extract_string(message, '$.content') AS content,

@@ -32,7 +32,8 @@ CHECKPOINTS = View(
 
 ADAPTERS = View(
     "adapters",
-    "Delivery: one row per version and replica that loaded it. A version that no replica loaded has one row without a replica.",
+    "Delivery: one row per version and replica that loaded it. A version that no replica loaded has one row without a "
+    "replica.",
     documented(
         "project model version step replica gateway published_at loaded_at delay_s load_s probe_delta "
         "digest_matches incarnation",
@@ -42,7 +43,8 @@ ADAPTERS = View(
         loaded_at="When the replica could serve it, UTC.",
         delay_s="Seconds from `published_at` to `loaded_at`.",
         load_s="Seconds that the loading took.",
-        probe_delta="Largest difference of a probe's logprobs to the base model; 0 means that the adapter changes nothing.",
+        probe_delta="Largest difference of a probe's logprobs to the base model; 0 means that the adapter changes "
+        "nothing.",
         digest_matches="Whether the loaded adapter is the published one.",
         incarnation="Identifies one run of the replica's process.",
     ),
@@ -69,7 +71,8 @@ _MEMBERS = """
             AND (c.group_time IS NULL OR epoch_us(g.log_at) = c.group_time)
         )
 """
-"""The members of the groups that checkpoints learned from, as the CTE `members`. Older checkpoints lack places of their groups."""
+"""The members of the groups that checkpoints learned from, as the CTE `members`. Older checkpoints lack places of
+their groups."""
 
 LINEAGE = View(
     "lineage",
@@ -131,8 +134,10 @@ STEPS = View(
         groups="Number of groups.",
         trajectories="Number of scored trajectories.",
         reward_mean="Mean reward of these trajectories.",
-        reward_mean_all="Mean reward of all training runs that were scored after the newest group of the step before, up to the newest of this step. It includes groups that were not trained because their rewards were equal.",
-        mean_staleness="Mean over the trajectories of the steps between the oldest version that sampled and the one that was trained from.",
+        reward_mean_all="Mean reward of all training runs that were scored after the newest group of the step before, "
+        "up to the newest of this step. It includes groups that were not trained because their rewards were equal.",
+        mean_staleness="Mean over the trajectories of the steps between the oldest version that sampled and the one "
+        "that was trained from.",
         duration_s="Seconds from the step's begin to its publishing.",
     ),
     """

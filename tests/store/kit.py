@@ -69,92 +69,43 @@ def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> Excha
 
 
 def run_of_one_step() -> list[Event]:
-    """Two trajectories of two calls, their group, its step, its load: everything that happens once."""
+    """Two trajectories of two calls, their group, its step, its load, and an event of every other kind."""
     made: list[Event] = []
     for name in ("t0", "t1"):
         made.append(TrajectoryOpened(project="p", trajectory=name, model="m", group="g0", task="win"))
         made += [exchange(name, seq) for seq in range(2)]
         made.append(
             TrajectoryCompleted(
-                project="p",
-                trajectory=name,
-                model="m",
-                group="g0",
-                exchanges=2,
-                reward=float(name == "t0"),
-                rewards={"win": 1.0},
-                metrics={"turns": 2.0},
+                project="p", trajectory=name, model="m", group="g0", exchanges=2, reward=float(name == "t0"),
+                rewards={"win": 1.0}, metrics={"turns": 2.0},
             )
-        )
-    made.append(
+        )  # fmt: skip
+    scores = (Score(trajectory="t0", score=0.9, explanation="wins"), Score(trajectory="t1", score=0.1))
+    verdict = Verdict(
+        judge_model="judge/1", rubric="general", rubric_hash="h", order=("t1", "t0"), cost_usd=0.25, prompt_tokens=10,
+        completion_tokens=5, scores=scores,
+    )  # fmt: skip
+    members = tuple(Member(trajectory=t, reward=r, exchanges=2) for t, r in (("t0", 1.0), ("t1", 0.0)))
+    return [
+        *made,
         GroupScored(
-            project="p",
-            group="g0",
-            model="m",
-            task="win",
-            judge="j",
-            members=tuple(Member(trajectory=t, reward=r, exchanges=2) for t, r in (("t0", 1.0), ("t1", 0.0))),
-            verdicts=(
-                Verdict(
-                    judge_model="judge/1",
-                    rubric="general",
-                    rubric_hash="h",
-                    order=("t1", "t0"),
-                    cost_usd=0.25,
-                    prompt_tokens=10,
-                    completion_tokens=5,
-                    scores=(
-                        Score(trajectory="t0", score=0.9, explanation="wins"),
-                        Score(trajectory="t1", score=0.1),
-                    ),
-                ),
-            ),
-        )
-    )
-    made.append(
+            project="p", group="g0", model="m", task="win", judge="j", members=members, verdicts=(verdict,)
+        ),
         CheckpointPublished(
-            project="p",
-            model="m",
-            step=1,
-            version="m@1",
-            parent="m@0",
-            batch_id="b",
-            groups=("g0",),
-            group_seqs=pack_seqs([1]),
-            config_hash="c",
-            adapter="a",
-            adapter_sha256="s",
-            adapter_bytes=3,
+            project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=("g0",),
+            group_seqs=pack_seqs([1]), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3,
             metrics={"loss": 0.5},
-        )
-    )
-    made.append(
-        PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1)
-    )
-    made.append(PolicyPromoted(project="p", model="m", version="m@1", request="q"))
-    made.append(
+        ),
+        PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1),
+        PolicyPromoted(project="p", model="m", version="m@1", request="q"),
         GroupDiscarded(
-            project="p",
-            group="g9",
-            model="m",
-            trajectories=("t8", "t9"),
-            reason="stale",
-            by="trainer",
-            duration_s=4.0,
-        )
-    )
-    made.append(
+            project="p", group="g9", model="m", trajectories=("t8", "t9"), reason="stale", by="trainer", duration_s=4.0
+        ),
         DeadLettered(
-            project="p",
-            stream="ROLLOUTS",
-            stream_seq=7,
-            original_subject="rollout.x",
-            consumer="judge",
-            reason="undecodable",
-            payload=b"\xc1",
-        )
-    )
-    return made
+            project="p", stream="ROLLOUTS", stream_seq=7, original_subject="rollout.x", consumer="judge",
+            reason="undecodable", payload=b"\xc1",
+        ),
+    ]  # fmt: skip
 
 
 async def publish(broker: Broker, events: Iterable[Event]) -> None:
@@ -210,6 +161,12 @@ def stored_events(target: Target) -> Counter[tuple[str, int]]:
             seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
             found.update((streams.stream_of(tag), s) for s in seqs)
     return found
+
+
+async def store_all(broker: Broker, running_store: StoreProcess) -> None:
+    """Let a store run until it has written all that is on the log."""
+    async with running_store():
+        await until_acked(broker)
 
 
 @contextmanager

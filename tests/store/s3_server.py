@@ -1,4 +1,5 @@
-"""An S3 server on a free port, for as long as its standard input is open: prints the port, forgets everything at its end.
+"""An S3 server on a free port, for as long as its standard input is open: prints the port, forgets everything at its
+end.
 
 It is moto's: real HTTP, real multipart uploads, listings and ranges."""
 

@@ -64,7 +64,8 @@ async def scored(broker: Broker, branch: str) -> dict[int, GroupScored]:
 
 
 async def trained(broker: Broker, config: Config, branch: str, steps: int) -> list[CheckpointPublished]:
-    """The branch's checkpoints once a trainer has taken it to `steps`; they consumed groups of that branch, each once."""
+    """The branch's checkpoints once a trainer has taken it to `steps`; they consumed groups of that branch, each
+    once."""
     settings = msgspec.structs.replace(config.trainer, branch=branch, max_steps=steps)
     with anyio.fail_after(120):
         await train(msgspec.structs.replace(config, trainer=settings), lambda **_: None)

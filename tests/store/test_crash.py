@@ -1,8 +1,8 @@
 """The crash matrix of the store and of the NATS server: whatever dies when, every event is in Parquet once.
 
-One history is written through more than 200 lives of the store. Each life is told at which stop point to die (seeded); in some,
-the server is killed under it; publishers repeat what they can't know to have arrived. In the end every event of the log is in
-the files exactly once, and nothing else is.
+One history is written through more than 200 lives of the store. Each life is told at which stop point to die
+(seeded); in some, the server is killed under it; publishers repeat what they can't know to have arrived. In the
+end every event of the log is in the files exactly once, and nothing else is.
 """
 
 from __future__ import annotations

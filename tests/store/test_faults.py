@@ -1,4 +1,5 @@
-"""A disk that is full, a file cut short, a stream deleted under a running store: said clearly, and gone with its cause."""
+"""A disk that is full, a file cut short, a stream deleted under a running store: said clearly, and gone with its
+cause."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pipeline.log.broker import Broker
 from store.catalog import live
 from store.local import LocalTarget
 from store.target import StoreBusyError, write_parquet
-from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked
+from tests.store.kit import StoreProcess, exchange, publish, store_all, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 TAG = "rollout.exchange"
@@ -68,15 +69,13 @@ async def test_a_file_cut_short_is_set_aside_and_healed_from_the_log(
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(9)] + [exchange("t", 9, request=body)])
         await broker.js.publish("rollout.exchange.p.t", b"\xc1")
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
         target = LocalTarget(tmp_path / "store")
         before = {n: target.read(TAG, n) for n in live(target, TAG)}
         (name,) = before
         path = target.path(TAG, name)
         path.write_bytes(path.read_bytes()[:-100])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
         assert stored(tmp_path / "store", TAG) == list(range(1, 11))
         healed = {n: target.read(TAG, n) for n in live(target, TAG)}
         assert next(iter(healed.values())).equals(before[name])
@@ -90,8 +89,7 @@ async def test_what_the_log_no_longer_holds_is_said_to_be_lost(
     caplog.set_level(logging.INFO)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(6)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
         await broker.js.purge_stream("ROLLOUTS", seq=4)
         (name,) = LocalTarget(tmp_path / "store").names(TAG)
         (tmp_path / "store" / TAG / name).write_bytes(b"PAR1")

@@ -12,7 +12,7 @@ from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from store.catalog import live
 from store.local import LocalTarget
-from tests.store.kit import StoreProcess, exchange, until_acked
+from tests.store.kit import StoreProcess, exchange, store_all
 
 pytestmark = pytest.mark.anyio
 
@@ -42,8 +42,7 @@ async def test_200_turns_and_128k_tokens_come_back_token_for_token(
         assert (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages > TURNS / 4
         history = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="long")]
         assert [e.seq for e in history if isinstance(e, ExchangeRecorded)] == list(range(TURNS))
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     target = LocalTarget(tmp_path / "store")
     rows = [
         row

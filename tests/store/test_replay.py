@@ -13,7 +13,7 @@ from pipeline.events import Event, ExchangeRecorded, GroupScored, TrajectoryComp
 from pipeline.log.broker import Broker
 from store import diff, rebuild, replay, sql
 from store.columns import table
-from tests.store.kit import StoreProcess, publish, run_of_one_step, stored, until_acked
+from tests.store.kit import StoreProcess, publish, run_of_one_step, store_all, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 
@@ -77,8 +77,7 @@ async def test_choosing_by_time_project_and_predicate(
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         await publish(broker, run_of_one_step())
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     with sql.connect(tmp_path) as connection:
         assert len(replay.choose(connection, project="p", model="m", since="2020-01-01")) == 1
         assert replay.choose(connection, until="2020-01-01") == []
@@ -129,8 +128,7 @@ async def test_the_diff_command(
         swapped = tuple(msgspec.structs.replace(m, reward=1 - m.reward) for m in scored.members)
         other = msgspec.structs.replace(scored, branch="b", members=swapped)
         await publish(broker, [*events, other])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     where = ["--run-dir", str(tmp_path)]
     assert diff.main(["--a", "branch=main", "--b", "branch=b", "--format", "json", *where]) == 0
     assert json.loads(capfd.readouterr().out)["sign_flips"] == 2

@@ -111,7 +111,8 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
     def step(number: int, trained: int) -> CheckpointPublished:
         return CheckpointPublished(
             project="p", model="m", step=number, version=f"m@{number}", parent=f"m@{number - 1}", batch_id="b",
-            groups=(f"g{trained}",), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3, at=trained * 1_000_001,
+            groups=(f"g{trained}",), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3,
+            at=trained * 1_000_001,
         )  # fmt: skip
 
     groups = [

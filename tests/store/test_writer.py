@@ -16,7 +16,7 @@ from pipeline.log.broker import Broker
 from store.catalog import Catalog, FileName, live
 from store.local import LocalTarget
 from tests.pipeline.log.test_dead_letters import deliver_in_vain
-from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, stored, until_acked
+from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, store_all, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +27,7 @@ async def test_every_event_lands_once_and_is_acknowledged(
     async with Broker.connect(nats_config) as broker:
         events = run_of_one_step()
         await publish(broker, events)
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     assert sum(len(stored(tmp_path / "store", tag)) for tag in schema.tables()) == len(events)
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
 
@@ -43,8 +42,7 @@ async def test_stopping_writes_what_was_taken(
                 while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
                     await anyio.sleep(0.02)
             assert stored(tmp_path / "store", "rollout.exchange") == []
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
 
 
@@ -53,14 +51,12 @@ async def test_what_comes_again_is_left_out(
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(6)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
         # The consumer forgets everything: the server delivers all of it again.
         await broker.js.delete_consumer("ROLLOUTS", "store-rollouts")
         await broker.provision()
         await publish(broker, [exchange("t", 6)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -69,13 +65,11 @@ async def test_a_stream_that_counts_from_one_again_loses_nothing(
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("old", seq) for seq in range(3)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
         await broker.js.delete_stream("ROLLOUTS")
         await broker.provision()
         await publish(broker, [exchange("new", seq) for seq in range(3)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     assert sorted(stored(tmp_path / "store", "rollout.exchange")) == [1, 1, 2, 2, 3, 3]
 
 
@@ -85,8 +79,7 @@ async def test_a_claim_check_is_stored_as_its_event(
     body = b'"' + b"x" * 2_000_000 + b'"'
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", request=body)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     target = LocalTarget(tmp_path / "store")
     (name,) = live(target, "rollout.exchange")
     assert target.read("rollout.exchange", name)["request"].to_pylist() == [body.decode()]
@@ -118,8 +111,7 @@ async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
         await publish(broker, [exchange("t", 0)])
         await deliver_in_vain(broker, "store-rollouts", 2)
         await publish(broker, [exchange("t", 1)])
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
         (letter,) = await broker.read(DeadLettered)
         assert isinstance(letter.event, DeadLettered)
         assert (letter.event.reason, letter.event.stream_seq, letter.event.deliveries) == (
@@ -130,8 +122,7 @@ async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
         assert letter.event.payload == encode(exchange("t", 0, at=decode(letter.event.payload).at))  # type: ignore[union-attr]
         assert stored(tmp_path / "store", "rollout.exchange") == [2]
         await dead.retry(broker, letter)
-        async with running_store():
-            await until_acked(broker)
+        await store_all(broker, running_store)
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3]
 
 

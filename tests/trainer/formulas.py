@@ -1,7 +1,8 @@
 """The losses written out from their papers, token by token: nothing of TRL's, nothing of ours.
 
-A reply i has advantage A, and for each token t the trainer's logprob p, the sampler's q and the base model's b. All are scalars
-(`torch` for the gradient with respect to p). `stop` is the stop-gradient of the papers. Names of settings are those of [trainer].
+A reply i has advantage A, and for each token t the trainer's logprob p, the sampler's q and the base model's b.
+All are scalars (`torch` for the gradient with respect to p). `stop` is the stop-gradient of the papers. Names of
+settings are those of [trainer].
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def corrections(reply: Reply, c: TrainerConfig) -> list[Scalar]:
 
 
 def ratios(reply: Reply, c: TrainerConfig) -> list[Scalar]:
-    """Probability ratio of every token to the policy that the update starts from: the sampler, or, where the sampler is corrected for,
-    the trainer itself, whose ratio is 1 and has a gradient."""
+    """Probability ratio of every token to the policy that the update starts from: the sampler, or, where the sampler
+    is corrected for, the trainer itself, whose ratio is 1 and has a gradient."""
     old = reply.q if c.loss.importance_sampling == "none" else [stop(p) for p in reply.p]
     logs = [p - o for p, o in zip(reply.p, old, strict=True)]
     if c.loss.importance_level == "sequence":  # GSPO: the geometric mean over the reply

@@ -208,6 +208,15 @@ def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]
     return out, groups
 
 
+async def publish_calls(broker: Broker, name: str, sampled: Sequence[int], **other: object) -> GroupScored:
+    """A group of two trajectories, each with one call that sampled `sampled`; `other` are fields of the exchanges."""
+    scored = group(name, [0.0, 1.0], exchanges=1)
+    for member in scored.members:
+        await broker.publish(exchange(member.trajectory, 0, [5, 6], sampled, **other))  # type: ignore[arg-type]
+    await broker.publish(scored)
+    return scored
+
+
 # -- the service on a log ---------------------------------------------------------------------------------------------
 
 

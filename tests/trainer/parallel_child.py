@@ -1,7 +1,7 @@
 """One of several trainer processes: `accelerate launch … --module tests.trainer.parallel_child BASE OUT`.
 
-The first process takes steps under several settings and writes what came out; with `fail` the other one runs out of memory
-in the middle of the first step.
+The first process takes steps under several settings and writes what came out; with `fail` the other one runs out
+of memory in the middle of the first step.
 """
 
 from __future__ import annotations

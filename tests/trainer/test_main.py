@@ -64,6 +64,10 @@ async def test_a_stop_in_the_middle_of_the_work_leaves_whole_checkpoints(
         assert not list(folder.folder.glob(".tmp-*"))
 
 
+def train_command(run_dir: Path, url: str) -> list[str]:
+    return [sys.executable, "-m", "trainer.commands.train", "--run-dir", str(run_dir), "--nats-url", url]
+
+
 def _dry_run(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     train.main([*args, "--dry-run"])
     answer: dict[str, object] = json.loads(capsys.readouterr().out)
@@ -98,17 +102,7 @@ async def test_train_runs_to_max_steps_and_ends(
     configuration.save(config, tmp_path / "config.toml")
     async with Broker.connect(nats_config) as broker:
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-        await anyio.run_process(
-            [
-                sys.executable,
-                "-m",
-                "trainer.commands.train",
-                "--run-dir",
-                str(tmp_path),
-                "--nats-url",
-                nats_config.url,
-            ]
-        )
+        await anyio.run_process(train_command(tmp_path, nats_config.url))
         assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]
 
 
@@ -116,15 +110,7 @@ async def test_train_runs_to_max_steps_and_ends(
 async def test_train_says_in_a_line_why_it_can_not_go_on(tmp_path: Path) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     done = await anyio.run_process(
-        [
-            sys.executable,
-            "-m",
-            "trainer.commands.train",
-            "--run-dir",
-            str(tmp_path),
-            "--nats-url",
-            "nats://127.0.0.1:1",
-        ],
+        train_command(tmp_path, "nats://127.0.0.1:1"),
         check=False,
     )
     assert done.returncode == 1

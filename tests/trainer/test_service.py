@@ -329,16 +329,8 @@ async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config) as broker, running(config):
-        bent = kit.group("bent", [0.0, 1.0], exchanges=1)
-        for member in bent.members:
-            request = b'{"frequency_penalty": 0.5}'
-            await broker.publish(kit.exchange(member.trajectory, 0, [5, 6], [7, 8, 9], request=request))
-        await broker.publish(bent)
-
-        async def one() -> list[GroupDiscarded]:
-            return await discards(broker)
-
-        (event,) = await until(one)
+        await kit.publish_calls(broker, "bent", [7, 8, 9], request=b'{"frequency_penalty": 0.5}')
+        (event,) = await until(partial(discards, broker))
         assert (event.group, event.reason) == ("bent", "no_variance")
         assert event.detail == "no member has a token to train: 6 tokens were sampled under frequency_penalty"
 
@@ -369,10 +361,7 @@ async def test_tokens_of_another_model_bury_their_group_alone(
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config) as broker, running(config):
-        scored = kit.group("foreign", [0.0, 1.0], exchanges=1)
-        for member in scored.members:
-            await broker.publish(kit.exchange(member.trajectory, 0, [5, 6], [7, kit.VOCAB]))
-        await broker.publish(scored)
+        await kit.publish_calls(broker, "foreign", [7, kit.VOCAB])
         await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
         (event,) = await steps_reach(broker, 1)
         await all_acked(broker)

@@ -1,7 +1,7 @@
 """A scored group on its way from its event to a training batch: which members count, and what each of them is worth.
 
-Baseline and spread come from the scored members of the training split only. Members that infrastructure broke, masked members and
-validation members are not trained and do not move the baseline.
+Baseline and spread come from the scored members of the training split only. Members that infrastructure broke,
+masked members and validation members are not trained and do not move the baseline.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Example:
     weight: float = 1.0
     """Factor on the advantage that evens out long and short trajectories (`trainer.loss.weighting`)."""
     old_logprobs: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
-    """Logprobs of the trained tokens, [k] in nats, by the policy before the first of several updates of a step. `None` where a step
-    takes one update."""
+    """Logprobs of the trained tokens, [k] in nats, by the policy before the first of several updates of a step.
+    `None` where a step takes one update."""
 
 
 @dataclass(eq=False)
@@ -149,8 +149,8 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
 
 
 def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str, float]:
-    """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss averages
-    is 1."""
+    """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss
+    averages is 1."""
     if config.loss.weighting == "loss":
         return {}
     shares: dict[str, int] = {}

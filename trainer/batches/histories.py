@@ -28,7 +28,8 @@ class Histories:
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
 
     async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
-        """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no longer holds."""
+        """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no
+        longer holds."""
         refusals: dict[Place, Refusal] = {}
 
         async def one(group: TrainingGroup) -> None:

@@ -1,9 +1,10 @@
 """Token sequences to micro-batches within a token budget, padded or with shared prefixes.
 
-A `Layout` says which tokens go through the model, which others each of them sees, and where the predictions for the trained tokens
-come out. The loss gets logprobs of shape [S, K], whatever the layout.
+A `Layout` says which tokens go through the model, which others each of them sees, and where the predictions for
+the trained tokens come out. The loss gets logprobs of shape [S, K], whatever the layout.
 
-Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the layout.
+Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the
+layout.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Layout:
     positions_RL: torch.Tensor | None
     """`None` stands for 0, 1, 2, … in every row."""
     ends_RL: torch.Tensor | None
-    """For each column, the one after the last that sees it: a query q sees a key k where k <= q < ends[k]. `None` is causal
-    attention."""
+    """For each column, the one after the last that sees it: a query q sees a key k where k <= q < ends[k]. `None` is
+    causal attention."""
     rows_N: torch.Tensor
     cols_N: torch.Tensor
     """With `rows_N`: where in [R, L] the hidden state is that predicts a trained token."""
@@ -59,8 +60,8 @@ class Layout:
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
 
     def dense_mask(self, reach: Reach = FULL) -> torch.Tensor | None:
-        """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis). `None` for causal
-        attention."""
+        """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis).
+        `None` for causal attention."""
         if self.ends_RL is None:
             return None
         at_L = torch.arange(self.ends_RL.shape[1], device=self.ends_RL.device)
@@ -139,8 +140,8 @@ class _Tree:
     ids: Int
     positions: Int
     ends: Int
-    """For each token, the column after the last token that continues it. Tokens come before those that continue them, and those
-    are adjacent, so a token sees exactly the earlier tokens that have not ended."""
+    """For each token, the column after the last token that continues it. Tokens come before those that continue them,
+    and those are adjacent, so a token sees exactly the earlier tokens that have not ended."""
     columns: list[Int]
     """For each sequence the column of each of its tokens."""
 
@@ -231,8 +232,9 @@ class Cost:
 
     @classmethod
     def of(cls, parameters: int, layers: int, width: int) -> Cost:
-        """The cost of a LoRA step. `parameters` is the number of frozen parameters without embeddings, `width` the number of heads
-        times the head dimension. On CPU, attention was measured to run at nearly twice the rate of the linear layers."""
+        """The cost of a LoRA step. `parameters` is the number of frozen parameters without embeddings, `width` the
+        number of heads times the head dimension. On CPU, attention was measured to run at nearly twice the rate of
+        the linear layers."""
         return cls(4.0 * parameters, 8.0 * layers * width)
 
 
@@ -270,7 +272,8 @@ def micro_batches(
 
 
 def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
-    """Rows, given with their lengths, as passes of at most `budget` tokens with padding; a longer row is a pass of its own.
+    """Rows, given with their lengths, as passes of at most `budget` tokens with padding; a longer row is a pass of
+    its own.
 
     Rows of similar length share a pass, so that there is little padding."""
     passes: list[list[T]] = []
@@ -285,7 +288,8 @@ def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
 def _group_pieces(
     sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int
 ) -> list[tuple[int, list[int]]]:
-    """The groups' sequences, with the size of their prefix tree. A group is cut only where its tree exceeds the budget."""
+    """The groups' sequences, with the size of their prefix tree. A group is cut only where its tree exceeds the
+    budget."""
     pieces: list[tuple[int, list[int]]] = []
     for inside in _by_group(groups):
         # In sorted order, the pieces of a group that is cut still share most.

@@ -1,12 +1,12 @@
 """How a token was sampled, and how to compute the same distribution from the trainer's logits.
 
-The recorded logprobs are those of the distribution that vLLM sampled from: the policy's at a temperature, cut to its likeliest
-tokens by `top_k`, `top_p` and `min_p`, and changed by penalties and biases. The request names these settings. What it leaves out is
-the server's default, which vLLM takes from the model's generation_config.json.
+The recorded logprobs are those of the distribution that vLLM sampled from: the policy's at a temperature, cut to
+its likeliest tokens by `top_k`, `top_p` and `min_p`, and changed by penalties and biases. The request names these
+settings. What it leaves out is the server's default, which vLLM takes from the model's generation_config.json.
 
-The trainer applies temperature and cuts to its own logits, so that both sides use one distribution. It does not apply settings that
-depend on more than the logits of a position (penalties, biases, lists of allowed or forbidden tokens). Tokens that were sampled under
-them are context, and they are counted.
+The trainer applies temperature and cuts to its own logits, so that both sides use one distribution. It does not
+apply settings that depend on more than the logits of a position (penalties, biases, lists of allowed or forbidden
+tokens). Tokens that were sampled under them are context, and they are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ GREEDY = 1e-5
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """Sampling settings that the inference server uses where a request names none; `None` where the server has no default."""
+    """Sampling settings that the inference server uses where a request names none; `None` where the server has no
+    default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -39,8 +40,8 @@ NO_DEFAULTS = Defaults()
 def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
     """The defaults of a vLLM server.
 
-    `model` is the served model as transformers loaded it, with its generation_config.json. `arguments` are further arguments of
-    vLLM's command line."""
+    `model` is the served model as transformers loaded it, with its generation_config.json. `arguments` are further
+    arguments of vLLM's command line."""
     override: dict[str, Any] = {}
     known = dict(zip(arguments, [*arguments[1:], ""], strict=False))
     for argument in arguments:
@@ -127,8 +128,8 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
 def cut(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:
     """The logits with minus infinity for the tokens that could not be sampled, cut in vLLM's order.
 
-    `cuts_n3` holds top_k, top_p and min_p of each position. A target that the current policy would cut keeps its logit: it was
-    sampled, so an earlier policy allowed it."""
+    `cuts_n3` holds top_k, top_p and min_p of each position. A target that the current policy would cut keeps its
+    logit: it was sampled, so an earlier policy allowed it."""
     top_k_n, top_p_n, min_p_n = cuts_n3.unbind(1)
     some = ((top_k_n > 0) | (top_p_n < 1) | (min_p_n > 0)).nonzero().squeeze(1)
     if not len(some):

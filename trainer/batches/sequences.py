@@ -1,9 +1,10 @@
 """Captured exchanges to token sequences: the tokens that were sampled, never tokenised again.
 
-An exchange whose prompt begins with all tokens of an earlier sequence (prompt and reply) continues that sequence. Any other exchange
-begins a new one: the agent rewrote its history, or made a call beside it. Only sampled tokens are trained. Prompts, tool results and
-user turns are context. So are tokens that a grammar forced, tokens that were chosen greedily or under penalties and biases
-(`trainer.batches.sampling`), and replies that did not reach the agent.
+An exchange whose prompt begins with all tokens of an earlier sequence (prompt and reply) continues that sequence.
+Any other exchange begins a new one: the agent rewrote its history, or made a call beside it. Only sampled tokens
+are trained. Prompts, tool results and user turns are context. So are tokens that a grammar forced, tokens that
+were chosen greedily or under penalties and biases (`trainer.batches.sampling`), and replies that did not reach the
+agent.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def build(
 ) -> list[TokenSequence]:
     """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
 
-    `defaults` are the sampling settings that the inference server uses where a request names none. With `mask_truncated`, replies
-    that were cut off at their length limit are context. `left_out` is increased by the number of sampled tokens that are not trained
-    because of an unsupported sampling setting, by the setting."""
+    `defaults` are the sampling settings that the inference server uses where a request names none. With
+    `mask_truncated`, replies that were cut off at their length limit are context. `left_out` is increased by the
+    number of sampled tokens that are not trained because of an unsupported sampling setting, by the setting."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)

@@ -7,8 +7,8 @@
     <checkpoints>/<model>/best.json                        the step with the best validation reward
     <checkpoints>/<model>/log                              identifies the log that these checkpoints were published on
 
-A checkpoint is written into a folder with a temporary name. Every file is fsynced, the manifest is written last, and a rename
-gives the folder its name. Folders with a temporary name are left by crashes and are deleted at start.
+A checkpoint is written into a folder with a temporary name. Every file is fsynced, the manifest is written last,
+and a rename gives the folder its name. Folders with a temporary name are left by crashes and are deleted at start.
 
 Errors: `CheckpointError`; the message says what to do.
 """
@@ -99,7 +99,8 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The files of an adapter tar by name. Raises `CheckpointError` where it holds anything but plain files at its root."""
+    """The files of an adapter tar by name. Raises `CheckpointError` where it holds anything but plain files at its
+    root."""
     files: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for info in tar:
@@ -196,7 +197,8 @@ class Checkpoints:
         return target
 
     def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
-        """The manifest and the files of a step. Raises `CheckpointError` where a file is missing or differs from its digest."""
+        """The manifest and the files of a step. Raises `CheckpointError` where a file is missing or differs from its
+        digest."""
         folder = self.path(step)
         try:
             manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
@@ -213,7 +215,8 @@ class Checkpoints:
         return manifest, files
 
     def newest(self) -> tuple[Manifest, dict[str, bytes]] | None:
-        """The newest checkpoint that is complete and undamaged; damaged ones are logged and skipped. `None` where there is none."""
+        """The newest checkpoint that is complete and undamaged; damaged ones are logged and skipped. `None` where
+        there is none."""
         for step in reversed(self.steps()):
             try:
                 return self.read(step)

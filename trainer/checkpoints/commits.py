@@ -1,13 +1,15 @@
 """The commit protocol between disk and log: publishing a step, and recovery at start.
 
-A step is written to disk first, then its adapter to the object store, then its event to the log. So at start there are three cases:
+A step is written to disk first, then its adapter to the object store, then its event to the log. So at start there
+are three cases:
 
 - The disk is level with the log: continue.
-- The disk is ahead, by one step after a crash, or by several after a power cut that took the end of the log: publish those steps in
-  order.
+- The disk is ahead, by one step after a crash, or by several after a power cut that took the end of the log: publish
+  those steps in order.
 - The disk is behind or empty: rebuild from the adapter in the log.
 
-Checkpoints that do not continue the log belong to another log; they are not touched and the trainer does not start.
+Checkpoints that do not continue the log belong to another log; they are not touched and the trainer does not
+start.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Commits:
         return not objection
 
     async def recover(self, learner: Learner, last: CheckpointPublished | None) -> list[Manifest]:
-        """Bring `learner` to its newest committed step. `last` is the newest checkpoint on the log, `None` where there is none.
+        """Bring `learner` to its newest committed step. `last` is the newest checkpoint on the log, `None` where
+        there is none.
 
         Publishes the checkpoints on disk that are newer than `last`, oldest first, and returns their manifests. Raises
         `TrainerError` where the disk does not continue the log."""
@@ -95,7 +98,7 @@ class Commits:
         log.warning("published a checkpoint that the log did not hold", version=manifest.event.version)
 
     async def _log_id(self) -> str:
-        """The time at which POLICY was created identifies the log: it survives restarts and power cuts of the server."""
+        """When POLICY was created. It identifies the log: restarts and power cuts of the server do not change it."""
         info = await self.broker.stream_info(stream_of(CheckpointPublished))
         if info.created is None:
             raise TrainerError(
@@ -118,8 +121,8 @@ class Commits:
             await self.run_in_thread(learner.rebuild, last, archive)
 
     def _steps_ahead(self, learner: Learner, last: CheckpointPublished | None, log_id: str) -> list[Manifest]:
-        """The manifests of the checkpoints on disk that are newer than `last`, oldest first. Raises `TrainerError` where they do
-        not continue this log."""
+        """The manifests of the checkpoints on disk that are newer than `last`, oldest first. Raises `TrainerError`
+        where they do not continue this log."""
         known = last.step if last else 0
         ahead: list[Manifest] = []
         shared = False
@@ -144,8 +147,8 @@ class Commits:
             raise _foreign_log(
                 learner, f"{first.version} on disk continues {first.parent}, which is not on the log"
             )
-        # The log is the right one if its identity was stored or its newest step is on disk. Where neither is known, only one step
-        # may be ahead: that is a crash between disk and log.
+        # The log is the right one if its identity was stored or its newest step is on disk. Where neither is known,
+        # only one step may be ahead: that is a crash between disk and log.
         if stored_id != log_id and not shared and (stored_id or len(ahead) > 1 or not contiguous):
             raise _foreign_log(
                 learner, f"the disk holds step {ahead[-1].event.step}, the log's newest is {known}"
@@ -188,6 +191,6 @@ class Commits:
 
 def _foreign_log(learner: Learner, why: str) -> TrainerError:
     return TrainerError(
-        f"{why}: {learner.checkpoints.folder} is another log's training. Point nats.url at the log it belongs to, or use a "
-        "fresh run_dir."
+        f"{why}: {learner.checkpoints.folder} is another log's training. Point nats.url at the log it belongs to, or "
+        "use a fresh run_dir."
     )

@@ -8,7 +8,7 @@ from pipeline.events import CheckpointPublished, unpack_seqs
 from pipeline.log.messages import Place
 
 
-class Trained(NamedTuple):
+class ConsumedGroup(NamedTuple):
     """A group that a checkpoint learned from."""
 
     place: Place
@@ -16,13 +16,14 @@ class Trained(NamedTuple):
 
 
 class Consumed:
-    """Groups by their place in GROUPS. A place is sequence and stream time, since the server reuses sequences after a power cut."""
+    """Groups by their place in GROUPS. A place is sequence and stream time, since the server reuses sequences after a
+    power cut."""
 
     def __init__(self) -> None:
         self._places: set[Place] = set()
         self._named: set[tuple[int, str]] = set()
         """(sequence, group id) of the groups of checkpoints that have no stream times."""
-        self._trained: dict[tuple[str, str], Trained] = {}
+        self._trained: dict[tuple[str, str], ConsumedGroup] = {}
 
     def add(self, place: Place) -> None:
         """Add a group that was discarded or moved to the dead letters."""
@@ -38,12 +39,13 @@ class Consumed:
                 self._places.add(place)
             else:
                 self._named.add((seq, group))
-            self._trained[event.model, group] = Trained(place, event.version)
+            self._trained[event.model, group] = ConsumedGroup(place, event.version)
 
     def has(self, place: Place, group: str) -> bool:
         """Whether the event of `group` at `place` was added."""
         return place in self._places or (place.seq, group) in self._named
 
-    def trained(self, model: str, group: str) -> Trained | None:
-        """Where the group lay when a checkpoint of `model` learned from it, and that checkpoint's version; `None` where none did."""
+    def trained(self, model: str, group: str) -> ConsumedGroup | None:
+        """Where the group lay when a checkpoint of `model` learned from it, and that checkpoint's version; `None`
+        where none did."""
         return self._trained.get((model, group))

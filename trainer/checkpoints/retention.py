@@ -1,11 +1,12 @@
-"""What goes of trained versions, and what stays: the trainer owns the adapters and checkpoint events of its branch.
+"""Removes the adapters and events of policy versions that nothing needs. The trainer owns those of its branch.
 
-A version that need not stay is retired first (`policy.retired`): gateways offer it no more. After `retention.grace_s`, if
-nothing came to need it meanwhile, its adapter is removed from the object store. Its checkpoint event stays for
-`retention.policy_days`, as long as a group that it names can come again.
+A version that is not needed is retired first (`policy.retired`), and gateways no longer offer it. After
+`retention.grace_s`, if it is still not needed, its adapter is removed from the object store. Its checkpoint event
+stays for `retention.policy_days`, since groups that it learned from can be delivered again until then.
 
-What stays: the newest versions, the best by validation, what the model's name stands for or a split names with the
-predecessor of each, what an open trajectory is pinned to, and what an inference server holds.
+These versions are needed: the newest, the best by validation, those that the model's name or a traffic split
+points to and the version before each of them, those that an open trajectory is pinned to, and those that an
+inference server has loaded.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ _Version = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired |
 
 _SWEEP_EVERY_S = 3600.0
 _ORPHAN_AGE_S = 3600.0
-"""An upload takes less."""
+"""Parts of uploads that are older than this belong to no upload in progress."""
 
 
-def kept(versions: Iterable[str], newest: int, needed: Iterable[str], decided: Iterable[str]) -> set[str]:
-    """Which of `versions` (oldest first) stay: the `newest` newest, what is `needed`, and what was `decided` on with the
-    version before each."""
+def versions_to_keep(
+    versions: Iterable[str], newest: int, needed: Iterable[str], promoted: Iterable[str]
+) -> set[str]:
+    """The subset of `versions` (oldest first) that is kept: the `newest` newest, the `needed` ones, and the
+    `promoted` ones with the version before each."""
     order = list(versions)
     stay = {*order[-max(newest, 1) :], *needed}
-    for version in decided:
+    for version in promoted:
         stay.add(version)
         if version in order[1:]:
             stay.add(order[order.index(version) - 1])
@@ -54,111 +57,114 @@ def kept(versions: Iterable[str], newest: int, needed: Iterable[str], decided: I
 
 
 class Holdings:
-    """Which versions the inference servers hold, by what their gateways said of loading and unloading."""
+    """The versions that each inference server has loaded, by the events of its gateways."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, set[str]]] = {}
-        """By replica: which life of it, and its versions."""
+        """By replica: its incarnation, and its versions."""
 
     def note(self, event: PolicyLoaded | PolicyUnloaded) -> None:
-        life, versions = self._held.get(event.replica, ("", set()))
+        """Take in an event, in the order of the log."""
+        incarnation, versions = self._held.get(event.replica, ("", set()))
         if isinstance(event, PolicyLoaded):
-            if life != event.incarnation:
-                versions = set()  # a server that started anew holds nothing
+            if incarnation != event.incarnation:
+                versions = set()  # a restarted server has nothing loaded
             self._held[event.replica] = event.incarnation, versions | {event.version}
-        elif life == event.incarnation:
+        elif incarnation == event.incarnation:
             versions.discard(event.version)
 
     def versions(self) -> set[str]:
+        """The versions that at least one server has loaded."""
         return {v for _, versions in self._held.values() for v in versions}
 
 
 class Retention:
-    """See the module. One per trainer process."""
+    """Removes what nothing needs for all models of a trainer process. `broker` must outlive it."""
 
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
         self._config, self._broker, self._learners = config, broker, learners
         self._settings = config.retention
         self._project = config.project
         self._gone: set[str] = set()
-        """Objects that are known not to be there."""
+        """Adapters that are known to be removed from the object store."""
         self._reconnects = -1
         self._reset()
 
     def _reset(self) -> None:
-        """What was read of the log counts no more: its machine may have lost its end with its power."""
+        """Forget what was read from the log: a power cut may have taken its end."""
         self._holdings: dict[str, Holdings] = {name: Holdings() for name in self._learners}
         self._pinned: dict[str, tuple[str, str]] = {}
-        """By open trajectory: its model and the version that it is pinned to."""
+        """By open trajectory: its model, and the version that it is pinned to."""
         self._next_policy = self._next_rollout = 1
         """Next sequence to read of each stream."""
 
     async def run(self) -> None:
-        """For as long as the trainer runs. What the log does not answer is looked at again in the next round."""
+        """Do a round every `retention.every_s` seconds until cancelled. A round that the log does not answer is
+        repeated later."""
         swept = 0.0
         while self._settings.adapters:
             try:
-                await self.look()
+                await self.run_once()
                 if time.monotonic() - swept > _SWEEP_EVERY_S:
                     await self._sweep()
                     swept = time.monotonic()
             except BrokerError as error:
-                log.warning("retention waits for the log", error=str(error))
+                log.warning("retention round failed; it is repeated", error=str(error))
             await anyio.sleep(self._settings.every_s)
 
-    async def look(self) -> None:
-        """One round over every model."""
+    async def run_once(self) -> None:
+        """Retire and remove the versions of every model that nothing needs."""
         reconnects = self._broker.client.stats["reconnects"]
         if reconnects != self._reconnects:
             self._reset()
             self._reconnects = reconnects
         for name, learner in self._learners.items():
-            await self._model(name, learner)
+            await self._retire_and_remove(name, learner)
 
     # -- one model -----------------------------------------------------------------------------------------------
 
-    async def _model(self, name: str, learner: Learner) -> None:
+    async def _retire_and_remove(self, name: str, learner: Learner) -> None:
         branch, now = self._config.trainer.branch, time.time()
-        mine = await self._checkpoints(model=name, branch=branch)
-        mine.sort(key=lambda e: e.step)
-        stay = await self.needed(name, learner, mine)
+        checkpoints = await self._checkpoints(model=name, branch=branch)
+        checkpoints.sort(key=lambda e: e.step)
+        needed = await self.needed(name, learner, checkpoints)
         retired = await self._retired(name)
-        for event in mine:
-            if event.version in stay:
+        for event in checkpoints:
+            if event.version in needed:
                 if event.version in retired:
-                    await self._say(event, withdrawn=True)
-                continue
-            if event.adapter in self._gone:
-                continue
-            if event.version not in retired:
-                if await self._there(event.adapter):
-                    await self._say(event)
-            elif retired[event.version] / 1e6 + self._settings.grace_s <= now:
+                    await self._publish_retired(event, withdrawn=True)
+            elif event.version not in retired:
+                if await self._adapter_exists(event):
+                    await self._publish_retired(event)
+            elif (
+                event.adapter not in self._gone
+                and retired[event.version] / 1e6 + self._settings.grace_s <= now
+            ):
                 await self._remove(event)
 
-    async def needed(self, name: str, learner: Learner, mine: list[CheckpointPublished]) -> set[str]:
-        """The versions of a model's line that stay; `mine` are its checkpoints, oldest first."""
+    async def needed(self, name: str, learner: Learner, checkpoints: list[CheckpointPublished]) -> set[str]:
+        """The versions of a model that are needed. `checkpoints` are all of its branch, oldest first."""
         settings = learner.settings
         best = learner.checkpoints.best()
-        by_step = {e.step: e.version for e in mine}
+        by_step = {e.step: e.version for e in checkpoints}
         needed = {by_step[best.step]} if best is not None and best.step in by_step else set()
-        decided: set[str] = set()
-        if self._config.trainer.branch == "main":  # only these are served under their names
-            await self._read_on()
+        promoted: set[str] = set()
+        if self._config.trainer.branch == "main":  # other branches are not served
+            await self._read_news()
             last = await self._broker.read_last(PolicyPromoted, project=self._project, model=name)
             if last is not None:
-                decided = {last.event.version, last.event.other} - {""}
+                promoted = {last.event.version, last.event.other} - {""}
             needed |= self._holdings[name].versions()
             needed |= await self._pins(name)
         newest = max(self._settings.adapters, settings.max_staleness + 2)
-        return kept([e.version for e in mine], newest, needed, decided)
+        return versions_to_keep([e.version for e in checkpoints], newest, needed, promoted)
 
     async def _checkpoints(self, **keys: Any) -> list[CheckpointPublished]:
         history = await self._broker.read(CheckpointPublished, project=self._project, **keys)
         return [r.event for r in history]
 
     async def _retired(self, name: str) -> dict[str, int]:
-        """When each version of this branch was retired, stream time in microseconds."""
+        """By retired version of this branch, the stream time of its retirement in microseconds."""
         out: dict[str, int] = {}
         for recorded in await self._broker.read(PolicyRetired, project=self._project, model=name):
             event = recorded.event
@@ -170,33 +176,35 @@ class Retention:
                 out.setdefault(event.version, recorded.place.at)
         return out
 
-    async def _say(self, event: CheckpointPublished, *, withdrawn: bool = False) -> None:
-        said = PolicyRetired(
-            project=event.project, model=event.model, version=event.version, branch=event.branch, withdrawn=withdrawn
+    async def _publish_retired(self, event: CheckpointPublished, *, withdrawn: bool = False) -> None:
+        await self._broker.publish(
+            PolicyRetired(
+                project=event.project, model=event.model, version=event.version, branch=event.branch,
+                withdrawn=withdrawn,
+            )
         )  # fmt: skip
-        await self._broker.publish(said)
-        log.info("retired", version=event.version, withdrawn=withdrawn)
+        log.info("version retired", version=event.version, withdrawn=withdrawn)
 
-    async def _there(self, adapter: str) -> bool:
-        if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, adapter):
+    async def _adapter_exists(self, event: CheckpointPublished) -> bool:
+        if event.adapter in self._gone:
+            return False
+        if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, event.adapter):
             return True
-        self._gone.add(adapter)
+        self._gone.add(event.adapter)
         return False
 
     async def _remove(self, event: CheckpointPublished) -> None:
-        # Another branch may have trained the very same adapter under the same name: the object is one.
-        every = await self._checkpoints(model=event.model)
-        if any(e.adapter == event.adapter and e.branch != event.branch for e in every):
-            self._gone.add(event.adapter)
-            return
-        await objects.remove(self._broker, streams.ADAPTERS_BUCKET, event.adapter)
+        # Branches that trained an equal adapter share one object.
+        of_all_branches = await self._checkpoints(model=event.model)
+        if not any(e.adapter == event.adapter and e.branch != event.branch for e in of_all_branches):
+            await objects.remove(self._broker, streams.ADAPTERS_BUCKET, event.adapter)
+            log.info("adapter removed", version=event.version, adapter=event.adapter)
         self._gone.add(event.adapter)
-        log.info("adapter removed", version=event.version, adapter=event.adapter)
 
     # -- who needs a version -------------------------------------------------------------------------------------
 
-    async def _read_on(self) -> None:
-        """Take in what the log says since the last look: loads, unloads, and trajectories that are pinned."""
+    async def _read_news(self) -> None:
+        """Read the loads, unloads and pinned trajectories that came since the last round."""
         loads: Sequence[Recorded[PolicyLoaded | PolicyUnloaded]] = await self._broker.read_all(
             (PolicyLoaded, PolicyUnloaded), start_seq=self._next_policy, project=self._project
         )
@@ -213,7 +221,7 @@ class Retention:
             self._next_rollout, more = page.last + 1, page.more
 
     async def _pins(self, name: str) -> set[str]:
-        """Versions that open trajectories of a model are pinned to."""
+        """The versions that open trajectories of a model are pinned to."""
         out: set[str] = set()
         for trajectory, (model, version) in list(self._pinned.items()):
             if model != name:
@@ -222,7 +230,7 @@ class Retention:
             if await self._broker.read_last(TrajectoryCompleted, **keys, model=model) is not None:
                 del self._pinned[trajectory]
             elif await self._broker.read_last(TrajectoryOpened, **keys) is None:
-                del self._pinned[trajectory]  # older than the stream's retention
+                del self._pinned[trajectory]  # removed by the stream's retention
             else:
                 out.add(version)
         return out
@@ -233,12 +241,15 @@ class Retention:
         before = int((time.time() - _ORPHAN_AGE_S) * 1e6)
         swept = await objects.sweep(self._broker, streams.ADAPTERS_BUCKET, before)
         if swept:
-            log.info("removed what interrupted uploads left", objects=swept)
+            log.info("incomplete uploads removed", objects=swept)
         if self._config.trainer.branch == "main" and self._settings.policy_days:
-            await self.trim(int((time.time() - self._settings.policy_days * streams.DAY_S) * 1e6))
+            await self.delete_old_events(
+                int((time.time() - self._settings.policy_days * streams.DAY_S) * 1e6)
+            )
 
-    async def trim(self, before_us: int) -> int:
-        """Delete events of POLICY from before `before_us` (stream time, microseconds) that nothing needs; returns how many."""
+    async def delete_old_events(self, before_us: int) -> int:
+        """Delete the events of POLICY that are older than `before_us` (stream time in microseconds) and belong to
+        removed versions. Returns how many."""
         deleted = 0
         for name in self._learners:
             events: Sequence[Recorded[_Version]] = await self._broker.read_all(
@@ -248,18 +259,15 @@ class Retention:
             )
             last = max((r.seq for r in events if isinstance(r.event, PolicyPromoted)), default=0)
             checkpoints = [r.event for r in events if isinstance(r.event, CheckpointPublished)]
-            there = {e.version for e in checkpoints if await self._needs(e)}
+            kept = {e.version for e in checkpoints if await self._adapter_exists(e)}
             for recorded in events:
                 event = recorded.event
                 if recorded.place.at >= before_us or recorded.seq == last:
                     continue
-                if event.version in there and not isinstance(event, PolicyPromoted):
-                    continue  # its checkpoint, and who loaded it
+                if event.version in kept and not isinstance(event, PolicyPromoted):
+                    continue  # the checkpoint of a version that still exists, or a load of it
                 await self._broker.delete(recorded.stream, recorded.seq)
                 deleted += 1
         if deleted:
-            log.info("trimmed", events=deleted)
+            log.info("old policy events deleted", events=deleted)
         return deleted
-
-    async def _needs(self, event: CheckpointPublished) -> bool:
-        return event.adapter not in self._gone and await self._there(event.adapter)

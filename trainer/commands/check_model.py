@@ -1,10 +1,12 @@
-"""`journeyman check-model MODEL`: does a base model train right on this machine, how, and what memory does a step take?
+"""`journeyman check-model MODEL`: says whether a base model trains right on this machine, how, and how much memory a
+step takes.
 
     journeyman check-model Qwen/Qwen3-8B
     journeyman check-model /models/gemma-3-4b --json --set trainer.lora.rank=16
 
-The model is loaded as the trainer would load it, and what a training pass computes is compared with the model's own forward
-pass (see `trainer.engine.verify`). Exits 0 where it trains right, 1 where it is refused, 2 on bad usage or settings.
+The model is loaded as the trainer would load it, and what a training pass computes is compared with the model's
+own forward pass (see `trainer.engine.verify`). Exits 0 where it trains right, 1 where it is refused, 2 on bad
+usage or settings.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from trainer.first import import_first
 
 
 def check(base: str, config: TrainerConfig) -> dict[str, Any]:
-    """The findings, as `--json` prints them: differences in nats, memory in bytes. `refused` is `None` where the model trains
-    right, else the reason."""
+    """The findings as `--json` prints them: differences in nats, memory in bytes. `refused` is the reason why the
+    model can't be trained, `None` where it can."""
     import_first(Config(models=(ModelConfig(base=base),), trainer=config))
     from trainer.engine.engine import Engine
     from trainer.engine.verify import RefusedError
@@ -40,7 +42,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             verified = error.verified
             out["refused"] = verified.refused
         except (ConfigError, ValueError, OSError, RuntimeError, ImportError) as error:
-            # What can't be loaded can't be trained: an unknown family, no such model, no room.
+            # The model can't be loaded: its family is unknown, it does not exist, or memory does not hold it.
             out["refused"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return out
         else:
@@ -49,7 +51,8 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             out["memory"] = memory.step(config.memory.tokens_per_batch)
             out["memory_parts"] = {
                 "weights": memory.weights, "optimizer": memory.optimizer, "per_token": memory.per_token,
-                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing, "tokens_per_batch": config.memory.tokens_per_batch, "free": memory.free,
+                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing,
+                "tokens_per_batch": config.memory.tokens_per_batch, "free": memory.free,
                 "tokens_that_fit": memory.tokens(),
             }  # fmt: skip
             out["device"], out["dtype"] = str(engine.device), str(engine.dtype).removeprefix("torch.")
@@ -61,13 +64,17 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The findings for people."""
+    """The findings as text."""
     lines = [f"{found['model']}: " + (f"refused: {found['refused']}" if found["refused"] else "trains right")]
     for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared")):
         if (difference := found[f"{name}_difference"]) is not None:
             lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")
     if found["layout"]:
-        how = "prefixes are shared where it pays" if found["layout"] == "prefix" else "one row a sequence"
+        how = (
+            "prefixes are shared where that costs less"
+            if found["layout"] == "prefix"
+            else "one row a sequence"
+        )
         because = f" ({found['why_padded']})" if found["why_padded"] else ""
         lines.append(f"  layout: {how}{because}; attention: {found['attention']}")
     if found["memory"] is not None:

@@ -1,4 +1,4 @@
-"""What the trainer's commands share: which run they mean, and how they fail."""
+"""What the trainer's commands share: the run that they mean, and their exit codes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class UsageError(ValueError):
 
 
 class FailedError(RuntimeError):
-    """What the command was asked for could not be done."""
+    """The command failed; the message says why."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `run_config` reads."""
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
@@ -32,7 +33,8 @@ def run_config(args: argparse.Namespace) -> Config:
 
 
 def run(name: str, command: Callable[[], None]) -> None:
-    """Run `command`; exits 2 on bad usage or settings, 1 on what went wrong, with one line on stderr."""
+    """Run `command`. Where it fails, write one line to stderr and exit: with 2 for a wrong argument or setting, else
+    with 1."""
     try:
         command()
     except (ConfigError, UsageError) as error:

@@ -1,9 +1,9 @@
-"""`journeyman export`: a trained policy as a folder that loads elsewhere.
+"""`journeyman export`: writes a trained policy into a folder that other programs load.
 
     journeyman export OUT                        the newest checkpoint of the newest run, as a PEFT adapter
     journeyman export OUT --step best --merged   the best by validation, merged into the base model's weights
 
-A checkpoint that was pruned from the disk is fetched from the log's object store where `--nats-url` names it.
+A checkpoint that is no longer on disk is read from the log's object store, if `--nats-url` names the log.
 """
 
 from __future__ import annotations
@@ -33,47 +33,52 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("out", type=Path, help="folder to write; must not exist")
     cli.add_run_arguments(made)
-    made.add_argument("--model", help="which policy; default: the only one")
+    made.add_argument("--model", help="name of the policy; needed where the run has several")
     made.add_argument("--step", default="latest", help="a step, `latest`, or `best` by validation reward")
     made.add_argument(
         "--merged", action="store_true", help="the base model's weights with the adapter merged in"
     )
-    made.add_argument("--nats-url", help="the log, for a step that is no longer on disk")
+    made.add_argument("--nats-url", help="URL of the log, for a step that is no longer on disk")
     return made
 
 
 def find_files(
     checkpoints: Checkpoints, step: str, fetch: Fetch | None = None
 ) -> tuple[int, dict[str, bytes]]:
-    """The step that `step` means, and its adapter's files; raises `CheckpointError`."""
+    """The step that `--step` names, and the files of its adapter.
+
+    `fetch` gets an adapter that is not on disk. Raises `CheckpointError` where there is no such checkpoint, and
+    `UsageError`."""
     steps = checkpoints.steps()
     if step == "latest":
         if not steps:
-            raise CheckpointError(f"no checkpoint in {checkpoints.folder}")
+            raise CheckpointError(
+                f"there is no checkpoint in {checkpoints.folder}: name a step and the log with --nats-url"
+            )
         number = steps[-1]
     elif step == "best":
         best = checkpoints.best()
         if best is None:
             raise CheckpointError(
-                "no validation trajectories were scored, so no checkpoint is known as the best"
+                "no validation trajectories were scored, so no checkpoint is the best: name a step"
             )
         number = best.step
     elif step.isdigit() and int(step) > 0:
         number = int(step)
     else:
-        raise cli.UsageError(f"--step {step}: a number from 1 on, `latest` or `best`")
+        raise cli.UsageError(f"--step {step}: write a number from 1 on, `latest` or `best`")
     if number in steps:
         return number, checkpoints.read(number)[1]
     if fetch is None:
         raise CheckpointError(
-            f"step {number} is not on disk (there are: {', '.join(map(str, steps)) or 'none'}); "
-            "--nats-url fetches it from the log"
+            f"step {number} is not on disk (there are: {', '.join(map(str, steps)) or 'none'}): "
+            "name the log with --nats-url"
         )
     return number, unpack(fetch(number))
 
 
 class Fetch:
-    """Gets an adapter's tar from the log."""
+    """Reads the adapter of a step, as a tar, from the log's object store. Raises `CheckpointError`."""
 
     def __init__(self, config: Config, model: str, url: str) -> None:
         self._config, self._model, self._url = config, model, url
@@ -91,7 +96,10 @@ class Fetch:
             )  # fmt: skip
             events = [r.event for r in history]
             if not events:
-                raise CheckpointError(f"the log has no {self._model}@{step} of project {config.project}")
+                raise CheckpointError(
+                    f"the log has no {self._model}@{step} of project {config.project}: "
+                    "check --step, --model and --nats-url"
+                )
             objections = [Trust(config.signing).objection(e) for e in events]
             if "" not in objections:
                 raise CheckpointError(objections[-1])
@@ -99,19 +107,19 @@ class Fetch:
             tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
             if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
                 raise CheckpointError(
-                    f"the archive of {event.version} in the log is not the one that was published"
+                    f"the adapter of {event.version} in the object store does not match its event: do not use it"
                 )
             return tar
 
 
 def write_adapter(files: dict[str, bytes], out: Path) -> None:
-    """A PEFT adapter folder."""
+    """Write the files of a PEFT adapter into the folder `out`."""
     for name in ADAPTER_FILES:
         (out / name).write_bytes(files[name])
 
 
 def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
-    """The base model with the adapter merged in, and the base's tokenizer files."""
+    """Write the base model with the adapter merged in, and its tokenizer files, into the folder `out`."""
     import tempfile
 
     from peft import PeftModel
@@ -133,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     def command() -> None:
         config = cli.run_config(args)
         if args.model is None and len(config.models) > 1:
-            raise cli.UsageError(f"--model: one of {', '.join(m.name for m in config.models)}")
+            raise cli.UsageError(f"--model: name one of {', '.join(m.name for m in config.models)}")
         model = config.model(args.model) if args.model else config.models[0]
         if args.out.exists():
             raise cli.UsageError(f"{args.out} exists already")

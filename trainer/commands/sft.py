@@ -1,11 +1,11 @@
-"""`journeyman sft`: a supervised warm start, with TRL's SFTTrainer.
+"""`journeyman sft`: supervised fine-tuning as a warm start, with TRL's SFTTrainer.
 
     journeyman sft OUT --base MODEL --data chats.jsonl           one {"messages": [...]} a line
     journeyman sft OUT --base MODEL --from-run runs/x --top 200  the best trajectories of a run's store
 
-It writes a model folder (the base with the trained adapter merged in, tokenizer included): put it into `models.base` and
-reinforcement goes on from there. What is trained are the assistant's turns. Trajectories of a run are trained on the
-exact tokens that were sampled; chats are rendered with the model's chat template.
+It writes a model folder: the base with the trained adapter merged in, and the tokenizer. Set `models.base` to it
+to start reinforcement learning from it. Only the assistant's turns are trained. Chats are rendered with the
+model's chat template, trajectories of a run are trained on the exact tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.commands import cli
 logger = log.get_logger("trainer.commands.sft")
 
 Row = dict[str, list[int]]
-"""`input_ids` and `completion_mask` of one sequence: 1 where the token is learned."""
+"""`input_ids` and `completion_mask` of one sequence. The mask is 1 where the token is trained."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,10 +41,13 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--data", type=Path, help='JSONL file, one {"messages": [...]} a line')
     source.add_argument("--from-run", type=Path, help="run directory whose store holds the trajectories")
     made.add_argument(
-        "--top", type=int, default=0, help="with --from-run: only so many, the best first; 0: all"
+        "--top",
+        type=int,
+        default=0,
+        help="with --from-run: number of trajectories, the best first; 0 takes all",
     )
     made.add_argument(
-        "--min-reward", type=float, default=None, help="with --from-run: no trajectory below it"
+        "--min-reward", type=float, default=None, help="with --from-run: lowest reward of a trajectory"
     )
     made.add_argument("--epochs", type=float, default=1.0)
     made.add_argument("--learning-rate", type=float, default=1e-4)
@@ -56,24 +59,27 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chats_of(lines: Iterable[str]) -> Iterator[list[dict[str, Any]]]:
-    """The conversations of a JSONL file; raises `UsageError` naming the line that is none."""
+    """The conversations of the lines of a JSONL file. Raises `UsageError`, which names the line that holds none."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             messages = json.loads(line)["messages"]
         except (ValueError, KeyError, TypeError) as error:
-            raise cli.UsageError(f'line {number} is no {{"messages": [...]}}') from error
+            raise cli.UsageError(f'line {number}: write {{"messages": [...]}}') from error
         if not isinstance(messages, list) or not any(m.get("role") == "assistant" for m in messages):
-            raise cli.UsageError(f"line {number} has no assistant message to learn from")
+            raise cli.UsageError(
+                f"line {number} has no assistant message to train: add one or remove the line"
+            )
         yield messages
 
 
 def tokens_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """One row per assistant turn whose prompt does not extend what came before, as when sampling.
+    """The rows of a conversation, put together as for sampled calls: a turn whose prompt continues the one before
+    shares its row.
 
-    The prompt is the conversation before the turn with the template's generation prompt, exactly what the model gets
-    when it is served."""
+    The prompt of a turn is the conversation before it with the template's generation prompt, as the model gets it
+    when it is served. Raises `UsageError` where the template changes a prompt once a reply follows."""
     exchanges: list[ExchangeRecorded] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -82,7 +88,8 @@ def tokens_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> lis
         whole = _render(tokenizer, messages[: i + 1], add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
             raise cli.UsageError(
-                "the model's chat template changes the prompt once a reply follows: no turn to learn"
+                "the model's chat template changes the prompt once a reply follows, so no turn can be trained: "
+                "use another template"
             )
         exchanges.append(_exchange(str(len(exchanges)), len(exchanges), prompt, whole[len(prompt) :]))
     return _rows(exchanges)
@@ -115,7 +122,10 @@ def _rows(exchanges: Sequence[ExchangeRecorded]) -> list[Row]:
 
 
 def rows_of_run(run_dir: Path, top: int, minimum: float | None) -> list[Row]:
-    """The exact tokens of a run's best trained-split trajectories, read through `journeyman sql`."""
+    """The exact tokens of a run's best training trajectories, read through `journeyman sql`.
+
+    `top` is their greatest number (0: all), `minimum` their lowest reward. Raises `UsageError` where the store
+    does not answer."""
     floor = "-inf" if minimum is None else repr(float(minimum))
     limit = f"LIMIT {int(top)}" if top else ""
     query = f"""
@@ -129,14 +139,14 @@ def rows_of_run(run_dir: Path, top: int, minimum: float | None) -> list[Row]:
         FROM exchanges e JOIN best USING (project, trajectory)
         WHERE e.status = 'complete' AND NOT e.side_call
         ORDER BY e.trajectory, e.seq, e.choice
-    """  # noqa: S608 - numbers of our own only
-    # By command: services do not import each other.
+    """  # noqa: S608 - only numbers are put into it
+    # A command, as services do not import each other.
     done = subprocess.run(
         [sys.executable, "-m", "store.sql", query, "--run-dir", str(run_dir), "--format", "json"],
         capture_output=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise cli.UsageError(f"the store of {run_dir} does not answer: {done.stderr.decode().strip()}")
+        raise cli.UsageError(f"the store of {run_dir} can't be read: {done.stderr.decode().strip()}")
     by_trajectory: dict[str, list[ExchangeRecorded]] = {}
     for found in json.loads(done.stdout or b"[]"):
         by_trajectory.setdefault(found["trajectory"], []).append(
@@ -148,7 +158,7 @@ def rows_of_run(run_dir: Path, top: int, minimum: float | None) -> list[Row]:
 
 
 def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
-    """The base model with an adapter trained on `rows`, merged."""
+    """The base model with an adapter trained on `rows` and merged in."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -160,7 +170,7 @@ def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
         from trl import SFTConfig, SFTTrainer
 
     class PlainSFTTrainer(SFTTrainer):  # type: ignore[misc]  # TRL has no types
-        """TRL's fused LM head is a GPU kernel; the loss is the same from plain logits."""
+        """TRL's loss from plain logits: its fused LM head is a GPU kernel."""
 
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -216,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             rows = rows_of_run(args.from_run, args.top, args.min_reward)
         if not rows:
-            raise cli.UsageError("nothing to learn from")
+            raise cli.UsageError("there is no sequence to train: check --data, --min-reward and --from-run")
         model = train(rows, args, tokenizer)
         model.save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)

@@ -25,7 +25,7 @@ from trainer.first import import_first
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="journeyman train", description="Run the trainer alone.")
     cli.add_run_arguments(made)
-    made.add_argument("--nats-url", help="the log")
+    made.add_argument("--nats-url", help="URL of the log")
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     return made
 
@@ -38,11 +38,11 @@ def main(argv: list[str] | None = None) -> None:
             args.overrides.append(f"nats.url={args.nats_url}")
         config = cli.run_config(args)
         if args.dry_run:
-            print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the answer
+            print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
             return
         if not config.nats.url:
-            raise ConfigError("nats.url: say where the log is, with --nats-url")
-        os.umask(0o077)  # a run's files are its owner's
+            raise ConfigError("nats.url: name the log with --nats-url")
+        os.umask(0o077)  # the files of a run are readable by their owner only
         import_first(config)
         from trainer.checkpoints.commits import TrainerError
         from trainer.service import train

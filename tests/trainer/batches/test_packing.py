@@ -59,7 +59,8 @@ def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, l
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str, tmp_path: Path) -> None:
-    """Forward only: FlexAttention has no gradients on CPU, so there the trainer refuses it and the test gives it in its place."""
+    """Forward only: FlexAttention has no gradients on CPU, so there the trainer refuses it and the test gives it in
+    its place."""
     with pytest.raises(ConfigError, match="no gradients on CPU"):
         Engine(
             tiny_base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(attention="flex")), tmp_path
@@ -74,7 +75,8 @@ def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str,
         out = through(engine, prefix_shared(sequences, groups), sequences)
         rows = through(engine, padded(sequences), sequences)
         engine.config = with_values(engine.config, {"memory.attention": "sdpa"})
-        # FlexAttention on CPU computes in float32 at most: a logprob is as exact as the largest of the terms it is made of.
+        # FlexAttention on CPU computes in float32 at most: a logprob is as exact as the largest of the terms it is
+        # made of.
         near = 100 * float(np.finfo(np.float32).eps) * float(np.abs(dense).max())
         np.testing.assert_allclose(out, dense, rtol=0, atol=near)
         np.testing.assert_allclose(out, rows, rtol=0, atol=near)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import config as configuration
 from pipeline.config import Config, NatsConfig
-from pipeline.events import CheckpointPublished, GroupDiscarded
+from pipeline.events import GroupDiscarded
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -65,11 +65,6 @@ async def fill(broker: Broker, groups: int) -> None:
         await kit.publish_group(broker, f"g{i}", rewards, seed=i)
 
 
-async def published(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.read(CheckpointPublished)
-    return [r.event for r in history]
-
-
 def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
     _, files = checkpoint.Checkpoints(config.path("checkpoints", kit.MODEL)).read(step)
     return {k: v.numpy() for k, v in checkpoint.weights_of(files).items()}
@@ -84,13 +79,13 @@ async def _uninterrupted(
         await fill(broker, groups)
         with lives(config) as trainer:
             assert trainer.live() == 0
-        return [e.groups for e in await published(broker)], final_weights(config, steps)
+        return [e.groups for e in await kit.checkpoints(broker)], final_weights(config, steps)
 
 
 async def _check(
     broker: Broker, config: Config, steps: int, groups: list[tuple[str, ...]], weights: dict[str, np.ndarray]
 ) -> None:
-    events = await published(broker)
+    events = await kit.checkpoints(broker)
     assert [e.step for e in events] == list(range(1, steps + 1))
     assert [e.groups for e in events] == groups
     discarded = await broker.read(GroupDiscarded)
@@ -101,40 +96,41 @@ async def _check(
         np.testing.assert_allclose(tensor, weights[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@asynccontextmanager
+async def killed(
+    start_nats: Callable[..., NatsServer], base: str, folder: Path, steps: int, groups: int
+) -> AsyncIterator[Lives]:
+    """Lives of a trainer over `groups` groups. At the end it runs undisturbed, and has to reach the steps and weights
+    of a run that nothing interrupted."""
+    expected = await _uninterrupted(base, folder / "whole", start_nats(), steps, groups)
+    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
+    config = run(base, folder / "killed", nats, steps)
+    async with Broker.connect(nats) as broker:
+        await fill(broker, groups)
+        with lives(config) as trainer:
+            yield trainer
+            assert trainer.live() == 0
+        await _check(broker, config, steps, *expected)
+
+
 @pytest.mark.slow
 async def test_killed_at_every_point_of_the_commit(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
-    steps, groups = 8, 20
-    expected = await _uninterrupted(tiny_base, tmp_path / "whole", start_nats(), steps, groups)
-    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
-    config = run(tiny_base, tmp_path / "killed", nats, steps)
-    async with Broker.connect(nats) as broker:
-        await fill(broker, groups)
-        with lives(config) as trainer:
-            # Three groups are discarded and acknowledged, so the fifth is in the middle of a batch's.
-            assert trainer.live("acked", 5) == DIED
-            for point in POINTS:
-                # The second passage: of a file, that is in the middle of a checkpoint.
-                assert trainer.live(point, 2) == DIED, point
-            assert trainer.live() == 0
-        await _check(broker, config, steps, *expected)
+    async with killed(start_nats, tiny_base, tmp_path, 8, 20) as trainer:
+        # Three groups are discarded and acknowledged, so the fifth is in the middle of a batch's.
+        assert trainer.live("acked", 5) == DIED
+        for point in POINTS:
+            # The second passage: of a file, that is in the middle of a checkpoint.
+            assert trainer.live(point, 2) == DIED, point
 
 
 @pytest.mark.slow
 async def test_killed_ten_times_at_random(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
-    steps, groups = 30, 75
-    expected = await _uninterrupted(tiny_base, tmp_path / "whole", start_nats(), steps, groups)
-    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
-    config = run(tiny_base, tmp_path / "killed", nats, steps)
     rng = random.Random(6)
-    async with Broker.connect(nats) as broker:
-        await fill(broker, groups)
-        with lives(config) as trainer:
-            for _ in range(10):
-                # A step passes about ten of these points: the ten deaths spread over the run.
-                assert trainer.live("any", rng.randrange(1, 50)) == DIED
-            assert trainer.live() == 0
-        await _check(broker, config, steps, *expected)
+    async with killed(start_nats, tiny_base, tmp_path, 30, 75) as trainer:
+        for _ in range(10):
+            # A step passes about ten of these points: the ten deaths spread over the run.
+            assert trainer.live("any", rng.randrange(1, 50)) == DIED

@@ -31,7 +31,7 @@ from tests.trainer import kit
 from tests.trainer.kit import all_acked, running, steps_reach
 from trainer import service
 from trainer.checkpoints.checkpoint import Best
-from trainer.checkpoints.retention import Holdings, Retention, kept
+from trainer.checkpoints.retention import Holdings, Retention, versions_to_keep
 
 pytestmark = pytest.mark.anyio
 V = [f"tiny@{i}" for i in range(13)]
@@ -87,11 +87,11 @@ async def test_what_serves_or_may_have_to_serve_stays(
             PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", incarnation="1")
         )
         retention = Retention(config, broker, learners)
-        await retention.look()
+        await retention.run_once()
         retired = {r.event.version for r in await broker.read(PolicyRetired)}
         assert retired == {V[1], V[8]}
         assert await present(broker) == set(V[1:])  # told first, removed later
-        await retention.look()
+        await retention.run_once()
         # 2 best, 3 held, 5 and 7 the split's with 4 and 6 before them, 9 pinned, 10 held, 11 and 12 newest.
         assert await present(broker) == {V[i] for i in (2, 3, 4, 5, 6, 7, 9, 10, 11, 12)}
         assert await present(broker, "other") == {V[1]}  # another trainer's
@@ -106,8 +106,8 @@ async def test_what_serves_or_may_have_to_serve_stays(
         await broker.publish(
             PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", incarnation="1")
         )
-        await retention.look()
-        await retention.look()
+        await retention.run_once()
+        await retention.run_once()
         assert await present(broker) == {V[2], V[10], V[11], V[12]}
 
 
@@ -122,11 +122,11 @@ async def test_a_retired_version_that_is_needed_after_all_stays(
         for step in range(1, 6):
             await publish(broker, step)
         retention = Retention(config, broker, learners)
-        await retention.look()
-        await retention.look()
+        await retention.run_once()
+        await retention.run_once()
         assert await present(broker) == set(V[1:6])  # the time of grace runs
         await broker.publish(loaded(V[1]))
-        await retention.look()
+        await retention.run_once()
         history = await read_stream(broker, "POLICY")
         policies = Policies("p", ["tiny"])
         for recorded in history:
@@ -152,15 +152,15 @@ async def test_events_that_nothing_needs_go_with_age(
             )
         retention = Retention(config, broker, learners)
         for _ in range(2):
-            await retention.look()
+            await retention.run_once()
 
         async def left() -> list[Recorded]:
             return await read_stream(broker, "POLICY")
 
         before = len(await left())
-        assert await retention.trim(0) == 0
+        assert await retention.delete_old_events(0) == 0
         assert len(await left()) == before
-        assert await retention.trim(2**62) > 0
+        assert await retention.delete_old_events(2**62) > 0
         events = [r.event for r in await left()]
         assert {e.version for e in events if isinstance(e, CheckpointPublished)} == {V[3], V[4]}
         assert {e.version for e in events if isinstance(e, PolicyLoaded)} == {V[3], V[4]}
@@ -226,7 +226,7 @@ def test_random_histories_never_remove_what_is_held() -> None:
         served = {v for _, holds in truth.values() for v in holds}
         assert served <= holdings.versions()
         decided = set(draw.sample(versions, min(2, len(versions))))
-        stay = kept(versions, draw.randint(1, 4), holdings.versions(), decided)
+        stay = versions_to_keep(versions, draw.randint(1, 4), holdings.versions(), decided)
         assert served | decided | {versions[-1]} <= stay
 
 
@@ -248,7 +248,7 @@ async def test_the_trainers_rights_suffice(
             await publish(broker, step)
         retention = Retention(config, broker, learners)
         for _ in range(2):
-            await retention.look()
+            await retention.run_once()
         assert await present(broker) == {V[1], V[4], V[5]}
         await retention._sweep()
-        assert await retention.trim(2**62) > 0
+        assert await retention.delete_old_events(2**62) > 0
