@@ -9,6 +9,7 @@
 | `running` | an installation: what it starts, watches and restarts |
 | `telemetry` | log lines, and traces from the events |
 | `streams` | the table of streams, consumers and buckets |
+| `files` | writing a file whole, and syncing it |
 | `names` | identifiers and their form in NATS subjects |
 | `errors` | errors that a command prints as one line |
 | `backoff` | pauses between attempts |

@@ -6,11 +6,13 @@ names the key. docs/configuration.md is generated from the docstrings of the sec
 | module | what it holds |
 | --- | --- |
 | `tree` | `Config`, the root, and `ModelConfig` |
-| `nats`, `vllm`, `gateway`, `judge`, `trainer`, `store`, ... | one section of the file each |
+| `nats`, `vllm`, `gateway`, `judge`, `trainer`, `store` | one section of the file each, with its tables |
+| `retention`, `supervisor`, `telemetry`, `signing` | the small sections |
 | `types` | `Section`, and numbers within limits |
 | `files` | `load`, `save`, `config_hash` |
 | `overrides` | values given on the command line; errors that name the setting |
-| `checks` | settings that are well-formed and can't be used |
+| `moved` | old names of settings, for errors that say the new one |
+| `checks` | settings that have the right type and can't be used |
 | `secrets` | which values look like secrets; `${NAME}` references |
 """
 

@@ -1,4 +1,4 @@
-"""Which settings can't be used, beyond what the type of each says."""
+"""Checks of settings that their types do not express."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
 _MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
-"""Clients name models as hubs do: `organisation/model`."""
+"""Names of models may have parts, as on hubs: `organisation/model`."""
 
 _CREDENTIALS_HINT = {
     "nats.url": "nats.credentials or nats.nkey_seed",
@@ -27,7 +27,7 @@ def names_user(addresses: str) -> bool:
 
 
 def _check_urls(config: Config) -> None:
-    """Addresses are shown in states, logs and errors, so they must not hold a password. The error does not show it either."""
+    """Refuse addresses with a password: states, logs and errors show addresses. The error does not show it."""
     addresses = {
         "nats.url": config.nats.servers,
         "vllm.urls": config.vllm.urls,
@@ -45,13 +45,15 @@ def _check_access(config: Config) -> None:
     nats = config.nats
     named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
     if len(named) > 1:
-        raise ConfigError(f"nats: {' and '.join(named)} are set; a connection proves itself by one of them")
+        raise ConfigError(f"nats: {' and '.join(named)} are set; set one of them")
     if nats.tls_key and not nats.tls_cert:
         raise ConfigError("nats.tls_key is set without nats.tls_cert")
     if bool(nats.server_cert) != bool(nats.server_key):
-        raise ConfigError("nats.server_cert and nats.server_key: both are needed, or neither")
+        raise ConfigError("nats.server_cert and nats.server_key: set both or neither")
     if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
-        raise ConfigError("vllm.args: --api-key would show in the list of processes; use vllm.api_key_file")
+        raise ConfigError(
+            "vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file"
+        )
     if unknown := set(config.environment) - set(PROCESSES):
         raise ConfigError(
             f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}"
@@ -59,7 +61,7 @@ def _check_access(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Names become parts of subjects, folders and URLs."""
+    """Refuse names that can't be part of subjects, folders and URLs."""
     given = {f"models.{i}.name": m.name for i, m in enumerate(config.models)}
     given |= {"project": config.project, "trainer.branch": config.trainer.branch}
     for setting, name in given.items():
@@ -71,13 +73,13 @@ def _check_names(config: Config) -> None:
             )
     names = [m.name for m in config.models]
     if len(set(names)) != len(names):
-        raise ConfigError("models: two have the same name")
+        raise ConfigError("models: two models have the same name")
     if config.log_level.upper() not in _LEVELS:
         raise ConfigError(f"log_level: {config.log_level!r} is none of {', '.join(_LEVELS)}")
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` for settings that are well-formed but can't be used together, or at all."""
+    """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
     _check_urls(config)
     _check_access(config)
     _check_names(config)
@@ -95,7 +97,7 @@ def check(config: Config) -> None:
         )
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):
-        raise ConfigError("judge.rewards: two have the same name")
+        raise ConfigError("judge.rewards: two rewards have the same name")
     for reward in config.judge.rewards:
         if reward.kind == "python" and ":" not in reward.entry:
             raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
@@ -113,5 +115,5 @@ def check(config: Config) -> None:
     if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
         raise ConfigError(
             f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
-            f"{staleness + 2}, or running requests lose their adapter"
+            f"{staleness + 2}, else requests in flight lose their adapter"
         )

@@ -20,10 +20,10 @@ from pipeline.files import write_whole
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Settings from a TOML file and `section.key=value` overrides (values by the type of the
-    setting: as TOML or JSON, else as plain strings).
+    """Read settings from a TOML file (`None`: the defaults) and from overrides such as `trainer.seed=4`.
 
-    Raises `ConfigError` naming the setting that can't be used."""
+    An override's value is read as TOML or JSON by the type of the setting, else as a string. Raises `ConfigError`, which names
+    the setting that is wrong."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -42,17 +42,17 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 
 def _without_none(tree: Any) -> Any:
-    """TOML has no null: a setting that is not set is left out."""
+    """Leave settings out that are `None`: TOML has no null."""
     if isinstance(tree, dict):
         return {key: _without_none(value) for key, value in tree.items() if value is not None}
     return [_without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 def save(config: Config, path: Path) -> None:
-    """Write the resolved settings as TOML, so that the run can be repeated."""
+    """Write the settings to `path` as TOML, so that the run can be repeated."""
     write_whole(path, tomli_w.dumps(_without_none(msgspec.to_builtins(config))))
 
 
 def config_hash(section: Section) -> str:
-    """Short SHA-256 of a section's values: two runs with the same hash were told the same."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a section's values."""
     return hashlib.sha256(msgspec.json.encode(section, order="sorted")).hexdigest()[:16]

@@ -83,7 +83,7 @@ class DetectionConfig(Section, frozen=True, kw_only=True):
     """Trajectories of calls that name none: the gateway detects them by the continuity of their messages."""
 
     enabled: bool = False
-    """Detect trajectories. Otherwise calls without a trajectory are recorded by themselves."""
+    """Whether trajectories are detected."""
     idle_s: Positive = 60.0
     """A detected trajectory is complete when it has had no call for this long."""
     outcome: Literal["scored", "masked", "no_result"] = "scored"

@@ -11,52 +11,52 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """The log."""
 
     url: str | tuple[str, ...] = ""
-    """Address of a NATS server with JetStream, or those of a cluster's servers: a list, or one text with commas. Empty:
-    `journeyman up` starts one from its wheel."""
+    """Address of a NATS server with JetStream. For a cluster, the addresses of its servers: a list, or one string with commas.
+    Empty: `journeyman up` starts a server."""
     port: Port = 0
-    """Port of the server that `journeyman up` starts; 0: any free one."""
+    """Port of the server that `journeyman up` starts. 0: any free one."""
     sync: Literal["always"] | Positive = "always"
-    """`always`: the server that `journeyman up` starts writes each message through to the disk before it acknowledges it,
-    so what was acknowledged survives a power cut. A number: seconds between two such writes; a power cut then loses what
-    was acknowledged since the last one, and the services go on with what is left (docs/operations.md)."""
+    """When the server that `journeyman up` starts syncs messages to the disk. `always`: before it acknowledges them, so
+    acknowledged messages survive a power cut. A number: every so many seconds; a power cut loses the messages that were
+    acknowledged since the last sync, and the services continue with what is left (docs/operations.md)."""
     max_bytes: Natural = 0
-    """Bytes that streams and buckets may take on disk together; docs/streams.md says how they share them. 0: half of the
-    disk's free space at the start for the server that `journeyman up` starts, no limit for a server elsewhere."""
+    """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the free space
+    for the server that `journeyman up` starts, no limit for other servers."""
     max_payload: Payload = 1_048_576
-    """Bytes; larger events travel through the object store."""
+    """Largest message in bytes. Larger events go through the object store."""
     replicas: Copies = 1
-    """Copies of each stream and bucket in a NATS cluster, 3 as a rule. Those that exist are changed at the next start."""
+    """Copies of each stream and bucket in a NATS cluster; usually 3. Existing streams are changed at the next start."""
     users: str = ""
-    """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md has the users). Each
+    """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md lists the users). Each
     process connects with its own. `journeyman up` makes them for the server that it starts."""
     nkey_seed: str = ""
-    """File with the nkey seed that every process connects with. One of `users`, `nkey_seed` and `credentials` at most."""
+    """File with the nkey seed that every process connects with. Set at most one of `users`, `nkey_seed` and `credentials`."""
     credentials: str = ""
     """Credentials file (JWT and seed, as `nsc` writes it) that every process connects with."""
     inbox_prefix: str = ""
-    """What the subjects of replies begin with. Empty: `_INBOX_<user>` with `users`, else `_INBOX`."""
+    """Prefix of the subjects of replies. Empty: `_INBOX_<user>` with `users`, else `_INBOX`."""
     tls_ca: str = ""
-    """File with the CA certificates that sign the server's. Set, or with a `tls://` address, nothing is sent without TLS.
-    Empty: the system's."""
+    """File with the CA certificates that the server's certificate is checked against. Empty: the system's. If it is set, or the
+    address begins with `tls://`, nothing is sent without TLS."""
     tls_cert: str = ""
-    """File with the certificate that this side shows to the server."""
+    """File with the client certificate that services send to the server."""
     tls_key: str = ""
-    """File with the private key of `tls_cert`; empty: it is in the same file."""
+    """File with the private key of `tls_cert`. Empty: it is in the same file."""
     server_cert: str = ""
-    """File with the certificate of the server that is started here (`journeyman up`, `journeyman exec nats`); for `up` it
-    must name 127.0.0.1. Set, the server takes TLS connections only; where `tls_ca` and `tls_cert` are set too, clients must show
-    a certificate of that CA. Empty: no TLS, for a server that only the loopback interface reaches."""
+    """File with the certificate of the server that `journeyman up` or `journeyman exec nats` starts; for `up` it must name
+    127.0.0.1. If it is set, the server accepts TLS connections only; if `tls_ca` and `tls_cert` are set too, clients need a
+    certificate of that CA. Empty: no TLS, for a server on the loopback interface."""
     server_key: str = ""
     """File with the private key of `server_cert`."""
     provision: bool = True
-    """Whether services make streams, consumers and buckets when they connect. Set it to false where they lack the right, and
-    run `journeyman provision` as a user who has it. `journeyman up` does both for the server that it starts."""
+    """Whether services create streams, consumers and buckets when they connect. Set it to false if their users lack the right,
+    and run `journeyman provision` as a user that has it. `journeyman up` does both for the server that it starts."""
     connect_timeout_s: Positive = 15.0
-    """How long a service looks for a server at its start, and then waits for its streams."""
+    """How long a service tries to connect at its start, and then waits for its streams."""
     ack_timeout_s: Positive = 5.0
-    """How long one publish waits for its acknowledgement before it is repeated."""
+    """How long a publish waits for its acknowledgement before it is repeated."""
     publish_deadline_s: Positive = 60.0
-    """How long a publish or a read is repeated before it is an error."""
+    """How long a publish or a read is repeated before it fails."""
 
     @property
     def servers(self) -> tuple[str, ...]:

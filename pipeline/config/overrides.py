@@ -1,4 +1,4 @@
-"""Values of settings: what a text on the command line stands for, and errors that name the setting and what it takes."""
+"""Values of settings: reading them from the command line, and errors that name the setting and what it takes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def set_override(tree: dict[str, Any], root: type, text: str) -> None:
-    """Set what `text` (`section.key=value`) says in `tree`, the raw settings of struct `root`. Raises `ConfigError`."""
+    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. Raises `ConfigError`."""
     dotted, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} is no setting: write section.key=value")
+        raise ConfigError(f"{text!r} is not a setting: write section.key=value")
     keys = dotted.strip().split(".")
     try:
         _set(tree, keys, _parse(value.strip(), _type_at(root, keys)))
     except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{dotted!r} names no setting") from error
+        raise ConfigError(f"{dotted!r} is not the name of a setting") from error
 
 
 def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
@@ -90,7 +90,7 @@ def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """The types that a value may have, without annotations and None."""
+    """Return the types that a value may have, without annotations and `None`."""
     if typing.get_origin(kind) is typing.Annotated:
         return _choices(typing.get_args(kind)[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -99,7 +99,7 @@ def _choices(kind: Any) -> list[Any]:
 
 
 def _type_at(root: Any, keys: list[str]) -> Any:
-    """The declared type of the setting with these keys; `Any` where none is declared."""
+    """Return the declared type of the setting with these keys; `Any` if none is declared."""
     if not keys:
         return root
     for kind in _choices(root):
@@ -116,7 +116,7 @@ def _type_at(root: Any, keys: list[str]) -> Any:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """A text on the command line as a value of `kind`."""
+    """Read a string of the command line as a value of `kind`."""
     choices = _choices(kind)
     value: Any = text
     try:
@@ -127,7 +127,7 @@ def _parse(text: str, kind: Any) -> Any:
                 value = msgspec.json.decode(text)
             except msgspec.DecodeError:
                 return text
-    # A text of digits is a name where a name is wanted.
+    # For a setting of type string, digits are a string too.
     if str in choices and not isinstance(value, str | list):
         return text
     return value
@@ -166,7 +166,7 @@ def _named(message: str, tree: Any, root: Any, where: str) -> str:
 
 
 def _name_value(keys: list[str], tree: Any, root: Any) -> None:
-    """msgspec does not say which value of a table it refuses: put its key in."""
+    """Replace `...` by a key: msgspec does not say which value of a table it refuses."""
     at = keys.index("...")
     table, kind = tree, _type_at(root, [*keys[:at], "value"])
     for key in keys[:at]:

@@ -1,7 +1,7 @@
-"""Secrets in settings: which values look like one, and how settings refer to the environment instead.
+"""Secrets in settings: which values look like secrets, and references to environment variables.
 
-The resolved settings are saved with every run, so a secret must not be in them. `${NAME}` anywhere in a string stands for an
-environment variable; `os.environ/NAME` as a whole string does too, because litellm's users write it so.
+The settings are saved with every run, so they must not hold secrets. `${NAME}` anywhere in a string is replaced by an environment
+variable. `os.environ/NAME` as a whole string is replaced too, because litellm's users write it so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cooki
 
 
 def written_out(value: Any, where: str) -> Iterator[str]:
-    """The dotted names, beginning with `where`, of strings that are secrets by their name and no reference."""
+    """Yield the dotted names, beginning with `where`, of strings whose name is that of a secret and which are no references."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from written_out(inner, f"{where}.{key}")
@@ -35,7 +35,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def references(value: Any) -> Iterator[str]:
-    """The environment variables that the strings in `value` refer to."""
+    """Yield the environment variables that the strings in `value` refer to."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -9,23 +9,24 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     """Events to Parquet."""
 
     dir: str = "store"
-    """Folder under the run directory, or object storage as `s3://<bucket>/<prefix>` (the bucket has to be there)."""
+    """Folder under the run directory, or object storage as `s3://<bucket>/<prefix>` (the bucket must exist)."""
     s3_endpoint: str = ""
-    """URL of an S3-compatible server; empty: AWS. Credentials come from the AWS_* variables, never from here."""
+    """URL of an S3-compatible server. Empty: AWS. Credentials come from the AWS_* environment variables only."""
     s3_region: str = ""
-    """Empty: what AWS_REGION, AWS_DEFAULT_REGION or the credentials' file says."""
+    """Region of the bucket. Empty: from AWS_REGION, AWS_DEFAULT_REGION or the AWS configuration file."""
     flush_rows: Count = 20_000
+    """A file is written when this many events wait, or `flush_bytes` or `flush_s` is reached."""
     flush_bytes: Count = 64 * 1024 * 1024
+    """Bytes of events that wait at most. Memory holds at most twice as many."""
     flush_s: Positive = 2.0
-    """A file is written after so many events, bytes of events or seconds, whichever comes first; what is in memory at once
-    is at most twice that."""
+    """Longest time that an event waits to be written."""
     compact_s: Positive = 30.0
-    """Between two looks for small files to merge."""
+    """Time between two checks for small files to merge."""
     compact_files: Several = 16
-    """So many small neighbours are worth merging."""
+    """Number of small neighbouring files that are merged into one."""
     compact_bytes: Count = 128 * 1024 * 1024
-    """Files are merged up to about this size."""
+    """Approximate size up to which files are merged, in bytes."""
     compact_grace_s: NotNegative = 300.0
-    """How long replaced files stay for readers that listed them before; longer than any query takes."""
+    """How long merged files stay for queries that began before the merge. Make it longer than any query."""
     keep_days: NotNegative = 0.0
-    """Files whose newest event is older are let go; 0: everything is kept."""
+    """Age in days of its newest event at which a file is deleted. 0: never."""

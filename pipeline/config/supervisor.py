@@ -6,10 +6,10 @@ from pipeline.config.types import Positive, Section
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
-    """How `journeyman up` watches what it started."""
+    """How `journeyman up` checks its processes."""
 
     deadline_s: Positive = 30.0
-    """A process that is ready and then gives no sign of life for so long is killed and started again. A sign of life is a
-    heartbeat of a service's event loop, vLLM's health page, and a write that each stream of the log acknowledges."""
+    """A process that was ready and then does not respond for this long is killed and started again. Services respond by a
+    heartbeat of their event loop, vLLM by its health page, the log by acknowledging a write to each stream."""
     probe_every_s: Positive = 10.0
-    """Between two probes of the log, and of vLLM."""
+    """Time between two checks of the log, and of vLLM."""

@@ -8,9 +8,9 @@ from pipeline.config.types import Section
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):
-    """Traces. Where they go is said by the standard OTEL_EXPORTER_OTLP_* or by LANGFUSE_* variables."""
+    """Traces. The standard OTEL_EXPORTER_OTLP_* or the LANGFUSE_* environment variables say where they are sent."""
 
     enabled: Literal["auto", "on", "off"] = "auto"
-    """`auto`: on where such a variable is set."""
+    """`auto`: on if such a variable is set."""
     content: bool = True
-    """Whether prompts and replies are part of the spans."""
+    """Whether spans hold prompts and replies."""

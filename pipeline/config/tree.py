@@ -29,19 +29,22 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """One trainable policy."""
 
     name: str = "policy"
-    """Serving name: what agents put into `model`."""
+    """Serving name: the value of `model` in requests."""
     base: str = ""
-    """Folder or hub name of the base model."""
+    """Folder of the base model, or its name on the Hugging Face hub."""
     trainer: dict[str, Any] = {}
-    """Settings of `[trainer]` that differ for this model."""
+    """Settings of `[trainer]` that differ for this model, in the same tables."""
 
 
 class Config(Section, frozen=True, kw_only=True):
-    """Everything."""
+    """The whole tree of settings."""
 
     project: str = "default"
+    """Namespace of trajectories, groups and versions on the log."""
     run_dir: str = "runs/default"
+    """Folder of the run: logs, state, keys, checkpoints and history."""
     log_level: str = "INFO"
+    """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
     nats: NatsConfig = NatsConfig()
     vllm: VllmConfig = VllmConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -54,21 +57,22 @@ class Config(Section, frozen=True, kw_only=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
-    """Further environment variables that `journeyman up` passes on, by process (`nats`, `vllm`, `gateway`, `judge`, `trainer`,
-    `store`, `telemetry`): names, or beginnings of names with a `*` at the end. docs/security.md says what each gets anyway."""
+    """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`, `trainer`,
+    `store`, `telemetry`): names, or prefixes that end in `*`. docs/security.md lists what each process gets anyway."""
 
     def path(self, *parts: str) -> Path:
-        """A path under the run directory; absolute parts stand for themselves."""
+        """Return a path under the run directory. An absolute part replaces what precedes it."""
         return Path(self.run_dir).joinpath(*parts)
 
     def trainer_of(self, model: ModelConfig) -> TrainerConfig:
-        """`[trainer]` with what the model's own table says otherwise."""
+        """Return `[trainer]` with the model's own settings in place of the shared ones. Raises `ConfigError`."""
         try:
             return convert(merged(msgspec.to_builtins(self.trainer), model.trainer), TrainerConfig, "trainer")
         except ConfigError as error:
             raise ConfigError(f"models: trainer of {model.name}: {error}") from error
 
     def model(self, name: str) -> ModelConfig:
+        """Return the model with this name. Raises `ConfigError` if there is none."""
         for model in self.models:
             if model.name == name:
                 return model

@@ -25,4 +25,4 @@ Prompt = Annotated[int, Meta(ge=1000)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file."""
+    """A table of the settings file."""

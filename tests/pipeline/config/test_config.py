@@ -73,7 +73,7 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
         ("models.0.name=a//b", "models.0.name: 'a//b' can't be a name"),
         ("models.0.name=a/../b", "models.0.name: 'a/../b' can't be a name"),
-        ("models.3.name=m", "'models.3.name' names no setting"),
+        ("models.3.name=m", "'models.3.name' is not the name of a setting"),
         ("trainer.learning_rat=1", "settings: trainer.learning_rat: there is no such setting"),
         ("vllm.env=3", "settings: vllm.env: expected `object`, got `int`"),
         ('vllm.env={"A": 1}', "settings: vllm.env.A: expected `str`, got `int`"),
