@@ -53,6 +53,59 @@ _OTHER_SERVERS_S = 0.5
 """After one server of a cluster refused the user: time for the others."""
 
 
+async def _connect(config: NatsConfig, name: str) -> FastClient:
+    """Return a connected client. Raises `BrokerUnavailableError` after `connect_timeout_s`, sooner if the user is refused."""
+    refused = ""
+    connecting = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
+
+    async def on_error(error: Exception) -> None:
+        nonlocal refused
+        if access.is_authentication_error(error):
+            refused = retry.reason(error)
+            # Trying again does not help, unless another server of the cluster knows the user.
+            connecting.deadline = min(connecting.deadline, anyio.current_time() + _OTHER_SERVERS_S)
+        if access.is_permission_error(error):
+            # The server dropped the message: its sender waits for an answer in vain.
+            log.error(
+                "the NATS user lacks a right",
+                error=retry.reason(error),
+                connection=name,
+                see="docs/streams.md",
+            )
+        else:
+            log.warning("nats", error=retry.reason(error))
+
+    client = access.make_client(config)
+    options = access.options(config, name)
+    try:
+        # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.
+        with connecting:
+            await client.connect(
+                list(config.servers),
+                name=name,
+                error_cb=on_error,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.2,
+                connect_timeout=5,
+                allow_reconnect=True,
+                pending_size=64 * 1024 * 1024,
+                **options,
+            )
+        if connecting.cancelled_caught:
+            raise TimeoutError
+    except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
+        await _close(client)
+        if refused:
+            raise BrokerUnavailableError(
+                f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
+                "nats.nkey_seed, nats.credentials and nats.tls_*"
+            ) from error
+        raise BrokerUnavailableError(
+            f"no NATS server answers at {config.address}: start it, or correct nats.url"
+        ) from error
+    return client
+
+
 async def _close(client: FastClient) -> None:
     """Close a connection in any state."""
     with anyio.move_on_after(2, shield=True):
@@ -94,54 +147,7 @@ class Broker(Reader):
         With `provision`, and unless the settings leave that to another user, streams and consumers are created first.
         Raises `BrokerUnavailableError` if no server answers at first or it refuses the user, `ConfigError` if the settings
         name credentials that can't be used."""
-        refused = ""
-        connecting = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
-
-        async def on_error(error: Exception) -> None:
-            nonlocal refused
-            if access.is_authentication_error(error):
-                refused = retry.reason(error)
-                # Trying again does not help, unless another server of the cluster knows the user.
-                connecting.deadline = min(connecting.deadline, anyio.current_time() + _OTHER_SERVERS_S)
-            if access.is_permission_error(error):
-                # The server dropped the message: its sender waits for an answer in vain.
-                log.error(
-                    "the NATS user lacks a right",
-                    error=retry.reason(error),
-                    connection=name,
-                    see="docs/streams.md",
-                )
-            else:
-                log.warning("nats", error=retry.reason(error))
-
-        client = access.make_client(config)
-        options = access.options(config, name)
-        try:
-            # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.
-            with connecting:
-                await client.connect(
-                    list(config.servers),
-                    name=name,
-                    error_cb=on_error,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.2,
-                    connect_timeout=5,
-                    allow_reconnect=True,
-                    pending_size=64 * 1024 * 1024,
-                    **options,
-                )
-            if connecting.cancelled_caught:
-                raise TimeoutError
-        except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
-            await _close(client)
-            if refused:
-                raise BrokerUnavailableError(
-                    f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
-                    "nats.nkey_seed, nats.credentials and nats.tls_*"
-                ) from error
-            raise BrokerUnavailableError(
-                f"no NATS server answers at {config.address}: start it, or correct nats.url"
-            ) from error
+        client = await _connect(config, name)
         broker = cls(client, config)
         try:
             await client.start_publishing()
