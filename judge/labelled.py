@@ -20,7 +20,7 @@ TIE = 1e-6
 """Rewards that differ by at most this are equal."""
 
 
-class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One trajectory of a group."""
 
     id: str = ""
@@ -38,7 +38,7 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A group of trajectories to compare with each other."""
 
-    trajectories: list[Attempt]
+    trajectories: list[GroupMember]
     id: str = ""
     task: str = ""
     messages: list[dict[str, Any]] = []

@@ -87,16 +87,16 @@ async def score_closed(
     # Validation rewards are only reported, not compared, so one member is enough.
     needed = 1 if group.key.split == "val" else config.min_size
     if len(scorable) < needed:
-        return discarded(group, "too_small", _too_few(len(scorable), len(group.arrivals), needed))
+        return discarded_event(group, "too_small", _too_few(len(scorable), len(group.arrivals), needed))
     rewards = agent_rewards(scorable)
     if composer is not None and (config.rewards or len(rewards.final) < len(scorable)):
         try:
             rewards = await composer(scorable)
         except UnscoredError as error:
-            return discarded(group, "unscored", str(error))
+            return discarded_event(group, "unscored", str(error))
     if len(rewards.final) < needed:
         why = rewards.missing or _too_few(len(rewards.final), len(group.arrivals), needed)
-        return discarded(group, "unscored" if config.rewards else "too_small", why)
+        return discarded_event(group, "unscored" if config.rewards else "too_small", why)
     return GroupScored(
         project=group.key.project,
         model=group.key.model,
@@ -104,7 +104,7 @@ async def score_closed(
         split=group.key.split,
         task=next((a.event.task for a in group.members if a.event.task), ""),
         judge=judge,
-        members=tuple(member_of(a.event, a.seq, rewards) for a in group.members),
+        members=tuple(make_member(a.event, a.seq, rewards) for a in group.members),
         verdicts=rewards.verdicts,
         closed_by=group.closed_by,
     )
@@ -128,7 +128,7 @@ def agent_rewards(members: Sequence[TrajectoryCompleted]) -> GroupRewards:
     )
 
 
-def member_of(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Member:
+def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Member:
     """Return the trajectory's entry in its scored group. `seq` is the stream sequence of its completion."""
     unscored = event.outcome == "scored" and event.trajectory not in rewards.final
     outcome = "masked" if unscored else event.outcome
@@ -145,12 +145,12 @@ def member_of(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Me
     )
 
 
-def discarded(group: Group, reason: DiscardReason, detail: str) -> GroupDiscarded:
+def discarded_event(group: Group, reason: DiscardReason, detail: str) -> GroupDiscarded:
     """Return the event of a group that will not train."""
     return _discarded(group.key, [a.event for a in group.members], reason, detail)
 
 
-def late(event: TrajectoryCompleted) -> GroupDiscarded:
+def late_event(event: TrajectoryCompleted) -> GroupDiscarded:
     """Return the event of a trajectory that completed after its group was closed."""
     return _discarded(key_of(event), [event], "late", "its group was closed when it completed")
 

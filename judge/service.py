@@ -20,7 +20,7 @@ from judge.groups import AfterClosing, Group, GroupAssembler, GroupKey, key_of
 from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
 from judge.rewards.compose import open_composer_on_log
-from judge.scoring import RewardComposer, judge_hash, late, score_closed
+from judge.scoring import RewardComposer, judge_hash, late_event, score_closed
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
@@ -110,7 +110,7 @@ class Judge:
                 case AfterClosing(late=False):
                     await delivery.ack()
                 case AfterClosing(late=True):
-                    await self._broker.publish(late(event))
+                    await self._broker.publish(late_event(event))
                     await delivery.ack()
                     self._assembler.mark_closed(key_of(event), [event.trajectory])
                     log.info("late", group=key_of(event).group, trajectory=event.trajectory)
@@ -152,7 +152,7 @@ class Judge:
         if ack.duplicate and isinstance(event, GroupScored):
             held = await self._held_on_log(group.key)
         for missed in [a for t, a in group.arrivals.items() if t not in held]:
-            await self._broker.publish(late(missed.event))
+            await self._broker.publish(late_event(missed.event))
         for delivery in group.deliveries:
             await delivery.ack()
         self._assembler.finish(group, trajectories | held)

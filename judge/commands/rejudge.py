@@ -25,7 +25,7 @@ from judge.commands.options import add_settings
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
-from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, member_of, score_closed
+from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, make_member, score_closed
 from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError
@@ -149,7 +149,7 @@ class Rejudge:
             log.error("not rejudged", group=event.group, reason=str(error)[:300])
             return
         rejudged = tuple(
-            member_of(members[m.trajectory], m.completed_seq, rewards) if m.trajectory in members else m
+            make_member(members[m.trajectory], m.completed_seq, rewards) if m.trajectory in members else m
             for m in event.members
         )
         new = {"members": rejudged, "verdicts": rewards.verdicts}

@@ -24,7 +24,7 @@ import msgspec
 from judge.commands.options import add_settings
 from judge.models.chat import ChatModel, Messages, ModelError
 from judge.models.judge_model import open_judge_model
-from judge.ruler.lenient_json import Object, documents
+from judge.ruler.lenient_json import Object, scan_documents
 from judge.ruler.prompt import sanitize
 from pipeline.config import Config, ConfigError, load
 from pipeline.files import write_whole
@@ -90,7 +90,7 @@ def make_scenario(task: str, difficulty: int = _DEFAULT_DIFFICULTY) -> Scenario:
 def parse_batch(reply: str) -> list[Scenario]:
     """Return the scenarios in a reply, whatever text surrounds them; none if there are none."""
     found = []
-    for value in (d.value for d in documents(reply)):
+    for value in (d.value for d in scan_documents(reply)):
         entries = value.first(("scenarios", "tasks")) if isinstance(value, Object) else value
         for entry in entries if isinstance(entries, list) else ():
             fields = entry if isinstance(entry, Object) else Object([("task", entry)])

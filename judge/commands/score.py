@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from judge.commands.options import add_settings
-from judge.labelled import Attempt, GroupFile
+from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import open_composer
 from judge.ruler.transcripts import Transcript
 from judge.scoring import GroupRewards, UnscoredError, judge_hash
@@ -94,7 +94,7 @@ def read_group(source: str) -> GroupFile:
     try:
         text = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
         if text.lstrip()[:1] == b"[":
-            return GroupFile(msgspec.json.decode(text, type=list[Attempt]))
+            return GroupFile(msgspec.json.decode(text, type=list[GroupMember]))
         return msgspec.json.decode(text, type=GroupFile)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{source}: {error}") from error

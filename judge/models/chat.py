@@ -28,7 +28,7 @@ class ModelError(Exception):
     """The model could not be reached or refused the request, after all retries and fallbacks."""
 
 
-class RefusedError(ModelError):
+class InvalidRequestError(ModelError):
     """The provider calls the request invalid (HTTP 400)."""
 
 
@@ -51,7 +51,7 @@ class Client(Protocol):
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
         """Make one call with these OpenAI parameters, after those of the settings.
 
-        Raises `ModelError`, `RefusedError` or `ContextWindowError`."""
+        Raises `ModelError`, `InvalidRequestError` or `ContextWindowError`."""
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -14,10 +14,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from judge.models.chat import Client, ContextWindowError, Messages, ModelReply, RefusedError
+from judge.models.chat import Client, ContextWindowError, InvalidRequestError, Messages, ModelReply
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
-from judge.models.params import api_key
+from judge.models.params import read_api_key
 from pipeline.config import JudgeConfig
 from pipeline.telemetry.logs import get_logger
 
@@ -53,7 +53,7 @@ class JudgeModel:
         except ContextWindowError:
             if not self._reserve_less(messages, reserved):
                 raise
-        except RefusedError as error:
+        except InvalidRequestError as error:
             about_schema = any(word in str(error).lower() for word in _SCHEMA_WORDS)
             if not (structured and self._config.request.structured == "auto" and about_schema):
                 raise
@@ -85,7 +85,7 @@ async def open_judge_model(config: JudgeConfig) -> AsyncIterator[JudgeModel]:
     """Open the model `judge.model`. Libraries are imported in a thread, and litellm only if it is needed.
 
     Raises `ConfigError` if an environment variable or a parameter is missing or cannot be used."""
-    key = api_key(config)
+    key = read_api_key(config)
     client: Client
     if await anyio.to_thread.run_sync(OpenAiClient.supports, config):
         client = OpenAiClient(config, key)

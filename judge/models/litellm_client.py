@@ -11,8 +11,15 @@ import os
 import time
 from typing import Any
 
-from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply, RefusedError, make_reply
-from judge.models.params import of_model
+from judge.models.chat import (
+    ContextWindowError,
+    InvalidRequestError,
+    Messages,
+    ModelError,
+    ModelReply,
+    make_reply,
+)
+from judge.models.params import resolve_params
 from pipeline.config import JudgeConfig
 
 _WITH_IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watsonx")
@@ -78,7 +85,7 @@ class LiteLlmClient:
                 )
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
-        own = of_model(self._config, name, same_provider=same_provider)
+        own = resolve_params(self._config, name, same_provider=same_provider)
         if "max_completion_tokens" in own:
             parameters.pop("max_tokens", None)
         return {"model_name": name, "litellm_params": {**parameters, **own}}
@@ -90,7 +97,7 @@ class LiteLlmClient:
         except self._litellm.exceptions.ContextWindowExceededError as error:
             raise ContextWindowError(f"the prompt is too long for {model}: {str(error)[:500]}") from error
         except self._litellm.exceptions.BadRequestError as error:
-            raise RefusedError(f"request refused by {model}: {str(error)[:500]}") from error
+            raise InvalidRequestError(f"request refused by {model}: {str(error)[:500]}") from error
         except Exception as error:  # litellm lets errors of many libraries through
             raise ModelError(f"call of {model}: {type(error).__name__}: {str(error)[:500]}") from error
         cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")

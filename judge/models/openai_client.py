@@ -11,8 +11,15 @@ import re
 import time
 from typing import Any
 
-from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply, RefusedError, make_reply
-from judge.models.params import of_model
+from judge.models.chat import (
+    ContextWindowError,
+    InvalidRequestError,
+    Messages,
+    ModelError,
+    ModelReply,
+    make_reply,
+)
+from judge.models.params import resolve_params
 from pipeline.config import JudgeConfig
 
 _PREFIX = "openai/"
@@ -50,7 +57,7 @@ class OpenAiClient:
 
         self._openai = openai
         self._name = config.model.removeprefix(_PREFIX)
-        self._parameters = of_model(config, config.model, same_provider=True)
+        self._parameters = resolve_params(config, config.model, same_provider=True)
         if config.request.max_tokens and "max_completion_tokens" not in self._parameters:
             self._parameters.setdefault("max_tokens", config.request.max_tokens)
         self._client = openai.AsyncOpenAI(
@@ -73,7 +80,7 @@ class OpenAiClient:
             if error.status_code in (400, 413, 422) and _TOO_LONG.search(str(error)):
                 raise ContextWindowError(f"the prompt is too long for {what}") from error
             if error.status_code in (400, 422):
-                raise RefusedError(f"request refused by {what}") from error
+                raise InvalidRequestError(f"request refused by {what}") from error
             raise ModelError(f"call of {what}") from error
         except (self._openai.OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON
             raise ModelError(f"call of {self._name}: {type(error).__name__}: {str(error)[:500]}") from error

@@ -22,7 +22,7 @@ _CONNECTION = re.compile(
 """Parameters that say how to reach the model and do not change its scores."""
 
 
-def api_key(config: JudgeConfig) -> str:
+def read_api_key(config: JudgeConfig) -> str:
     """Return the key in the variable `judge.api_key_env`, or an empty string if none is named. Raises `ConfigError`."""
     key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
     if config.api_key_env and not key:
@@ -30,7 +30,7 @@ def api_key(config: JudgeConfig) -> str:
     return key
 
 
-def of_model(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
+def resolve_params(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
     """Return the parameters for the model `name`, with references to the environment resolved.
 
     `judge.request.model_params` of the model come first. `judge.request.params` are added if `same_provider`: they

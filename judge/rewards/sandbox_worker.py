@@ -6,12 +6,10 @@ There are three kinds of process, from trusted to untrusted:
   code. In a sandbox it is process 1 of its own PID namespace, so that no process there can signal it, and all of them
   end with it.
 - The fork server is a fork of the supervisor that imports the function's module once.
-- A call is a fork of the fork server, one for each trajectory. It gets a socket of its own for one request and one
-  answer.
+- A call is a fork of the fork server, one for each trajectory, with a socket of its own for one request and answer.
 
-A trajectory that takes over the call which scores it has no channel on which it could answer for another one. After
-each answer every process except supervisor and fork server is killed, so that nothing is left for the next
-trajectory.
+A trajectory that takes over its call has no channel on which it could answer for another one. After each answer every
+process except supervisor and fork server is killed, so that nothing is left for the next trajectory.
 
 Argument: JSON with the fields of `Settings`. Then on stdin, for each call: a line with the call's number and a line
 with the trajectory as JSON. On stdout, one JSON line each: first `{"n": 0, "answer": "{}"}` once the function is
@@ -72,8 +70,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _limit(settings: Settings) -> None:
-    memory = settings.memory_mb << 20
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_AS, (settings.memory_mb << 20,) * 2)
     if settings.sandboxed:
         # No memory behind file descriptors (memfd): no other limit counts it.
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -84,8 +81,7 @@ def _limit(settings: Settings) -> None:
 
 def _run_fork_server(settings: Settings, control: socket.socket, printed: int) -> NoReturn:
     """Import the function, report that on `control`, then fork a call for every socket received there."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (printed, 1), (printed, 2)):
+    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (printed, 1), (printed, 2)):
         os.dup2(source, target)
     kept = control.fileno()
     os.closerange(3, kept)
@@ -99,7 +95,7 @@ def _run_fork_server(settings: Settings, control: socket.socket, printed: int) -
     try:
         function = getattr(importlib.import_module(module), name)
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer
-        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
+        control.send(_error(f"{type(error).__name__}: {error}"[:2000]).encode())
         os._exit(1)
     # From here on a call can neither trace the fork server nor open its descriptors, although it has the same user.
     _prctl(_PR_SET_DUMPABLE, 0)
@@ -124,7 +120,7 @@ def _call(function: Any, fd: int) -> NoReturn:
                 trajectory = json.loads(request.read())
             answer = json.dumps({"reward": function(trajectory)})
         except BaseException as error:  # noqa: BLE001 - as above, `SystemExit` included
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
+            answer = _error(f"{type(error).__name__}: {error}"[:2000])
         with suppress(BaseException):
             sys.stdout.flush()
         channel.sendall(answer.encode() + b"\n")
@@ -150,11 +146,14 @@ class _Supervisor:
 
     def _line(self) -> bytes:
         while b"\n" not in self._requests:
-            if not (read := os.read(0, 1 << 20)):
-                raise _ClosedError
-            self._requests += read
+            self._read_requests()
         line, _, self._requests = self._requests.partition(b"\n")
         return line
+
+    def _read_requests(self) -> None:
+        if not (read := os.read(0, 1 << 20)):
+            raise _ClosedError
+        self._requests += read
 
     def _answer(self, n: int, answer: str, last: bool) -> None:
         printed, self._said = self._said.decode("utf-8", "replace"), b""
@@ -165,14 +164,12 @@ class _Supervisor:
     def run(self) -> None:
         """Answer until the judge closes the input or the fork server is gone."""
         try:
-            started = self._start()
-            self._answer(0, started, not self._server)
+            self._answer(0, self._start(), not self._server)
             while self._server:
                 n, trajectory = int(self._line()), self._line()
-                answer = self._ask(trajectory)
-                self._answer(n, answer, not self._server)
+                self._answer(n, self._ask(trajectory), not self._server)
         except (_ClosedError, BrokenPipeError):
-            pass
+            pass  # the judge has closed the worker
         finally:
             self._kill_all(keep_server=False)
 
@@ -235,8 +232,7 @@ class _Supervisor:
         return poll
 
     def _watch(self, poll: select.poll, seconds: float, fd: int, late: str) -> str:
-        """Wait until `fd` is ready. Return an error if time, memory or the number of processes exceeds its limit
-        first."""
+        """Wait until `fd` is ready. Return an error if a limit of time, memory or processes is exceeded first."""
         deadline = time.monotonic() + seconds
         look = time.monotonic() + _CHECK_MS / 1000
         while True:
@@ -245,9 +241,7 @@ class _Supervisor:
                 if end == self._printed:
                     self._listen()
                 if end == 0 and not self._requests:
-                    if not (read := os.read(0, 1 << 20)):
-                        raise _ClosedError
-                    self._requests += read
+                    self._read_requests()
             if any(end == fd for end, _ in ready):
                 return ""
             if (now := time.monotonic()) > deadline:
@@ -271,9 +265,6 @@ class _Supervisor:
         except (TimeoutError, ConnectionResetError):
             return False
 
-    def _server_lives(self) -> bool:
-        return _state(self._server) not in ("", "Z")
-
     def _descendants(self) -> list[int]:
         """Return all descendants of this process, also those that have ended but are not reaped yet."""
         if self._settings.sandboxed:
@@ -291,7 +282,7 @@ class _Supervisor:
         found = self._descendants()
         if len(found) > 2 * self._settings.processes:
             return found  # too many to check each of them
-        return [pid for pid in found if _state(pid) not in ("", "Z")]
+        return [pid for pid in found if _runs(pid)]
 
     def _exceeded(self) -> str:
         """Return which limit is exceeded now, or an empty string."""
@@ -316,7 +307,7 @@ class _Supervisor:
         ended, again = set[int](), not self._settings.sandboxed
         while True:
             found = {pid for pid in self._descendants() if not (keep_server and pid == self._server)}
-            doomed = [pid for pid in found if _state(pid) not in ("", "Z")]
+            doomed = [pid for pid in found if _runs(pid)]
             if not doomed and not again:
                 break
             # A process that ended during the search may have left children, which are then children of this one:
@@ -335,7 +326,7 @@ class _Supervisor:
             with suppress(ProcessLookupError):
                 os.kill(self._server, signal.SIGCONT)
         # Segments of System V shared memory outlive their processes. Only the end of the namespace frees them.
-        if not keep_server or not self._server_lives() or _shared_memory(self._settings):
+        if not keep_server or not _runs(self._server) or _shared_memory(self._settings):
             self._server = 0
 
 
@@ -352,8 +343,8 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def _state(pid: int) -> str:
-    return fields[0] if (fields := _stat(pid)) else ""
+def _runs(pid: int) -> bool:
+    return bool(fields := _stat(pid)) and fields[0] != "Z"
 
 
 def _threads(pid: int) -> int:
@@ -371,8 +362,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _memory(pid: int) -> int:
-    """Return the bytes that a process holds: with its share of shared pages, or with all of them if the kernel does
-    not tell."""
+    """Return the bytes that a process holds, with its share of shared pages if the kernel tells that."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
             if line.startswith("Pss:"):

@@ -94,7 +94,7 @@ def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Co
         unique.setdefault((exchange.seq, exchange.choice), exchange)
     ordered = [unique[key] for key in sorted(unique)]
     main = [e for e in ordered if not e.side_call] or ordered
-    builder = _Builder()
+    builder = _ConversationBuilder()
     last, newest = 0, (-1, 0)
     for exchange in main:
         number = builder.add(exchange)
@@ -104,7 +104,7 @@ def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Co
     return tuple(c.close(calls_with_choices) for c in builder.conversations), last
 
 
-class _Builder:
+class _ConversationBuilder:
     """Assigns exchanges to conversations."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class ConversationText:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PromptLayout:
     """The texts of one call, uncut."""
 
     context: str
@@ -60,7 +60,7 @@ def count_shared(conversations: Sequence[Sequence[Message]]) -> int:
     return shared
 
 
-def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -> Layout:
+def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -> PromptLayout:
     """Lay out the transcripts. `new_id` returns ids that no text of the trajectories can contain."""
     members = [t.all_conversations() for t in transcripts]
     firsts = [m[0].messages for m in members]
@@ -91,7 +91,7 @@ def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -
                 for number, (conversation, shown) in enumerate(zip(conversations, member, strict=True), 1)
             )
         )
-    return Layout("\n".join(context), tuple(texts))
+    return PromptLayout("\n".join(context), tuple(texts))
 
 
 def _shared_characters(conversations: Sequence[Sequence[Message]], index: int) -> int:

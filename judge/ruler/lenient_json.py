@@ -89,7 +89,7 @@ class _Frame:
         return self.expects in ("value", "item") or (self.expects == "comma" and not self.is_object)
 
 
-def documents(text: str) -> Iterator[Document]:
+def scan_documents(text: str) -> Iterator[Document]:
     """Return every outermost object and list in `text` in order; of a broken one, its complete entries."""
     position = 0
     while (opening := _OPENING.search(text, position)) is not None:

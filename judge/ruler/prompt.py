@@ -138,7 +138,7 @@ def measure_sizes(transcripts: Sequence[Transcript]) -> Sizes:
     )
 
 
-def room_for(rubric: Rubric, count: int, context_tokens: int) -> int:
+def compute_room(rubric: Rubric, count: int, context_tokens: int) -> int:
     """Return the bytes for `count` trajectories in a prompt of `context_tokens`, without rubric and instructions."""
     around = utf8_size(_SYSTEM) + utf8_size(rubric.text) + count * 8 + _RETRY_BYTES + 2 * _LABEL_BYTES
     return max(context_tokens * BYTES_PER_TOKEN - around, _MIN_ROOM)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from judge.ruler.lenient_json import Object, documents, normalize
+from judge.ruler.lenient_json import Object, normalize, scan_documents
 
 MAX_CHARACTERS = 1_000_000
 """Characters of a reply that are read."""
@@ -105,7 +105,7 @@ def parse_scores(reply: str, ids: Collection[str]) -> ParsedScores:
     """Return the scores in `reply` for `ids`. Never raises: what cannot be parsed is missing."""
     text = _without_thinking(reply)[:MAX_CHARACTERS]
     known = {i.lower(): i for i in ids}
-    found = list(documents(text))
+    found = list(scan_documents(text))
     statements = [
         _Statement(d.start, d.end, entries) for d in found if (entries := tuple(_entries(d.value, known, 0)))
     ]

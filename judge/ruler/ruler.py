@@ -229,7 +229,7 @@ class LlmRuler:
         while True:
             tokens = self._context_tokens
             try:
-                room = prompt.room_for(self.rubric, len(ordered), tokens)
+                room = prompt.compute_room(self.rubric, len(ordered), tokens)
                 sizes = await _in_thread_if_large(_characters(ordered), prompt.measure_sizes, ordered)
                 subsets = split_overlapping(sizes.members, sizes.context, room, _MIN_SUBSET, _SUBSET_OVERLAP)
                 return [await self._judge_subset([ordered[i] for i in subset], room) for subset in subsets]

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 
 from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
-from pipeline.config import JudgeConfig, with_values
-from pipeline.events import ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
+from judge.service import Judge
+from pipeline.config import Config, JudgeConfig, with_values
+from pipeline.events import (
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    TrajectoryCompleted,
+    pack_ids,
+    pack_logprobs,
+)
+from pipeline.log.broker import Broker
 from tests.kits.scoring_server import Answer
 
 
@@ -91,3 +102,24 @@ def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
         lines.append(json.dumps({"id": f"g{number}", "messages": shared, "trajectories": entries}))
     path.write_text("\n".join(lines) + "\n\n")
     return path
+
+
+@asynccontextmanager
+async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> AsyncIterator[Judge]:
+    """A judge without a judge model, which runs within the block."""
+    judge = Judge(broker, config, None, judge_hash)
+    async with broker.consume("judge") as messages, anyio.create_task_group() as tg:
+        tg.start_soon(judge.run, messages)
+        yield judge
+        tg.cancel_scope.cancel()
+
+
+async def groups(broker: Broker, count: int, kind: str = "scored") -> list[Any]:
+    """The `count` events there are in the end; no more within a moment."""
+    with anyio.fail_after(20):
+        while True:
+            found = [r.event for r in await broker.read(GroupScored if kind == "scored" else GroupDiscarded)]
+            if len(found) >= count:
+                assert len(found) == count
+                return found
+            await anyio.sleep(0.02)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from judge.service import Judge
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
 from pipeline.log.broker import Broker
+from tests.judge.kit import groups, judging
 
 pytestmark = pytest.mark.anyio
 
@@ -29,26 +29,6 @@ def completed(
 
 def settings(nats: NatsConfig, **judge: Any) -> Config:
     return Config(nats=nats, judge=JudgeConfig(**{"group_size": 3, **judge}))
-
-
-@asynccontextmanager
-async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> AsyncIterator[Judge]:
-    judge = Judge(broker, config, None, judge_hash)
-    async with broker.consume("judge") as messages, anyio.create_task_group() as tg:
-        tg.start_soon(judge.run, messages)
-        yield judge
-        tg.cancel_scope.cancel()
-
-
-async def groups(broker: Broker, count: int, kind: str = "scored") -> list[Any]:
-    """The `count` events there are in the end; no more within a moment."""
-    with anyio.fail_after(20):
-        while True:
-            found = [r.event for r in await broker.read(GroupScored if kind == "scored" else GroupDiscarded)]
-            if len(found) >= count:
-                assert len(found) == count
-                return found
-            await anyio.sleep(0.02)
 
 
 async def drained(broker: Broker) -> None:

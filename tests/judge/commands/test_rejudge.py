@@ -14,8 +14,7 @@ from judge.service import Judge
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig
 from pipeline.events import GroupScored, TrajectoryCompleted
 from pipeline.log.broker import Broker
-from tests.judge.kit import Model, completed, exchange, ruler
-from tests.judge.test_service import groups, judging
+from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ import pytest
 
 from judge.commands.cli import main
 from judge.commands.score import score_group
-from judge.labelled import Attempt, GroupFile
+from judge.labelled import GroupFile, GroupMember
 from judge.scoring import UnscoredError, judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, with_values
 from tests.kits.scoring_server import ScoringServer
@@ -61,7 +61,7 @@ async def test_a_group_of_one_s_own_is_scored() -> None:
 
 async def test_rewards_are_composed_as_the_settings_say() -> None:
     parts = (RewardConfig(name="speed", kind="metric", weight=1.0), RewardConfig(name="style", kind="ruler"))
-    group = GroupFile([Attempt("a", said(0.9), metrics={"speed": 0.1}), Attempt("b", said(0.5))])
+    group = GroupFile([GroupMember("a", said(0.9), metrics={"speed": 0.1}), GroupMember("b", said(0.5))])
     async with ScoringServer().run() as server:
         found = (await score_group(settings(server, rewards=parts), group)).as_dict()
     assert found["scores"] == pytest.approx({"a": 0.5})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from judge.models.params import of_model
+from judge.models.params import resolve_params
 from judge.scoring import judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, load, save, with_values
 
@@ -19,7 +19,7 @@ def test_references_become_what_the_environment_holds(monkeypatch: pytest.Monkey
         "tenant_id": "os.environ/TENANT", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer ${TOKEN}"},
         "tags": ["${TENANT}", "os.environ"], "top_k": 3,
     }  # fmt: skip
-    assert of_model(JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params)), "azure/x", same_provider=True) == {
+    assert resolve_params(JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params)), "azure/x", same_provider=True) == {
         "tenant_id": "t-1", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer s3cret"},
         "tags": ["t-1", "os.environ"], "top_k": 3,
     }  # fmt: skip
@@ -27,8 +27,11 @@ def test_references_become_what_the_environment_holds(monkeypatch: pytest.Monkey
 
 def test_a_fallback_elsewhere_gets_its_own_parameters_only() -> None:
     config = JudgeConfig(model="azure/x", fallbacks=("azure/y", "anthropic/z"), request=JudgeRequestConfig(params={"api_version": "1", "reasoning_effort": "low"}, model_params={"anthropic/z": {"thinking": {"type": "enabled"}}, "azure/y": {"reasoning_effort": "high"}}))  # fmt: skip
-    assert of_model(config, "azure/y", same_provider=True) == {"api_version": "1", "reasoning_effort": "high"}
-    assert of_model(config, "anthropic/z", same_provider=False) == {"thinking": {"type": "enabled"}}
+    assert resolve_params(config, "azure/y", same_provider=True) == {
+        "api_version": "1",
+        "reasoning_effort": "high",
+    }
+    assert resolve_params(config, "anthropic/z", same_provider=False) == {"thinking": {"type": "enabled"}}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_a_fallback_elsewhere_gets_its_own_parameters_only() -> None:
 )
 def test_a_parameter_that_can_t_be_used_is_named(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        of_model(with_values(JudgeConfig(model="m/x"), fields), "m/x", same_provider=True)
+        resolve_params(with_values(JudgeConfig(model="m/x"), fields), "m/x", same_provider=True)
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,19 @@ import itertools
 import pytest
 
 from judge.ruler.conversations import Conversation
-from judge.ruler.layout import Layout, build_layout, count_shared
+from judge.ruler.layout import PromptLayout, build_layout, count_shared
 from judge.ruler.transcripts import Transcript
 from tests.judge.kit import transcript
 
 LONG = "a manual of many words; " * 100
 
 
-def shown(*transcripts: Transcript) -> Layout:
+def shown(*transcripts: Transcript) -> PromptLayout:
     numbers = itertools.count(1)
     return build_layout(transcripts, lambda: f"id{next(numbers)}")
 
 
-def text(layout: Layout, member: int = 0) -> str:
+def text(layout: PromptLayout, member: int = 0) -> str:
     return "\n".join(p.text for p in layout.members[member])
 
 
