@@ -10,21 +10,25 @@
     groups = jm.gather("policy", tasks, play)          # play(run, task) lets your agent work and returns the reward
     print(jm.compare("policy@0", "policy", held_out, play).difference)
 
-`client` opens and completes runs, `gathering` plays many at once and compares versions, `statistics` has the intervals. Agents in other languages use the HTTP API that docs/gateway.md describes.
+| module | what lives there |
+| --- | --- |
+| `client` | the gateway over HTTP, blocking and asynchronous |
+| `trajectory` | one run as agent code holds it |
+| `gathering` | many runs at once, evaluation, comparison of versions |
+| `statistics` | means with 95 % intervals |
+
+Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
 from journeyman.client import (
     AsyncJourneyman,
-    CompleteOptions,
     GatewayUnavailableError,
     Journeyman,
     JourneymanError,
-    OpenOptions,
-    Outcome,
-    Trajectory,
 )
 from journeyman.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
 from journeyman.statistics import Estimate
+from journeyman.trajectory import CompleteOptions, OpenOptions, Outcome, Trajectory
 
 __all__ = [
     "AsyncJourneyman",

@@ -12,18 +12,25 @@ import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
 
 import anyio
 from typing_extensions import Unpack
 
 from journeyman.statistics import Estimate, mean_of, paired_difference
-
-if TYPE_CHECKING:
-    from journeyman.client import AsyncJourneyman, Trajectory
+from journeyman.trajectory import OpenOptions, Trajectory
 
 Task = TypeVar("Task")
-Rollout = Callable[["Trajectory", Task], "float | Awaitable[float | None] | None"]
+Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
+
+
+class Client(Protocol):
+    """What is needed of `AsyncJourneyman`."""
+
+    def trajectory(
+        self, model: str, **options: Unpack[OpenOptions]
+    ) -> contextlib.AbstractAsyncContextManager[Trajectory]:
+        """Open a run that is completed when the block ends."""
 
 
 class GatherOptions(TypedDict, total=False):
@@ -106,7 +113,7 @@ def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], N
 
 
 async def gather(
-    client: AsyncJourneyman,
+    client: Client,
     model: str,
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -178,7 +185,7 @@ async def gather(
 
 
 async def evaluate(
-    client: AsyncJourneyman,
+    client: Client,
     model: str,
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -199,7 +206,7 @@ async def evaluate(
 
 
 async def compare(
-    client: AsyncJourneyman,
+    client: Client,
     first: str,
     second: str,
     tasks: Iterable[Task],

@@ -10,7 +10,7 @@ import anyio.to_thread
 import pytest
 
 from journeyman import AsyncJourneyman, Journeyman, TooManyExceptionsError
-from journeyman.client import Trajectory
+from journeyman.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
 pytestmark = pytest.mark.anyio
