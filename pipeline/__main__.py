@@ -1,0 +1,22 @@
+"""The start of the `journeyman` command, also as `python -m pipeline`: says what to install where only the SDK is installed."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run `pipeline.cli`. Exits with 2 and one line where a package that the command needs is missing."""
+    try:
+        from pipeline import cli
+    except ModuleNotFoundError as missing:
+        sys.stderr.write(
+            f"journeyman: the package {missing.name} is not installed. `pip install journeyman` is the SDK for agent code. "
+            "The command needs `pip install 'journeyman[cpu]'`, or `journeyman[gpu]` on a machine with a GPU.\n"
+        )
+        raise SystemExit(2) from None
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
