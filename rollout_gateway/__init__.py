@@ -1,9 +1,10 @@
 """The HTTP front: answers OpenAI's and Anthropic's clients, records exact tokens, serves the newest policy version.
 
-The way of a call: `http` reads the request's head, and `app` checks origin and key by it before the body is kept. `dialects` reads the
-body into a `Call`. `capture.identity` finds the trajectory. `capture.dispatch` takes a lease on a replica that serves the version
-(`serving.routing`, `serving.replicas`) and asks it. `capture.handler` has the answer recorded by the `Trajectory` and acknowledged by the
-log, and only then answers the client. If the client leaves, the request's one `Cancellation` ends the wait for the server, never a record.
+The way of a call: `http` reads the request's head, and `app` checks origin and key by it before the body is kept.
+`dialects` reads the body into a `Call`. `capture.identity` finds the trajectory. `capture.dispatch` takes a lease on a
+replica that serves the version (`serving.routing`, `serving.replicas`) and asks it. `capture.handler` has the answer
+recorded by the `Trajectory` and acknowledged by the log, and only then answers the client. If the client leaves, the
+request's one `Cancellation` ends the wait for the server, never a record.
 
 | room | what lives there; each imports only those above it |
 | --- | --- |

@@ -62,7 +62,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def key_secret(config: Config) -> bytes:
-    """The secret of trajectory tokens: from the environment variable that the settings name, else from a file in the run directory.
+    """The secret of trajectory tokens: from the environment variable that the settings name, else from a file in the
+    run directory.
 
     Raises `ConfigError` if the variable is too short."""
     name = config.gateway.key_secret_env
@@ -84,7 +85,8 @@ def key_secret(config: Config) -> bytes:
 
 
 def api_key(config: Config) -> str:
-    """The API key of the inference servers; empty if the settings name none. Raises `ConfigError` if its file is not usable."""
+    """The API key of the inference servers; empty if the settings name none. Raises `ConfigError` if its file is not
+    usable."""
     if not config.vllm.api_key_file:
         return ""
     try:
@@ -174,7 +176,8 @@ async def serve(config: Config, ready: Ready) -> None:
                     cut_off=app.cut_off,
                 ):
                     host, port = listener.getsockname()[:2]
-                    # Objects that exist now stay. Collections look at those of calls only, and seldom: few of them are in cycles.
+                    # Objects that exist now stay. Collections look at those of calls only, and seldom: few of them are
+                    # in cycles.
                     gc.collect()
                     gc.freeze()
                     gc.set_threshold(50_000, 20, 20)

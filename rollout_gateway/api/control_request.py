@@ -32,7 +32,8 @@ class ControlRequest:
         return self.http.body
 
     def read(self, kind: type[_T]) -> _T:
-        """The body as `kind`; an empty body is an empty object. Raises a 400 `ApiError` that says what is wrong with it."""
+        """The body as `kind`; an empty body is an empty object. Raises a 400 `ApiError` that says what is wrong with
+        it."""
         try:
             return read_body(self.body or b"{}", kind)
         except ApiError as error:

@@ -1,7 +1,6 @@
-"""Whether the log takes what a captured call has to write: told at `/health`, so that a balancer sends calls elsewhere.
+"""Whether the log takes writes, for `/health`, so that a load balancer can send calls to another gateway.
 
-A frozen stream answers questions and takes no message, so the only honest probe is a write.
-"""
+A frozen stream still answers reads, so the probe is a write."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ _STREAM = streams.stream_of("rollout.exchange")
 
 
 class LogHealth:
-    """`trouble` says why the log takes no writes; empty while it does."""
+    """Probes the log. `trouble` says why it takes no writes; it is empty while the log takes them."""
 
     def __init__(self) -> None:
         self.trouble = ""
 
     async def run(self, broker: Broker) -> None:
-        """Probe for ever."""
+        """Probe every 5 seconds. Never returns."""
         while True:
             trouble = await self._probe(broker)
             if trouble and not self.trouble:
@@ -44,7 +43,7 @@ class LogHealth:
                 headers={"Nats-TTL": f"{_TTL_S}s"},
             )  # fmt: skip
         except nats.js.errors.NoStreamResponseError:
-            return f"{_STREAM} is not there"
+            return f"the stream {_STREAM} does not exist"
         except nats.js.errors.APIError as error:
             return f"{_STREAM} refuses writes: {error.description}"
         except (nats.errors.Error, TimeoutError) as error:

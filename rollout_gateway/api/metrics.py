@@ -1,4 +1,5 @@
-"""Metrics for Prometheus. Counts are plain integers, so a call pays for a few additions; they become metrics when they are read."""
+"""Metrics for Prometheus. Counts are plain integers, so a call pays for a few additions; they become metrics when they
+are read."""
 
 from __future__ import annotations
 

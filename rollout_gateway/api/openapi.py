@@ -1,7 +1,7 @@
 """`/openapi.json`: OpenAPI 3.1 of the whole API, generated from the routes and the structs of their bodies and answers.
 
-A fuzzer compares the document with what the gateway does (tests/rollout_gateway/api/test_openapi.py). Model calls are described as far
-as the gateway reads them; other fields are for the inference server.
+A fuzzer compares the document with what the gateway does (tests/rollout_gateway/api/test_openapi.py). Model calls are
+described as far as the gateway reads them; other fields are for the inference server.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from rollout_gateway.api import schemas
+from rollout_gateway.api import schemas as s
 from rollout_gateway.capture.identity import KeyKind
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
@@ -45,51 +45,55 @@ def _decision(action: str, summary: str) -> Route:
     return Route("POST", path, "decide", summary, Decision, Decided, (400, 404, 409, 413, 503), "operator")
 
 
-_BODY_ERRORS = (400, 404, 409, 413, 503)
-_UPSTREAM_ERRORS = (400, 404, 413, 500, 502, 503)
-_TRAJECTORY = "/v1/trajectories/{trajectory}"
+_WRITES = (400, 404, 409, 413, 503)
+_ASKS = (400, 404, 413, 500, 502, 503)
+_RUN = "/v1/trajectories/{trajectory}"
 
 ROUTES = (
-    Route("GET", "/health", "health", "Whether the gateway answers, and, for a valid key, the state of the inference servers", answer=schemas.Health, key=""),
+    Route("GET", "/health", "health", "Whether calls can be answered; with a key, the servers", answer=s.Health, key=""),
     Route("GET", "/metrics", "metrics", "Metrics in Prometheus' text format", key="operator", content=TEXT),
     Route("GET", "/openapi.json", "openapi", "This document", key=""),
-    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=schemas.ModelList, key="call"),
-    Route("GET", "/v1/models/{model}", "model", "One of these names", answer=schemas.Model, errors=(404,), key="call"),
-    Route("GET", "/v1/policies", "policies", "The version that each model's name stands for, and the loaded versions", answer=schemas.PolicyList),
-    Route("GET", "/v1/policies/events", "watch_policies", "Events of versions: published, loaded, promoted", content=EVENTS),
+    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=s.ModelList, key="call"),
+    Route("GET", "/v1/models/{model}", "model", "One of these names", answer=s.Model, errors=(404,), key="call"),
+    Route("GET", "/v1/policies", "policies", "What models' names stand for, and what is loaded", answer=s.PolicyList),
+    Route("GET", "/v1/policies/events", "watch_policies", "Events about versions", content=EVENTS),
     _decision("promote", "Serve this version under the model's name"),
     _decision("pin", "Keep serving this version, whatever is trained"),
     _decision("rollback", "Go back to this or the previous version"),
     _decision("split", "Divide trajectories between two versions"),
     _decision("follow", "Serve the newest version again"),
-    Route("POST", "/v1/trajectories", "open", "Open a trajectory", schemas.Opening, schemas.Opened, (*_BODY_ERRORS, 429), status=201),
+    Route(
+        "POST", "/v1/trajectories", "open", "Open a trajectory", s.Opening, s.Opened, (*_WRITES, 429), status=201
+    ),
     Route(
         "GET", "/v1/trajectories", "list", "Open trajectories in this gateway replica's memory, newest first",
-        answer=schemas.TrajectoryList, errors=(400,), query=("group", "model", "limit", "after"),
+        answer=s.TrajectoryList, errors=(400,), query=("group", "model", "limit", "after"),
     ),
-    Route("GET", _TRAJECTORY, "get", "A trajectory as it is on the log", None, schemas.TrajectoryState, (400, 404, 503), "trajectory"),
-    Route("POST", f"{_TRAJECTORY}/complete", "complete", "Complete a trajectory", Completion, schemas.Completed, _BODY_ERRORS, "trajectory"),
+    Route("GET", _RUN, "get", "A trajectory on the log", None, s.TrajectoryState, (400, 404, 503), "trajectory"),
     Route(
-        "POST", "/v1/groups/{group}/complete", "complete_group", "Complete trajectories of a group", schemas.GroupCompletion,
-        schemas.GroupCompleted, _BODY_ERRORS,
+        "POST", f"{_RUN}/complete", "complete", "Complete a trajectory", Completion, s.Completed, _WRITES, "trajectory"
+    ),
+    Route(
+        "POST", "/v1/groups/{group}/complete", "complete_group", "Complete trajectories of a group",
+        s.GroupCompletion, s.GroupCompleted, _WRITES,
     ),
     Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), key="call"),
     Route("GET", "/ping", "ping", "Whether the gateway answers", key="", content=""),
     Route("POST", "/ping", "ping", "Whether the gateway answers", key="", content=""),
-    Route("POST", "/tokenize", "tokenize", "Tokens of a text or of messages", schemas.TokenizeBody, errors=_UPSTREAM_ERRORS, key="call"),
-    Route("POST", "/detokenize", "detokenize", "The text of tokens", schemas.DetokenizeBody, errors=_UPSTREAM_ERRORS, key="call"),
+    Route("POST", "/tokenize", "tokenize", "Tokens of a prompt", s.TokenizeBody, errors=_ASKS, key="call"),
+    Route("POST", "/detokenize", "detokenize", "The text of tokens", s.DetokenizeBody, errors=_ASKS, key="call"),
     Route(
-        "POST", "/v1/messages/count_tokens", "count_tokens", "The number of tokens in a message's prompt", schemas.CountTokensBody,
-        errors=_UPSTREAM_ERRORS, key="call",
+        "POST", "/v1/messages/count_tokens", "count_tokens", "The number of tokens of a message's prompt",
+        s.CountTokensBody, errors=_ASKS, key="call",
     ),
-    Route("GET", "/v1/responses/{response}", "response", "A recorded response of a trajectory", errors=(400, 404, 503), key="call"),
+    Route("GET", "/v1/responses/{response}", "response", "A recorded response", errors=(400, 404, 503), key="call"),
 )  # fmt: skip
 
 MODEL_CALLS: dict[str, tuple[str, type[Any]]] = {
-    "/v1/chat/completions": ("OpenAI's chat completion, plain or streamed", schemas.ChatBody),
-    "/v1/completions": ("OpenAI's completion, plain or streamed", schemas.CompletionsBody),
-    "/v1/responses": ("OpenAI's response, plain or streamed", schemas.ResponsesBody),
-    "/v1/messages": ("Anthropic's message, plain or streamed", schemas.MessagesBody),
+    "/v1/chat/completions": ("OpenAI's chat completion, plain or streamed", s.ChatBody),
+    "/v1/completions": ("OpenAI's completion, plain or streamed", s.CompletionsBody),
+    "/v1/responses": ("OpenAI's response, plain or streamed", s.ResponsesBody),
+    "/v1/messages": ("Anthropic's message, plain or streamed", s.MessagesBody),
 }
 """Summary and body of each model call, by path."""
 
@@ -110,7 +114,8 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
 
 
 def decode_part(part: str) -> str:
-    """Decode the percent-encoding of one part of a path, which may hold a slash. Raises a 400 `ApiError` if it is not UTF-8."""
+    """Decode the percent-encoding of one part of a path, which may hold a slash. Raises a 400 `ApiError` if it is not
+    UTF-8."""
     try:
         return (
             part if part.isascii() and "%" not in part else unquote_to_bytes(part.encode("latin-1")).decode()

@@ -97,7 +97,10 @@ class TrajectoryRoutes:
             error = unknown_model(model, [name for name in self._policies.models if access.sees(name)])
             name = self._router.name(model)
             if name in self._policies.models:
-                error.message = f"{model!r} is a version, not a model. Open with the model {name!r}, and fix the version with `pinned`."
+                error.message = (
+                    f"{model!r} is a version, not a model. "
+                    f"Open with the model {name!r}, and fix the version with `pinned`."
+                )
             raise error
         if pinned and (not self._policies.offered(pinned) or parse_version(pinned)[0] != model):
             versions = [name for name in self._policies.names(model) if name != model]
@@ -121,7 +124,8 @@ class TrajectoryRoutes:
         return Completed(id=trajectory, outcome=event.outcome, reward=event.reward, exchanges=event.exchanges)
 
     async def complete_group(self, request: ControlRequest) -> GroupCompleted:
-        """Complete trajectories of a group, one after the other. After a failure, the same request completes the rest."""
+        """Complete trajectories of a group, one after the other. After a failure, the same request completes the
+        rest."""
         group, members = request.values[0], request.read(GroupCompletion).trajectories
         for member in members:
             self._check_rewards(member)
@@ -161,7 +165,8 @@ class TrajectoryRoutes:
         return await self.page({name: values[-1] for name, values in query.items()}, request.access)
 
     async def page(self, query: dict[str, str], access: Access) -> TrajectoryList:
-        """A page of the caller's open trajectories in this replica's memory, the newest first. Other tasks run in between.
+        """A page of the caller's open trajectories in this replica's memory, the newest first. Other tasks run in
+        between.
 
         `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
         limit_text = query.get("limit", "100")

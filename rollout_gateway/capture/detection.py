@@ -1,12 +1,14 @@
-"""Detects the trajectories of agents that name none, by the messages of their calls (opt-in: `gateway.detection.enabled`).
+"""Detects the trajectories of agents that name none, by the messages of their calls (opt-in:
+`gateway.detection.enabled`).
 
-A call whose messages begin with everything that a run had said and been answered so far belongs to that run. Any other call begins a
-run, in the group of its first user message. A run without a call for `gateway.detection.idle_s` is completed. Two runs that have said
-exactly the same can't be told apart; which of them a call continues is then arbitrary, and harmless, since both are equal up to there.
+A call whose messages begin with everything that a run had said and been answered so far belongs to that run. Any other
+call begins a run, in the group of its first user message. A run without a call for `gateway.detection.idle_s` is
+completed. Two runs that have said exactly the same can't be told apart; which of them a call continues is then
+arbitrary, and harmless, since both are equal up to there.
 
-A gateway that starts takes over the detected runs that the log holds open. Their last exchange says how they stand, so a run goes on
-across the restart, or is completed once it has been silent for long enough. Gateways that share a log detect runs independently:
-route the calls of one agent to one gateway.
+A gateway that starts takes over the detected runs that the log holds open. Their last exchange says how they stand, so
+a run goes on across the restart, or is completed once it has been silent for long enough. Gateways that share a log
+detect runs independently: route the calls of one agent to one gateway.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class TrajectoryDetector:
         self._ready = asyncio.Event()
 
     async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
-        """The run that this call continues, or a new one. A run continues only with calls of the key that began it, `owner`."""
+        """The run that this call continues, or a new one. A run continues only with calls of the key that began it,
+        `owner`."""
         await self._ready.wait()
         messages = _messages(call)
         for history in reversed(_histories(owner, model, messages[:-1])):
@@ -152,8 +155,8 @@ class TrajectoryDetector:
 
 
 Canonical = tuple[str, str, str]
-"""Role, text and tool calls: what clients keep of a message when they send it back. Arguments of tool calls are compared as JSON,
-since clients parse them and write them again in their own way."""
+"""Role, text and tool calls: what clients keep of a message when they send it back. Arguments of tool calls are
+compared as JSON, since clients parse them and write them again in their own way."""
 
 
 def _messages(call: Call) -> list[Canonical]:

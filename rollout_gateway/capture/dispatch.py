@@ -62,8 +62,9 @@ class Dispatcher:
     async def answer(self, exchange: Exchange) -> Attempt:
         """Have the call answered by a replica that serves the version it is routed to.
 
-        Waits for a replica. Asks again if a server went away before its answer was whole, since nothing of it reached the client
-        or the log. A streamed answer is returned unread and must be closed; any other is read. Raises `ApiError`."""
+        Waits for a replica. Asks again if a server went away before its answer was whole, since nothing of it reached
+        the client or the log. A streamed answer is returned unread and must be closed; any other is read. Raises
+        `ApiError`."""
         deadline = time.monotonic() + self._gateway.replicas.wait_s
         failed_once: set[tuple[str, str]] = set()
         while True:
@@ -160,7 +161,8 @@ class Dispatcher:
     async def _report_failure(
         self, exchange: Exchange, replica: Replica, incarnation: str, trial: Trial | None, deadline: float
     ) -> None:
-        """Note that the request was in flight when its server failed. Waits until it is known whether the server died."""
+        """Note that the request was in flight when its server failed. Waits until it is known whether the server
+        died."""
         if trial is not None:
             trial.failed()
         request = exchange.request_hash()
@@ -178,8 +180,8 @@ class Dispatcher:
 async def _prompt_texts(echo: Echo, lease: Lease) -> list[str]:
     """The prompts of an echoed completion, decoded by the server.
 
-    A prompt that the server can't decode gives an empty text. The server says what is wrong with it when it is asked for the
-    completion."""
+    A prompt that the server can't decode gives an empty text. The server says what is wrong with it when it is asked
+    for the completion."""
     texts = []
     for prompt in echo.prompts:
         if isinstance(prompt, str):

@@ -38,7 +38,8 @@ class StreamSink(Protocol):
 
     @property
     def write_chunks(self) -> Callable[[bytes], None] | None:
-        """As `write`, for data that is in HTTP's chunked coding already. `None` if the client does not get that coding."""
+        """As `write`, for data that is in HTTP's chunked coding already. `None` if the client does not get that
+        coding."""
 
     def write(self, data: bytes) -> None:
         """Write whole server-sent events."""

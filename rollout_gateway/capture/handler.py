@@ -98,7 +98,8 @@ class CallHandler:
                 caller.trajectory.end()
 
     async def _dispatch(self, exchange: Exchange) -> Attempt:
-        """Have the call answered. A call that a server had and that got no answer is recorded as cancelled or failed."""
+        """Have the call answered. A call that a server had and that got no answer is recorded as cancelled or
+        failed."""
         try:
             with exchange.caller.cancellation:
                 return await self._dispatcher.answer(exchange)
@@ -220,8 +221,8 @@ class CallHandler:
             raise unavailable(f"The answer could not be recorded: {error}", "not_recorded") from error
 
     async def _record_later(self, exchange: Exchange) -> None:
-        """For `capture = "async"`. Nobody waits for the record, so a failure is kept with the trajectory and shows in its
-        completion."""
+        """For `capture = "async"`. Nobody waits for the record, so a failure is kept with the trajectory and shows in
+        its completion."""
         try:
             await self._record_now(exchange)
         except ApiError:  # logged where it was raised

@@ -19,8 +19,8 @@ from rollout_gateway.serving.routing import VersionRouter
 
 Headers = dict[bytes, bytes]
 KeyKind = Literal["", "call", "agent", "operator", "trajectory"]
-"""The key that a route takes, if keys are configured. `call`: any key; `agent`: one that is not for calls only; `operator`: an
-operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; empty: none."""
+"""The key that a route takes, if keys are configured. `call`: any key; `agent`: one that is not for calls only;
+`operator`: an operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; empty: none."""
 
 TRAJECTORY_HEADER = b"x-journeyman-trajectory"
 GROUP_HEADER = b"x-journeyman-group"
@@ -56,7 +56,8 @@ class Identity:
     def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None) -> Access:
         """What the key of a request permits. `trajectory` is the one that its path names.
 
-        Raises an `ApiError`: 401 for an invalid key, 403 for one that does not permit this, 429 for too many requests."""
+        Raises an `ApiError`: 401 for an invalid key, 403 for one that does not permit this, 429 for too many
+        requests."""
         key = _key_of(headers)
         if key.startswith(TrajectoryTokens.prefix):
             own = self._registry.tokens.verify(key)
@@ -80,15 +81,17 @@ class Identity:
     # -- with the body ---------------------------------------------------------------------------------------------
 
     async def authorize(self, access: Access, wanted: KeyKind, trajectory: str, *, complete: bool) -> Access:
-        """Check that the caller may use a control route, about `trajectory` if `wanted` is `trajectory`. Returns what it may see.
+        """Check that the caller may use a control route, about `trajectory` if `wanted` is `trajectory`. Returns what
+        it may see.
 
         A trajectory's key sees the model of its trajectory. It completes the trajectory only if that was opened with
-        `key_completes`. Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not exist."""
+        `key_completes`. Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
+        exist."""
         if access.trajectory and wanted:
             opened = await self.charge(access.trajectory)
             if complete and not opened.key_completes:
                 raise wrong_key(
-                    "This trajectory's key can't complete it: open it with `key_completes`, or use the key that opened it.",
+                    "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key.",
                     "key_does_not_complete",
                 )
             return replace(access, models=frozenset((opened.model,)))
@@ -99,7 +102,8 @@ class Identity:
     async def charge(self, trajectory: str) -> TrajectoryOpened:
         """Count a request with a trajectory's key as one of the key that opened the trajectory, and return its opening.
 
-        Raises an `ApiError`: 401 if that key is revoked or expired, 403 if it no longer permits the model, 429 for too many."""
+        Raises an `ApiError`: 401 if that key is revoked or expired, 403 if it no longer permits the model, 429 for too
+        many."""
         opened = await self._registry.opening(trajectory)
         if opened is None:
             raise unknown_trajectory(trajectory)
@@ -127,7 +131,8 @@ class Identity:
     async def trajectory_to_read(
         self, access: Access, url: str | None, headers: Headers
     ) -> Trajectory | None:
-        """The open or completed trajectory that a caller names and may read. `None` if it names none. Raises `ApiError`."""
+        """The open or completed trajectory that a caller names and may read. `None` if it names none. Raises
+        `ApiError`."""
         name = _named(url, headers, None).trajectory
         if access.trajectory:
             _check_own(name, access.trajectory)

@@ -1,7 +1,7 @@
 """The trajectories that this replica knows: found, opened and completed.
 
-Any gateway replica can serve any trajectory at any time. A trajectory that is not in memory is read from the log. A completion has a
-subject of its own, so of two completions the log keeps one.
+Any gateway replica can serve any trajectory at any time. A trajectory that is not in memory is read from the log. A
+completion has a subject of its own, so of two completions the log keeps one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Registry:
         return await asyncio.shield(task)
 
     async def find_to_read(self, trajectory: str) -> Trajectory:
-        """An open or completed trajectory. One that is not in memory comes without its calls. Raises a 404 `ApiError`."""
+        """An open or completed trajectory. One that is not in memory comes without its calls. Raises a 404
+        `ApiError`."""
         found = self._known.get(trajectory) or await self._read_opening(trajectory)
         if found is None:
             raise unknown_trajectory(trajectory)
@@ -172,8 +173,8 @@ class Registry:
     ) -> TrajectoryCompleted:
         """Complete a trajectory. Completing it again with the same results returns the first completion.
 
-        Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its calls do not
-        end within 30 seconds."""
+        Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its
+        calls do not end within 30 seconds."""
         try:
             found = await self.find(trajectory)
         except ApiError as error:
@@ -201,7 +202,7 @@ class Registry:
         except TimeoutError:
             raise ApiError(
                 409,
-                f"Trajectory {found.id!r} still has {found.in_flight} calls in flight. Complete it again after they have ended.",
+                f"Trajectory {found.id!r} still has {found.in_flight} calls in flight. Complete it after they end.",
                 kind="conflict_error",
                 code="calls_in_flight",
             ) from None
@@ -226,7 +227,8 @@ def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
 def _completed(found: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
     opened, outcome, metrics, calls = found.opened, body.outcome, body.metrics, found.recorded
     if found.not_recorded:
-        # Calls that are missing on the log can't be trained. That is a failure of infrastructure, which never becomes a reward.
+        # Calls that are missing on the log can't be trained. That is a failure of infrastructure, which never becomes a
+        # reward.
         outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(found.not_recorded)}
     return TrajectoryCompleted(
         **{name: getattr(opened, name) for name in _COPIED},

@@ -1,8 +1,8 @@
 """One agent run in memory: its calls, recorded on the log under sequence numbers that no other replica gives twice.
 
-An exchange is published on the condition that the last one this replica knows of is still the last on the log. A replica that is
-behind notices, reads again and takes the next free number. After a power cut the log may have lost its end; a run that was lost in
-part is read again from what the log still holds.
+An exchange is published on the condition that the last one this replica knows of is still the last on the log. A
+replica that is behind notices, reads again and takes the next free number. After a power cut the log may have lost its
+end; a run that was lost in part is read again from what the log still holds.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Trajectory:
     in_flight: int = 0
     """Calls that are not answered yet or whose record is being written."""
     not_recorded: int = 0
-    """Calls that were answered and are not on the log: the log refused them (with `gateway.capture = "async"`) or lost them in a
-    power cut."""
+    """Calls that were answered and are not on the log: the log refused them (with `gateway.capture = "async"`) or lost
+    them in a power cut."""
     used_at: float = 0.0
     """Time of the last call, by `time.monotonic`."""
     replica: str = ""
@@ -127,8 +127,8 @@ class Trajectory:
     async def record(self, call: Recordable) -> int:
         """Publish a call under the next free sequence number, and return that number.
 
-        Safe beside other calls of the trajectory, on this replica and on others. Raises `BrokerError` if the log does not take
-        the call, and a 409 `ApiError` if the log lost the trajectory and another one took its id."""
+        Safe beside other calls of the trajectory, on this replica and on others. Raises `BrokerError` if the log does
+        not take the call, and a 409 `ApiError` if the log lost the trajectory and another one took its id."""
         async with self.lock:
             while True:
                 await self._check_for_loss()
@@ -148,7 +148,8 @@ class Trajectory:
         return True
 
     async def _publish(self, event: ExchangeRecorded, traceparent: str) -> bool:
-        """False if the log's last message is not the one known here. `recorded` is then brought up to date for another try.
+        """False if the log's last message is not the one known here. `recorded` is then brought up to date for another
+        try.
 
         Raises `BrokerError` if the message was refused although `recorded` is up to date."""
         known = self.recorded
@@ -167,13 +168,14 @@ class Trajectory:
             await self._rebuild()  # what is known here is ahead of the log
             if (self.recorded.next_seq, self.recorded.last_stream_seq) == before:
                 raise BrokerError(
-                    f"call {event.seq} of trajectory {self.id!r} can't be recorded: its message id {event.message_id()!r} "
-                    f"belongs to message {ack.seq} of {STREAM}, which is not a call of this trajectory"
+                    f"call {event.seq} of trajectory {self.id!r} can't be recorded: its message id "
+                    f"{event.message_id()!r} belongs to message {ack.seq} of {STREAM}, which is not a call of it"
                 )
         return False
 
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
-        """Whether the log holds `event` under that number. If retention removed the message, the message id has told so."""
+        """Whether the log holds `event` under that number. If retention removed the message, the message id has told
+        so."""
         try:
             return (await self.log.broker.read_at(ExchangeRecorded, stream_seq)).event == event
         except OtherEventError:
@@ -215,7 +217,8 @@ class Trajectory:
             return (self.recorded.exchanges, self.recorded.next_seq, self.rebuilt) != before
 
     async def _check_for_loss(self) -> bool:
-        """After a reconnection: read the run again if the server came back without the end of its log. Returns whether it had."""
+        """After a reconnection: read the run again if the server came back without the end of its log. Returns whether
+        it had."""
         reconnects = self.log.reconnects
         if self.reconnects == reconnects:
             return False
@@ -290,7 +293,8 @@ class Trajectory:
         return None
 
     async def exchange_of(self, reply: str) -> ExchangeRecorded | None:
-        """The complete exchange whose reply has the id `reply`, or `None`. Reads the whole run if it is not a recent one."""
+        """The complete exchange whose reply has the id `reply`, or `None`. Reads the whole run if it is not a recent
+        one."""
         for request_hash in reversed(self.recorded.recent):
             call = await self.recorded_call(request_hash)
             if call and _reply_id(call[0]) == reply:

@@ -17,8 +17,8 @@ log = get_logger("rollout_gateway.serving.adapter_api")
 _PROMPTS = tuple(tuple(range(first, first + 16)) for first in (3, 35, 67, 99))
 """Token ids of the probe's prompts: small ones, which every vocabulary has."""
 _TOP_LOGPROBS = 20
-"""Logprobs compared after each prompt: as many as vLLM gives by default. They are those of the next token, since asking for a prompt's
-own logprobs makes vLLM 0.32 crash if calls to other adapters are in the batch."""
+"""Logprobs compared after each prompt: as many as vLLM gives by default. They are those of the next token, since asking
+for a prompt's own logprobs makes vLLM 0.32 crash if calls to other adapters are in the batch."""
 
 
 class _ModelCard(msgspec.Struct):
@@ -105,13 +105,15 @@ async def next_logprobs(replica: Replica, model: str) -> list[dict[str, float]]:
 
 
 class Probe:
-    """Measures how much a version's logprobs differ from its base model's. The base model is asked once for each server process."""
+    """Measures how much a version's logprobs differ from its base model's. The base model is asked once for each server
+    process."""
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, str, str], list[dict[str, float]]] = {}
 
     async def delta(self, replica: Replica, model: str, version: str) -> float:
-        """The largest difference of a logprob after the probe prompts; 0 if the adapter changes nothing. Raises `AdapterError`."""
+        """The largest difference of a logprob after the probe prompts; 0 if the adapter changes nothing. Raises
+        `AdapterError`."""
         key = replica.name, replica.incarnation, model
         if key not in self._base:
             self._base[key] = await next_logprobs(replica, version_name(model, 0))

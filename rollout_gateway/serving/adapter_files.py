@@ -31,7 +31,8 @@ class AdapterError(Exception):
 
 
 class AdapterFiles:
-    """Downloads adapters into a folder. The name of an adapter's folder holds its version and the start of its SHA-256."""
+    """Downloads adapters into a folder. The name of an adapter's folder holds its version and the start of its
+    SHA-256."""
 
     def __init__(self, folder: Path, broker: Broker) -> None:
         self.folder, self._broker = folder.resolve(), broker
@@ -49,8 +50,8 @@ class AdapterFiles:
     ) -> Path:
         """The folder of an unpacked adapter, which is downloaded if it is missing.
 
-        `name` is its object's name, `files` the SHA-256 of each file in it: a folder with another file is unpacked again. Raises
-        `AdapterError` if the object is gone or is not the one that was published."""
+        `name` is its object's name, `files` the SHA-256 of each file in it: a folder with another file is unpacked
+        again. Raises `AdapterError` if the object is gone or is not the one that was published."""
         path = self.path(version, sha256)
         async with self._locks.setdefault(version, asyncio.Lock()):
             if path.is_dir():

@@ -1,9 +1,9 @@
 """From a published checkpoint to an adapter that serves on every replica.
 
-Each replica has a keeper task. It finds out whether the server is up and whether it was restarted, loads the adapters that are wanted
-(download, SHA-256, unpack, load, probe, `policy.loaded`), and only then lets the replica take calls. An adapter is loaded once under its
-versioned name and never replaced in place. Its folder's name holds its digest, so a gateway that restarts recognises what a server
-already holds.
+Each replica has a keeper task. It finds out whether the server is up and whether it was restarted, loads the adapters
+that are wanted (download, SHA-256, unpack, load, probe, `policy.loaded`), and only then lets the replica take calls. An
+adapter is loaded once under its versioned name and never replaced in place. Its folder's name holds its digest, so a
+gateway that restarts recognises what a server already holds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class AdapterManager:
                     replica.up = replica.ready = False
 
     async def _handshake(self, replica: Replica) -> None:
-        """Find out whether the server is up, whether it was restarted and which adapters it holds. Raises `UpstreamError`."""
+        """Find out whether the server is up, whether it was restarted and which adapters it holds. Raises
+        `UpstreamError`."""
         await adapter_api.check_health(replica)
         incarnation = await adapter_api.incarnation(replica)
         held = await adapter_api.held_adapters(replica)
@@ -118,7 +119,8 @@ class AdapterManager:
     # -- versions --------------------------------------------------------------------------------------------------
 
     def wanted(self) -> list[str]:
-        """Versions to hold, the most wanted first: those that names stand for, then those that requests name exactly."""
+        """Versions to hold, the most wanted first: those that names stand for, then those that requests name
+        exactly."""
         out: list[str] = []
         for model in self._policies.models.values():
             if model.promoted is not None:
@@ -150,8 +152,8 @@ class AdapterManager:
         return done
 
     async def _drop_replaced(self, replica: Replica) -> bool:
-        """Unload versions that were published again with another adapter, after a power cut that took the log's end and the
-        trainer's disk. No new call goes to them. Returns false while calls still run on one."""
+        """Unload versions that were published again with another adapter, after a power cut that took the log's end and
+        the trainer's disk. No new call goes to them. Returns false while calls still run on one."""
         done = True
         for version, held in list(replica.loaded.items()):
             if not self._policies.knows(version):

@@ -1,9 +1,9 @@
 """Finds requests that kill their inference server, and refuses them.
 
-A server that dies takes every call in flight with it, and the gateway asks again for each of them. If one of these calls killed the
-server, asking again kills the next one. So the gateway notes which requests were in flight when a server died. A request that was in
-flight at two deaths is refused. If several requests were in flight at the same two deaths, each is tried alone, so that only the one
-that kills again is refused (docs/decisions/0017-deadly-requests.md).
+A server that dies takes every call in flight with it, and the gateway asks again for each of them. If one of these
+calls killed the server, asking again kills the next one. So the gateway notes which requests were in flight when a
+server died. A request that was in flight at two deaths is refused. If several requests were in flight at the same two
+deaths, each is tried alone, so that only the one that kills again is refused (docs/decisions/0017-deadly-requests.md).
 
 A request is identified by the hash of its endpoint and body, so a client's retry is the same request.
 """
@@ -53,7 +53,8 @@ class _Case:
 
 
 class Trial:
-    """One attempt of a request that was in flight at an earlier death. Ends with `answered`, `failed` or `abandoned`."""
+    """One attempt of a request that was in flight at an earlier death. Ends with `answered`, `failed` or
+    `abandoned`."""
 
     def __init__(self, requests: DeadlyRequests, request: str, life: ServerLife, alone: bool) -> None:
         self._requests, self._request, self._life, self._alone = requests, request, life, alone
@@ -129,15 +130,17 @@ class DeadlyRequests:
         raise ApiError(
             502,
             f"This request was in flight at {len(case.lives)} deaths of its inference server "
-            f"({', '.join(life.replica.name for life in case.lives)}) and most likely causes them, so it is not sent again. "
-            f"Change it, or send it again in {self._keep_s:.0f} s (gateway.replicas.deadly_request_s). The server's log says why it died.",
+            f"({', '.join(life.replica.name for life in case.lives)}) and most likely causes them, so it is not "
+            f"sent again. Change it, or send it again in {self._keep_s:.0f} s (gateway.replicas.deadly_request_s). "
+            "The server's log says why it died.",
             kind="api_error",
             code="deadly_request",
             headers=((b"x-should-retry", b"false"),),
         )
 
     async def admit(self, request: str) -> bool:
-        """Wait until `request` may be tried. Returns whether it holds `turn`, because it shares two deaths with other requests.
+        """Wait until `request` may be tried. Returns whether it holds `turn`, because it shares two deaths with other
+        requests.
 
         Raises a 502 `ApiError` for a request that must not be sent again."""
         self.check(request)
@@ -153,7 +156,8 @@ class DeadlyRequests:
         return True
 
     def trial(self, request: str, replica: Replica, *, alone: bool) -> Trial | None:
-        """Begin a trial if `request` was in flight at a death. `alone`: it holds `turn`, which is released if there is no trial."""
+        """Begin a trial if `request` was in flight at a death. `alone`: it holds `turn`, which is released if there is
+        no trial."""
         case = self.cases.get(request)
         if case is None or not case.deaths():
             if alone:  # it was answered elsewhere while it waited

@@ -1,8 +1,8 @@
 """Limits how many groups may be open or untrained, so that none is stale when it is trained.
 
-Discarding stale groups wastes what was sampled and starves long tasks, so a new group has to wait instead. A group counts from the
-opening of its first trajectory at this replica until a checkpoint or a discard names it. Groups of other replicas and of earlier
-processes do not count: the limit is approximate.
+Discarding stale groups wastes what was sampled and starves long tasks, so a new group has to wait instead. A group
+counts from the opening of its first trajectory at this replica until a checkpoint or a discard names it. Groups of
+other replicas and of earlier processes do not count: the limit is approximate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Pacing:
     def admit(self, model: str, group: str, split: str) -> float:
         """Admit a trajectory of the group. Further trajectories of an admitted group always pass.
 
-        Returns how many seconds the group had to wait, for the trajectory that it is admitted with. Raises a 429 `ApiError`."""
+        Returns how many seconds the group had to wait, for the trajectory that it is admitted with. Raises a 429
+        `ApiError`."""
         if not self._limit or split != "train":
             return 0.0
         ahead = self._ahead.setdefault(model, set())

@@ -1,7 +1,7 @@
 """The policy versions that exist, and decisions about them: the POLICY stream, replayed and followed.
 
-Every gateway replica needs every event, so each reads the whole stream for itself. Nothing is stored elsewhere, and a restarted gateway
-knows what it knew before.
+Every gateway replica needs every event, so each reads the whole stream for itself. Nothing is stored elsewhere, and a
+restarted gateway knows what it knew before.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ModelState:
     """By version, in the order of publication."""
     promoted: PolicyPromoted | None = None
     promoted_at: tuple[int, int] = (0, 0)
-    """Stream time and sequence of the last decision. An older one that arrives later changes nothing. The time is compared first,
-    since numbers are given again after a power cut."""
+    """Stream time and sequence of the last decision. An older one that arrives later changes nothing. The time is
+    compared first, since numbers are given again after a power cut."""
     _main: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -161,14 +161,16 @@ class Policies:
             await self._report_refused(broker)
 
     async def _report_refused(self, broker: Broker) -> None:
-        """Publish each refused checkpoint as a dead letter. The message id makes it one, however many gateways refuse it."""
+        """Publish each refused checkpoint as a dead letter. The message id makes it one, however many gateways refuse
+        it."""
         while self._refused:
             recorded, why = self._refused.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
             place = recorded.place
             letter = DeadLettered(
-                project="", stream=recorded.stream, stream_seq=place.seq, stream_at=place.at, original_subject=recorded.subject,
-                consumer="gateway", reason="unsigned", detail=why, payload=encode(recorded.event),
+                project="", stream=recorded.stream, stream_seq=place.seq, stream_at=place.at,
+                original_subject=recorded.subject, consumer="gateway", reason="unsigned", detail=why,
+                payload=encode(recorded.event),
             )  # fmt: skip
             await broker.publish_raw(
                 f"{letter.subject()}.{place.seq}-{place.at}",

@@ -1,7 +1,7 @@
 """Decisions about which version a model's name stands for: promote, pin, roll back, split, and follow the newest again.
 
-Each decision is an event, so every gateway replica learns of it and it survives restarts. A version is loaded before the decision is
-published, so no call waits for it.
+Each decision is an event, so every gateway replica learns of it and it survives restarts. A version is loaded before
+the decision is published, so no call waits for it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Promotion:
         self._policies, self._fleet, self._router = policies, fleet, router
 
     async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> Decided:
-        """Check the decision, load its versions and publish it. `owner` is the name of the caller's key. Raises `ApiError`."""
+        """Check the decision, load its versions and publish it. `owner` is the name of the caller's key. Raises
+        `ApiError`."""
         if model not in self._policies.models:
             raise unknown_model(model, list(self._policies.models))
         version, other, percent = decision.version, "", 100.0

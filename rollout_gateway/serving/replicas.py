@@ -1,7 +1,8 @@
 """The inference servers: which are up, which adapters they hold, and which one takes a call.
 
-A request holds a `Lease` on one replica and one exact version while it runs, so a version is unloaded only after the last request
-that uses it. `Fleet.acquire` waits while no replica can serve: an agent sees a delay when a server restarts, not a failure.
+A request holds a `Lease` on one replica and one exact version while it runs, so a version is unloaded only after the
+last request that uses it. `Fleet.acquire` waits while no replica can serve: an agent sees a delay when a server
+restarts, not a failure.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class Fleet:
     ) -> Lease:
         """Wait for a replica that serves the version which `resolve` returns at that moment, and lease it.
 
-        `prefer` chooses among several; `deadline` is by `time.monotonic`. Raises a 503 `ApiError` at the deadline or if the
-        gateway stops, and whatever `resolve` raises."""
+        `prefer` chooses among several; `deadline` is by `time.monotonic`. Raises a 503 `ApiError` at the deadline or if
+        the gateway stops, and whatever `resolve` raises."""
         while True:
             version = resolve()
             able = [r for r in self.replicas if r.serves(version)]

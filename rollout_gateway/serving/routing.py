@@ -13,7 +13,8 @@ from rollout_gateway.serving.replicas import Fleet
 
 
 class VersionRouter:
-    """Resolves names: an exact version stays, a model's name gives the promoted version or the newest one that serves."""
+    """Resolves names: an exact version stays, a model's name gives the promoted version or the newest one that
+    serves."""
 
     def __init__(self, policies: Policies, fleet: Fleet) -> None:
         self._policies, self._fleet = policies, fleet

@@ -1,0 +1,38 @@
+"""Metrics in Prometheus' text format."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.api.metrics import Metrics
+from rollout_gateway.capture.registry import Registry
+from rollout_gateway.serving.replicas import Fleet
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_counts_are_read_as_they_were_counted_and_labels_are_escaped() -> None:
+    registry = Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p"))
+    fleet = Fleet(("http://127.0.0.1:1",))
+    fleet.replicas[0].name = 'a"b\\c\nd'
+    fleet.replicas[0].ready = True
+    metrics = Metrics(fleet, registry)
+    for seconds in (0.001, 0.03, 500.0):
+        metrics.count_call("/v1/chat/completions", 200, seconds)
+    registry.log.not_recorded = 2
+    families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
+    (calls,) = families["journeyman_calls"].samples
+    assert (calls.name, calls.labels, calls.value) == (
+        "journeyman_calls_total", {"endpoint": "/v1/chat/completions", "status": "200"}, 3,
+    )  # fmt: skip
+    buckets = {
+        s.labels["le"]: s.value for s in families["journeyman_call_seconds"].samples if "le" in s.labels
+    }
+    assert (buckets["0.005"], buckets["0.05"], buckets["120.0"], buckets["+Inf"]) == (1, 2, 2, 3)
+    (ready,) = families["journeyman_replica_ready"].samples
+    assert (ready.labels["replica"], ready.value) == ('a"b\\c\nd', 1)
+    assert families["journeyman_calls_not_recorded"].samples[0].value == 2
