@@ -67,6 +67,11 @@ def test_replies_are_read_whatever_their_form(reply: str) -> None:
     assert [s.task for s in parse_batch(reply)] == ["do a", "see b"]
 
 
+def test_a_difficulty_is_kept_within_1_to_5() -> None:
+    reply = '[{"task": "a", "difficulty": 2}, {"task": "b", "difficulty": 9}, {"task": "c"}]'
+    assert [s.difficulty for s in parse_batch(reply)] == [2, 5, 3]
+
+
 def test_near_duplicates_are_not_new() -> None:
     kept = [make_scenario("Book a table for two at eight tonight")]
     assert not is_new(make_scenario("book a table for two, at EIGHT tonight!"), kept)
