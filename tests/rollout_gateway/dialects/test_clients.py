@@ -14,27 +14,12 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.capture import detection as inference
-from rollout_gateway.dialects.responses import ResponsesTranslation
-from rollout_gateway.dialects.responses_input import Tools
-from rollout_gateway.dialects.translate import TranslatedStream
-from rollout_gateway.http.content_encoding import decode_body
-from rollout_gateway.http.errors import ApiError
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess
-from tests.rollout_gateway.dialects.test_translate import NO_SPACE, RESPONSE_TOOL, SCHEMA, claude
+from tests.rollout_gateway.dialects.kit import CODEX, NO_SPACE, RESPONSE_TOOL, claude
 from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = pytest.mark.anyio
-
-CODEX: Any = [
-    {"type": "function", "name": "exec", "parameters": {"type": "object"}, "strict": False},
-    {"type": "namespace", "name": "mcp__games", "description": "Games.",
-     "tools": [{"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}]},
-    {"type": "custom", "name": "apply_patch", "description": "Patch.", "format": {"type": "text"}},
-    {"type": "web_search", "external_web_access": True},
-    {"type": "local_shell"},
-]  # fmt: skip
-
 
 # -- what vLLM answers too ---------------------------------------------------------------------------------------------
 
@@ -165,13 +150,6 @@ async def test_compressed_bodies_are_taken(gateway: GatewayProcess) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_encoding")
 
 
-async def test_a_small_body_that_unpacks_to_a_large_one_is_refused() -> None:
-    bomb = gzip.compress(b"\0" * 10_000_000)
-    assert len(await decode_body(bomb, b"gzip", 10_000_000)) == 10_000_000
-    with pytest.raises(ApiError, match="larger"):
-        await decode_body(bomb, b"gzip", 9_999_999)
-
-
 @pytest.mark.vllm
 async def test_top_logprobs_need_logprobs(gateway: GatewayProcess) -> None:
     for client in (gateway.client(max_retries=0), gateway.agent(gateway.open(), max_retries=0)):
@@ -219,102 +197,6 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
 
 def _last(reply: httpx.Response) -> Any:
     return json.loads([line for line in reply.text.splitlines() if line.startswith("data: ")][-1][6:])
-
-
-def test_a_choice_that_names_no_tool_is_refused() -> None:
-    def choice(asked: Any, tools: Any = CODEX) -> Any:
-        body = {"model": "m", "input": "x", "tools": tools, "tool_choice": asked}
-        return ResponsesTranslation(json.dumps(body).encode()).chat().get("tool_choice")
-
-    assert choice({"type": "function", "name": "mcp__games__move"})["function"]["name"] == "mcp__games__move"
-    assert choice({"type": "custom", "name": "apply_patch"})["function"]["name"] == "apply_patch"
-    assert choice("required") == "required"
-    assert choice("auto", [{"type": "web_search"}]) is None
-    for wrong in ({"type": "web_search"}, {"type": "function", "name": "nope"}):
-        with pytest.raises(ApiError, match="tool_choice"):
-            choice(wrong)
-    with pytest.raises(ApiError, match="'telepathy'"):
-        choice("auto", [{"type": "telepathy"}])
-    assert Tools.of([]).chat == []
-
-
-# -- streams of /v1/responses, from chunks -----------------------------------------------------------------------------
-
-
-def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:
-    body = {"model": "m", "input": "x", "stream": True, **asked}
-    stream = TranslatedStream(ResponsesTranslation(json.dumps(body).encode()))
-    out = b""
-    for number, delta in enumerate(deltas):
-        reason = finish if number == len(deltas) - 1 else None
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        chunk = {"id": "chatcmpl-1", "created": 7, "model": "m@0", "choices": [choice]}
-        out += stream.take(b"data: %b\n\n" % json.dumps(chunk).encode())
-    out += stream.end()
-    return [json.loads(e.partition(b"data: ")[2]) for e in out.split(b"\n\n") if e]
-
-
-def test_streamed_reasoning_is_kept_as_the_plain_one_is() -> None:
-    events = streamed([{"reasoning": "Well, "}, {"reasoning": "a1."}, {"content": "a1"}], "stop")
-    kinds = [e["type"] for e in events]
-    assert kinds[2:8] == [
-        "response.output_item.added",
-        "response.reasoning_summary_part.added",
-        "response.reasoning_summary_text.delta",
-        "response.reasoning_summary_text.delta",
-        "response.reasoning_summary_text.done",
-        "response.reasoning_summary_part.done",
-    ]
-    message = {"role": "assistant", "content": "a1", "reasoning": "Well, a1."}
-    completion = {
-        "id": "chatcmpl-1", "created": 7, "model": "m@0",
-        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-    }  # fmt: skip
-    plain = ResponsesTranslation(b'{"model":"m","input":"x"}').answer(completion)
-    assert events[-1]["type"] == "response.completed"
-    assert events[-1]["response"]["output"] == plain["output"]
-    assert plain["output"][0]["summary"] == [{"type": "summary_text", "text": "Well, a1."}]
-
-
-def call_delta(arguments: str | None, **function: str) -> dict[str, Any]:
-    if arguments is not None:
-        function["arguments"] = arguments
-    return {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]}
-
-
-@pytest.mark.parametrize("cut", [None, "", "{", '{"cell": "a'])
-def test_a_call_that_is_cut_says_so_and_invents_nothing(cut: str | None) -> None:
-    deltas = [call_delta(None, name="move"), *([call_delta(cut)] if cut is not None else []), {}]
-    events = streamed(deltas, "length", tools=[RESPONSE_TOOL])
-    assert "response.function_call_arguments.done" not in [e["type"] for e in events]
-    assert events[-1]["type"] == "response.incomplete"
-    response = events[-1]["response"]
-    assert (response["status"], response["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "max_output_tokens"},
-    )
-    for item in (response["output"][0], events[-2]["item"]):
-        assert (item["status"], item["arguments"]) == ("incomplete", cut or "")
-    whole = streamed([call_delta('{"cell": "a1"}', name="move"), {}], "tool_calls", tools=[RESPONSE_TOOL])
-    assert whole[-1]["response"]["output"][0]["status"] == "completed"
-
-
-def test_a_custom_tool_gets_its_text() -> None:
-    deltas = [
-        call_delta(None, name="apply_patch"),
-        call_delta('{"input": "*** Be'),
-        call_delta('gin\\n"}'),
-        {},
-    ]
-    events = streamed(deltas, "tool_calls", tools=CODEX)
-    (item,) = events[-1]["response"]["output"]
-    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\n")
-    assert "response.custom_tool_call_input.done" in [e["type"] for e in events]
-    history = [item, {"type": "custom_tool_call_output", "call_id": "call_1", "output": "ok"}]
-    body = {"model": "m", "input": history, "tools": CODEX}
-    said, result = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
-    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": "*** Begin\n"}
-    assert (result["role"], result["content"]) == ("tool", "ok")
 
 
 @pytest.mark.vllm

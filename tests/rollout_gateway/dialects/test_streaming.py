@@ -11,7 +11,7 @@ import pytest
 
 from rollout_gateway.dialects.endpoints import CHAT
 from rollout_gateway.dialects.streaming import _PIECE, StreamCapture
-from tests.rollout_gateway.http.test_upstream import END, framed, piped, portions, unframed
+from tests.rollout_gateway.http.kit import END, framed, piped, portions, unframed
 
 HEAD = {"id": "c-1", "object": "chat.completion.chunk", "created": 7, "model": "m@0"}
 

@@ -12,27 +12,10 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess
+from tests.rollout_gateway.dialects.kit import MESSAGE_TOOL, NO_SPACE, RESPONSE_TOOL, claude
 from tests.rollout_gateway.kit import exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
-
-SCHEMA: Any = {
-    "type": "object", "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}}, "required": ["cell"],
-    "additionalProperties": False,
-}  # fmt: skip
-MESSAGE_TOOL: Any = {"name": "move", "description": "Move.", "input_schema": SCHEMA, "strict": True}
-RESPONSE_TOOL: Any = {"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}
-
-
-NO_SPACE = {"logit_bias": {str(token): -100 for token in (197, 198, 201, 220)}}
-"""Or a model that knows no JSON fills it with white space until its tokens run out."""
-
-
-def claude(gateway: GatewayProcess, opened: dict[str, Any]) -> anthropic.Anthropic:
-    """Anthropic's clients add `/v1` themselves."""
-    return anthropic.Anthropic(
-        base_url=opened["base_url"].removesuffix("/v1"), api_key=opened["api_key"], max_retries=0
-    )
 
 
 async def test_an_anthropic_agent_with_a_tool(gateway: GatewayProcess, nats_config: NatsConfig) -> None:

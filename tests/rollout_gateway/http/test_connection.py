@@ -16,7 +16,7 @@ from pipeline.config import ConfigError, HttpConfig
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.pool import checked_limits
 from rollout_gateway.http.request import Request
-from tests.rollout_gateway.http.test_server import echo, serve, spoken
+from tests.rollout_gateway.http.kit import echo, serve, spoken
 
 pytestmark = pytest.mark.anyio
 

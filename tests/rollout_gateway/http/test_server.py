@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
 import anyio
 import anyio.abc
 import httpx
 import pytest
 
-from pipeline.config import HttpConfig
-from rollout_gateway.http.connection import Admit, Handler
 from rollout_gateway.http.errors import ClientGoneError
 from rollout_gateway.http.request import Request
-from rollout_gateway.http.server import run_server
+from tests.rollout_gateway.http.kit import echo, serve, spoken
 
 pytestmark = pytest.mark.anyio
-
-
-def _everyone(_: Request) -> None:
-    pass
-
-
-@asynccontextmanager
-async def serve(handler: Handler, admit: Admit = _everyone, **limits: Any) -> AsyncIterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.setblocking(False)
-        bounds = HttpConfig(**{"max_body_bytes": 1000, **limits})
-        async with run_server(handler, listener, bounds, grace_s=5, admit=admit):
-            yield listener.getsockname()[1]
-
-
-async def echo(request: Request) -> None:
-    if request.too_large:
-        request.answer(413, b"too large")
-        return
-    request.answer(200, request.method.encode() + b" " + request.target.encode() + b" " + request.body)
-
-
-async def spoken(port: int, *portions: bytes) -> bytes:
-    """What the server says to `portions` until it closes."""
-    out = b""
-    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
-        for portion in portions:
-            await stream.send(portion)
-        try:
-            while True:
-                out += await stream.receive()
-        except anyio.EndOfStream:
-            return out
 
 
 async def test_requests_sent_ahead_are_answered_in_order() -> None:

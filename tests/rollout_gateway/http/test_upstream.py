@@ -4,58 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_gateway.http.upstream import Upstream, UpstreamError
-from rollout_gateway.http.upstream_connection import UpstreamConnection
-
-HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-END = b"0\r\n\r\n"
-
-
-def framed(*pieces: bytes) -> bytes:
-    """Pieces of a body in HTTP's chunked coding."""
-    return b"".join([b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces])
-
-
-def unframed(chunks: bytes) -> bytes:
-    """The body that whole chunks are."""
-    out = []
-    while chunks:
-        size, _, rest = chunks.partition(b"\r\n")
-        length = int(size, 16)
-        assert rest[length : length + 2] == b"\r\n"
-        out.append(rest[:length])
-        chunks = rest[length + 2 :]
-    return b"".join(out)
-
-
-def portions(data: bytes, size: int) -> list[bytes]:
-    return [data[at : at + size] for at in range(0, len(data), size)]
-
-
-def piped(
-    arriving: Iterable[bytes], sink: Callable[[bytes], None], cutter: Callable[[bytes], int] | None
-) -> UpstreamConnection:
-    """A connection on which the head of a reply came, then each of `arriving`, without a socket."""
-
-    async def run() -> UpstreamConnection:
-        connection = UpstreamConnection(lambda _: None)
-        connection.connection_made(Mock(spec=asyncio.Transport))
-        connection.deadline = 0.0  # it was asked for something
-        connection.data_received(HEAD)
-        connection.sink, connection.cutter = sink, cutter
-        for data in arriving:
-            connection.data_received(data)
-        return connection
-
-    return asyncio.run(run())
-
+from tests.rollout_gateway.http.kit import END, framed, piped, portions
 
 PIECE = st.binary(min_size=1, max_size=20) | st.sampled_from(
     [b"\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"data: x\n\n", b"1\r"]

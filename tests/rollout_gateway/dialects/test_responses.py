@@ -1,0 +1,141 @@
+"""`/v1/responses` from chat completions and their chunks, without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.messages import MessagesTranslation
+from rollout_gateway.dialects.responses import TOOL_NAMES, ResponsesTranslation
+from rollout_gateway.dialects.responses_input import Tools
+from rollout_gateway.dialects.translate import TranslatedStream
+from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.dialects.kit import CODEX, RESPONSE_TOOL
+
+
+def test_a_call_is_what_its_chat_request_reads_as() -> None:
+    """A translated call and the same chat completion, posted by a client, are one call: also their hashes are equal."""
+    body = {
+        "model": "m",
+        "stream": True,
+        "temperature": 0.5,
+        "seed": 3,
+        "max_output_tokens": 9,
+        "input": "x",
+        "tools": CODEX,
+    }
+    message = {
+        "model": "m",
+        "max_tokens": 3,
+        "messages": [{"role": "user", "content": "x"}],
+        "logit_bias": {"1": 2},
+    }
+    for translation in (
+        ResponsesTranslation(json.dumps(body).encode()),
+        MessagesTranslation(json.dumps(message).encode()),
+    ):
+        call = translation.call()
+        posted = CHAT.read(call.body)
+        metadata = json.loads(bytes(posted.fields.pop("metadata", b"{}")))
+        assert (call.fields, call.stream, call.choices) == (posted.fields, posted.stream, posted.choices)
+        assert call.params.model == posted.params.model
+        posted.endpoint = call.endpoint
+        assert call.hash() == posted.hash()
+        renamed = {"mcp__games__move", "apply_patch"} if call.endpoint == "/v1/responses" else set[str]()
+        assert set(metadata.get(TOOL_NAMES, {})) == renamed
+
+
+def test_a_choice_that_names_no_tool_is_refused() -> None:
+    def choice(asked: Any, tools: Any = CODEX) -> Any:
+        body = {"model": "m", "input": "x", "tools": tools, "tool_choice": asked}
+        return ResponsesTranslation(json.dumps(body).encode()).chat().get("tool_choice")
+
+    assert choice({"type": "function", "name": "mcp__games__move"})["function"]["name"] == "mcp__games__move"
+    assert choice({"type": "custom", "name": "apply_patch"})["function"]["name"] == "apply_patch"
+    assert choice("required") == "required"
+    assert choice("auto", [{"type": "web_search"}]) is None
+    for wrong in ({"type": "web_search"}, {"type": "function", "name": "nope"}):
+        with pytest.raises(ApiError, match="tool_choice"):
+            choice(wrong)
+    with pytest.raises(ApiError, match="'telepathy'"):
+        choice("auto", [{"type": "telepathy"}])
+    assert Tools.of([]).chat == []
+
+
+def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:
+    body = {"model": "m", "input": "x", "stream": True, **asked}
+    stream = TranslatedStream(ResponsesTranslation(json.dumps(body).encode()))
+    out = b""
+    for number, delta in enumerate(deltas):
+        reason = finish if number == len(deltas) - 1 else None
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        chunk = {"id": "chatcmpl-1", "created": 7, "model": "m@0", "choices": [choice]}
+        out += stream.take(b"data: %b\n\n" % json.dumps(chunk).encode())
+    out += stream.end()
+    return [json.loads(e.partition(b"data: ")[2]) for e in out.split(b"\n\n") if e]
+
+
+def test_streamed_reasoning_is_kept_as_the_plain_one_is() -> None:
+    events = streamed([{"reasoning": "Well, "}, {"reasoning": "a1."}, {"content": "a1"}], "stop")
+    kinds = [e["type"] for e in events]
+    assert kinds[2:8] == [
+        "response.output_item.added",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+    ]
+    message = {"role": "assistant", "content": "a1", "reasoning": "Well, a1."}
+    completion = {
+        "id": "chatcmpl-1", "created": 7, "model": "m@0",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+    }  # fmt: skip
+    plain = ResponsesTranslation(b'{"model":"m","input":"x"}').answer(completion)
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["output"] == plain["output"]
+    assert plain["output"][0]["summary"] == [{"type": "summary_text", "text": "Well, a1."}]
+
+
+def call_delta(arguments: str | None, **function: str) -> dict[str, Any]:
+    if arguments is not None:
+        function["arguments"] = arguments
+    return {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("cut", [None, "", "{", '{"cell": "a'])
+def test_a_call_that_is_cut_says_so_and_invents_nothing(cut: str | None) -> None:
+    deltas = [call_delta(None, name="move"), *([call_delta(cut)] if cut is not None else []), {}]
+    events = streamed(deltas, "length", tools=[RESPONSE_TOOL])
+    assert "response.function_call_arguments.done" not in [e["type"] for e in events]
+    assert events[-1]["type"] == "response.incomplete"
+    response = events[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    for item in (response["output"][0], events[-2]["item"]):
+        assert (item["status"], item["arguments"]) == ("incomplete", cut or "")
+    whole = streamed([call_delta('{"cell": "a1"}', name="move"), {}], "tool_calls", tools=[RESPONSE_TOOL])
+    assert whole[-1]["response"]["output"][0]["status"] == "completed"
+
+
+def test_a_custom_tool_gets_its_text() -> None:
+    deltas = [
+        call_delta(None, name="apply_patch"),
+        call_delta('{"input": "*** Be'),
+        call_delta('gin\\n"}'),
+        {},
+    ]
+    events = streamed(deltas, "tool_calls", tools=CODEX)
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\n")
+    assert "response.custom_tool_call_input.done" in [e["type"] for e in events]
+    history = [item, {"type": "custom_tool_call_output", "call_id": "call_1", "output": "ok"}]
+    body = {"model": "m", "input": history, "tools": CODEX}
+    said, result = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": "*** Begin\n"}
+    assert (result["role"], result["content"]) == ("tool", "ok")

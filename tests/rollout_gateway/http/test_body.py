@@ -1,0 +1,41 @@
+"""The reader of JSON bodies names what is wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rollout_gateway.http.body import read_body
+from rollout_gateway.http.errors import ApiError
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    size: int = 0
+
+
+class Body(msgspec.Struct):
+    model: str
+    inner: Inner | None = None
+
+
+def test_a_valid_body_is_decoded() -> None:
+    assert read_body(b'{"model": "m", "other": 1}', Body) == Body("m")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"{}", "invalid_body", "model"),
+        (b'{"model": 1}', "invalid_body", "model"),
+        (b'{"model": "m", "inner": {"size": "x"}}', "invalid_body", "inner.size"),
+        (b'{"model": "m", "inner": {"sise": 1}}', "invalid_body", "inner.sise"),
+        (b"[]", "invalid_body", None),
+        (b"{", "invalid_json", None),
+        (b'{"model": "m", "other": "\xff"}', "invalid_json", None),
+        (b'{"model": "m", "inner": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_body", "inner"),
+    ],
+)
+def test_an_invalid_body_says_where(body: bytes, code: str, param: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_body(body, Body)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, param)
