@@ -291,5 +291,6 @@ class Connection(asyncio.Protocol):
                 message = f"The headers did not arrive within {limits.head_timeout_s:g} s."
                 self.reject(ApiError(408, message, code="request_timeout"))
         elif took_s > limits.body_timeout_s + parser.size / _BODY_RATE:
-            message = f"The body did not arrive within {limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes."
+            allowed = f"{limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes"
+            message = f"The body did not arrive within {allowed}."
             self.reject(ApiError(408, message, code="request_timeout"))
