@@ -87,12 +87,7 @@ class AuxiliaryRoutes:
         )
 
     async def _forward(
-        self,
-        access: Access,
-        method: str,
-        path: str,
-        model: str = "",
-        fields: Mapping[str, Any] | None = None,
+        self, access: Access, method: str, path: str, model: str = "", fields: Mapping[str, Any] | None = None
     ) -> RawAnswer:
         """Have the request answered by a replica that serves `model`. An empty `model` is the first one of the key."""
         name = model or self._router.default(access)

@@ -50,7 +50,7 @@ _ASKS = (400, 404, 413, 500, 502, 503)
 _RUN = "/v1/trajectories/{trajectory}"
 
 ROUTES = (
-    Route("GET", "/health", "health", "Whether calls can be answered; with a key, the servers", answer=s.Health, key=""),
+    Route("GET", "/health", "health", "Whether calls can be answered, and by which servers", answer=s.Health, key=""),
     Route("GET", "/metrics", "metrics", "Metrics in Prometheus' text format", key="operator", content=TEXT),
     Route("GET", "/openapi.json", "openapi", "This document", key=""),
     Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=s.ModelList, key="call"),

@@ -16,6 +16,8 @@ from rollout_gateway.serving.replicas import Lease
 
 Status = Literal["complete", "cancelled", "failed"]
 
+_NO_ANSWER = Answer({}, b"", [])
+
 
 @dataclass(eq=False, slots=True)
 class Caller:
@@ -62,7 +64,7 @@ class Exchange:
     replica: str = ""
     started_at: int = field(default_factory=now_us)
     first_token_at: int = 0
-    answer: Answer = field(default_factory=lambda: Answer({}, b"", []))
+    answer: Answer = _NO_ANSWER
     status: Status = "failed"
     _hash: str = ""
 
