@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
-from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
 from pipeline.config import TrainerConfig, load, with_values
 from pipeline.events import ExchangeRecorded, GroupScored, Member, pack_ids, pack_logprobs
@@ -48,14 +47,14 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 class Table:
     """Games that go on side by side over one key-value cache.
 
-    A legal move is one token and the end of the turn, an illegal one ends the game: so all games that go on have the same
-    number of tokens, and the cache is a plain rectangle."""
+    A legal move is one token, an illegal one ends the game: so all games that go on have the same number of tokens, and the
+    cache is a plain rectangle."""
 
     def __init__(self, arena: Arena, seeds: list[str], random: torch.Generator) -> None:
         self.arena, self.random = arena, random
         self.games = [Game(s) for s in seeds]
         self.ids: list[list[int]] = [[] for _ in seeds]
-        """All tokens of a game so far."""
+        """All tokens of a game so far; the template ends the model's turns."""
         self.cache = DynamicCache()
         self.cached = 0
         self.live = list(range(len(seeds)))
@@ -84,24 +83,17 @@ class Table:
         """One move in every game that goes on: its number, the prompt, the reply and the reply's logprobs."""
         prompts = [self.ids[i] + self.arena.turn_ids(self.games[i].board) for i in self.live]
         rows = torch.tensor([p[self.cached :] for p in prompts])
-        replies: list[list[int]] = [[] for _ in self.live]
-        logprobs: list[list[float]] = [[] for _ in self.live]
-        for _ in range(MAX_TOKENS):
-            logits = self._logits(rows) if self.cached else self._first(rows)
-            scores = torch.log_softmax(logits.float(), -1)
-            chosen = torch.multinomial(scores.exp(), 1, generator=self.random)
-            for r, reply in enumerate(replies):
-                if not reply or reply[-1] != self.arena.end:
-                    reply.append(int(chosen[r, 0]))
-                    logprobs[r].append(float(scores[r, chosen[r, 0]]))
-            rows = chosen
+        logits = self._logits(rows) if self.cached else self._first(rows)
+        scores = torch.log_softmax(logits.float(), -1)
+        chosen = torch.multinomial(scores.exp(), 1, generator=self.random)
+        replies: list[list[int]] = chosen.tolist()
+        logprobs: list[list[float]] = scores.gather(1, chosen).tolist()
         played = list(zip(self.live, prompts, replies, logprobs, strict=True))
         kept = []
         for r, (i, prompt, reply, _) in enumerate(played):
             text = self.arena.tokenizer.decode(reply, skip_special_tokens=True)
-            # What was cut off at the limit never ended its turn, so it is no move.
-            if self.games[i].play(text if reply[-1] == self.arena.end else None) is None:
-                self.ids[i] = prompt + reply
+            if self.games[i].play(text) is None:
+                self.ids[i] = [*prompt, *reply, self.arena.end]
                 kept.append(r)
         self.live = [self.live[r] for r in kept]
         self.cache.batch_select_indices(torch.tensor(kept, dtype=torch.long))

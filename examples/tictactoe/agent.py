@@ -19,8 +19,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from examples.tictactoe.game import Game, Result, describe
 
-MAX_TOKENS = 2
-"""A cell's name and the end of the turn."""
+MAX_TOKENS = 1
+"""A cell's name is one token and a whole move, so the end of the turn need not be sampled."""
 
 
 def prompt(messages: Iterable[Mapping[str, str]]) -> str:
@@ -123,11 +123,9 @@ class Fleet:
                 self.calls += 1
                 self.latency_s += time.monotonic() - began
                 step = int(reply.model.rpartition("@")[2])
-                choice = reply.choices[0]
-                text = choice.message.content or ""
+                text = reply.choices[0].message.content or ""
                 messages.append({"role": "assistant", "content": text})
-                # What was cut off at the limit never ended its turn, so it is no move.
-                game.play(text if choice.finish_reason == "stop" else None)
+                game.play(text)
             return await self._complete(run["id"], group, game, step)
 
     async def play_together(self, seeds: Sequence[str], *, group: str, pinned: str) -> list[Finished]:
@@ -165,11 +163,16 @@ class Fleet:
             step = int(reply.model.rpartition("@")[2])
             for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
                 talks[i].append({"role": "assistant", "content": choice.text})
-                games[i].play(choice.text if choice.finish_reason == "stop" else None)
+                games[i].play(choice.text)
         if run is not None:
             whole = all(game.result is not None for game in games)
-            mean = sum(game.reward for game in games) / len(games) if whole else 0.0
-            body: dict[str, Any] = {"reward": mean} if whole else {"outcome": "no_result"}
+            body: dict[str, Any] = {"outcome": "no_result"}
+            if whole:
+                wins = sum(game.result == "win" for game in games)
+                body = {
+                    "reward": sum(game.reward for game in games) / len(games),
+                    "metrics": {"win": wins / len(games), "games": float(len(games))},
+                }
             if await self._post(f"/trajectories/{run['id']}/complete", body) is not None:
                 self.completed.append(run["id"])
         return [

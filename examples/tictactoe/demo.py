@@ -35,7 +35,7 @@ MODEL = "tictactoe"
 LOOK_EVERY_S = 0.25
 """Between two looks at the policy version that the gateway serves."""
 GOAL = 0.70
-EVAL_BATCH = 32
+EVAL_BATCH = 40
 """Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the square."""
 EVAL_BATCHES = 4
 """Such trajectories at once."""
@@ -395,6 +395,7 @@ def main(argv: list[str] | None = None) -> None:
             "judge.group_size": args.group_size,
             "trainer.groups_per_step": args.groups,
             "trainer.max_steps": args.steps,
+            "trainer.optimizer.schedule": "linear",
             "trainer.seed": args.seed,
         },
     )

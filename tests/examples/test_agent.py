@@ -45,7 +45,7 @@ class Gateway:
         boards = [p.rpartition("<|user|>")[2].partition("<|end|>")[0] for p in body["prompt"]]
         cells = ["".join(word[-1] for word in board.split()) for board in boards]
         choices = [
-            {"index": i, "text": first_free(c), "finish_reason": "stop", "logprobs": None}
+            {"index": i, "text": first_free(c), "finish_reason": "length", "logprobs": None}
             for i, c in enumerate(cells)
         ]
         answer = {
@@ -83,6 +83,7 @@ async def test_games_played_together_end_as_if_played_alone() -> None:
     assert (opened["split"], opened["pinned"], opened["group_size"]) == ("val", "m@3", 1)
     assert path.endswith("/trajectories/val-m@3-0/complete")
     assert done["reward"] == pytest.approx(sum(g.reward for g in games) / len(games))
+    assert done["metrics"] == {"win": sum(g.result == "win" for g in games) / len(games), "games": len(games)}
     assert fleet.completed == ["val-m@3-0"]
 
 

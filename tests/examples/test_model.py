@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
+from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import CELLS, Game, describe, free_cells
-from examples.tictactoe.make_model import END, ILLEGAL, MODEL_DIR, STRONG, make_tokenizer, teach
+from examples.tictactoe.make_model import (
+    ILLEGAL,
+    MODEL_DIR,
+    STRONG,
+    imitation,
+    make_model,
+    make_tokenizer,
+    prospects,
+    taught_game,
+    teach,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +37,21 @@ def test_the_committed_tokenizer_is_what_the_script_makes(tokenizer: Any) -> Non
     assert made.chat_template == tokenizer.chat_template
 
 
+def test_the_committed_model_has_the_shape_that_the_script_makes(tokenizer: Any) -> None:
+    made, config = make_model(tokenizer, 0).config.to_dict(), AutoConfig.from_pretrained(MODEL_DIR).to_dict()
+    differ = {key for key in made if made[key] != config.get(key)}
+    assert differ <= {"architectures", "_name_or_path", "transformers_version"}
+
+
+def test_the_committed_model_imitates_the_teacher(tokenizer: Any) -> None:
+    """How well it knows the teacher bounds what it can be trained to, so a worse base must not slip in."""
+    model = Qwen3ForCausalLM.from_pretrained(MODEL_DIR)
+    with torch.no_grad():
+        _, divergence = imitation(model, tokenizer, [taught_game(f"test/{number}") for number in range(200)])
+    assert 0 < divergence < 0.05
+
+
 def test_model_is_small_and_float32() -> None:
-    config = AutoConfig.from_pretrained(MODEL_DIR)
-    assert config.model_type == "qwen3"
     with safe_open(MODEL_DIR / "model.safetensors", "np") as weights:
         dtypes = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118 - no mapping
     assert dtypes == {"F32"}
@@ -42,7 +66,8 @@ def test_every_prompt_extends_the_one_before_and_its_reply_token_for_token(token
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
             assert prompt[: len(before)] == before
             move = CELLS[free_cells(game.board)[-1]]
-            sampled = tokenizer.convert_tokens_to_ids([move, END])
+            sampled = tokenizer.convert_tokens_to_ids([move])
+            assert len(sampled) == MAX_TOKENS
             text = tokenizer.decode(sampled, skip_special_tokens=True)
             assert text == move
             before = prompt + sampled
@@ -68,6 +93,10 @@ def test_the_teacher_knows_and_rarely_does() -> None:
     assert share["c1"] == pytest.approx(STRONG)
     assert share["c2"] == 0
     assert sum(share[c] for c in ("a1", "b1", "a2", "b2")) == pytest.approx(ILLEGAL)
+    assert max(prospects(board).values()) == 1
+    assert (
+        prospects("." * 9)[4] < max(prospects("." * 9).values()) < 1
+    )  # corners are worth more than the centre
     for marks in itertools.islice(itertools.product("xo.", repeat=9), 0, 19683, 97):
         if "." in marks:
             assert sum(teach("".join(marks))) == pytest.approx(1)
