@@ -2,8 +2,8 @@
 
     JOURNEYMAN_CRASH="store.after_rename:3" python -m store …     # dies when it reaches the point for the third time
 
-Without the variable, `point` does nothing. With it, the process gets SIGKILL: no `finally` block runs and nothing is flushed. The
-crash tests draw from the table below; only points in it can be named.
+Without the variable, `point` does nothing. With it, the process gets SIGKILL: no `finally` block runs and nothing is
+flushed. The crash tests draw from the table below; only points in it can be named.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ point = _do_nothing
 
 
 def arm(where: str) -> None:
-    """Arm a point: `"name:count"` kills the process when it reaches the point for the count-th time; an empty text disarms.
+    """Arm a point: `"name:count"` kills the process when it reaches the point for the count-th time; an empty text
+    disarms.
 
     Raises `ValueError` for an unknown point."""
     global _name, _left, point

@@ -1,4 +1,4 @@
-"""Errors that a command prints as one line: `ConfigError` for settings, `BrokerError` and its subclasses for the log."""
+"""Errors that a command prints as one line: `ConfigError` for settings, `BrokerError` and subclasses for the log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Identifiers, and their form in NATS subjects.
 
-A NATS subject token must not contain `.`, `*`, `>`, white space or control characters. Model names such as `Qwen/Qwen3-0.6B` do
-contain some. `subject_token` escapes them, `name_of_token` reverses it.
+A NATS subject token must not contain `.`, `*`, `>`, white space or control characters. Model names such as
+`Qwen/Qwen3-0.6B` do contain some. `subject_token` escapes them, `name_of_token` reverses it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def version_name(model: str, step: int) -> str:
 
 
 def parse_version(version: str) -> tuple[str, int]:
-    """Return model and step of a policy version: `("m", 7)` of `"m@7"`. Raises `InvalidNameError` if it names no step."""
+    """Return model and step of a policy version: `("m", 7)` of `"m@7"`. Raises `InvalidNameError` if it names no
+    step."""
     model, at, step = version.rpartition("@")
     if not at or not step.isdigit():
         raise InvalidNameError(version, "a policy version has the form <model>@<step>")

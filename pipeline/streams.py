@@ -39,8 +39,8 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer. A process keeps the messages it holds alive; `ack_wait_s` after it died the server delivers them to
-    the next one, and after `max_deliver` deliveries they become dead letters."""
+    """A durable pull consumer. A process keeps the messages it holds alive; `ack_wait_s` after it died the server
+    delivers them to the next one, and after `max_deliver` deliveries they become dead letters."""
 
     name: str
     stream: str
@@ -62,7 +62,8 @@ STREAMS: tuple[StreamSpec, ...] = (
     ),
     StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S, share=0.1),
     StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads", share=0.04),
-    # Dead letters must never block other streams. They are in Parquet too, and an alarm comes long before one is deleted.
+    # Dead letters must never block other streams. They are in Parquet too, and an alarm comes long before one is
+    # deleted.
     StreamSpec(
         "DEAD",
         ("dead.>",),
@@ -89,7 +90,8 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
 )  # fmt: skip
 
 RETRY_HEADER = "Journeyman-Retry"
-"""Header of a dead letter that is delivered again: the one consumer that may use it. The others acknowledge it unused."""
+"""Header of a dead letter that is delivered again: the one consumer that may use it. The others acknowledge it
+unused."""
 
 ADAPTERS_BUCKET = "ADAPTERS"
 """Object store bucket of trained adapters."""
@@ -114,10 +116,12 @@ ALIVE = "alive."
 
 
 def byte_limit(share: float, total: int, *, now: int | None = None, held: int = 0) -> int:
-    """Return the byte limit of a stream or bucket with a share of `nats.max_bytes`, which is `total`; -1 means no limit.
+    """Return the byte limit of a stream or bucket with a share of `nats.max_bytes`, which is `total`; -1 means no
+    limit.
 
-    `now` and `held` are the present limit and size of one that exists. A `total` of 0 leaves its limit as it is. The limit is never
-    below `held`, because the server would delete the oldest messages at once, whether consumed or not."""
+    `now` and `held` are the present limit and size of one that exists. A `total` of 0 leaves its limit as it is. The
+    limit is never below `held`, because the server would delete the oldest messages at once, whether consumed or not.
+    """
     if not total:
         return -1 if now is None else now
     return max(int(share * total), held)
@@ -148,7 +152,8 @@ def buckets() -> tuple[BucketSpec, ...]:
 
 
 def stream_of(subject: str) -> str:
-    """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none does."""
+    """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none
+    does."""
     for spec in STREAMS:
         if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
             return spec.name
@@ -161,7 +166,8 @@ def bucket_stream(bucket: str) -> str:
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:
-    """Return the consumer of the trainer of a branch. That of `main` gets every group and skips those of other branches."""
+    """Return the consumer of the trainer of a branch. That of `main` gets every group and skips those of other
+    branches."""
     spec = consumer("trainer")
     if branch == "main":
         return spec

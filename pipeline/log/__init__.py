@@ -17,6 +17,6 @@
 | `retry` | which errors pass by themselves; calls repeated until then |
 | `dead_letters` | the command `journeyman dead` |
 
-Imports go downwards only: `broker` and `follow` use `history` and `consumer`, these use `objects` and `stream_reader`, and those use
-`messages`, `subjects`, `fast_client` and `retry`.
+Imports go downwards only: `broker` and `follow` use `history` and `consumer`, these use `objects` and
+`stream_reader`, and those use `messages`, `subjects`, `fast_client` and `retry`.
 """

@@ -1,9 +1,9 @@
 """Access to the log: one connection to NATS JetStream, to publish, consume and read (`pipeline.log.history`).
 
-Delivery is at least once. The effect is exactly once, by three means. A publish carries a `Nats-Msg-Id`, so a retry within the
-stream's deduplication window is one event. An event whose subject is its identity (`unique_subject`) is published on condition
-that the subject is empty, which holds for ever. And a consumer keeps its deliveries alive while it lives, so only a death
-(not a slow group) leads to redelivery.
+Delivery is at least once. The effect is exactly once, by three means. A publish carries a `Nats-Msg-Id`, so a retry
+within the stream's deduplication window is one event. An event whose subject is its identity (`unique_subject`) is
+published on condition that the subject is empty, which holds for ever. And a consumer keeps its deliveries alive
+while it lives, so only a death (not a slow group) leads to redelivery.
 
 Errors: `BrokerError` and its subclasses (`pipeline.errors`); each says what to do.
 """
@@ -54,7 +54,8 @@ _OTHER_SERVERS_S = 0.5
 
 
 async def _connect(config: NatsConfig, name: str) -> FastClient:
-    """Return a connected client. Raises `BrokerUnavailableError` after `connect_timeout_s`, sooner if the user is refused."""
+    """Return a connected client. Raises `BrokerUnavailableError` after `connect_timeout_s`, sooner if the user is
+    refused."""
     refused = ""
     connecting = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
 
@@ -141,12 +142,12 @@ class Broker(Reader):
     async def connect(
         cls, config: NatsConfig, *, name: str = "journeyman", provision: bool = True
     ) -> AsyncIterator[Broker]:
-        """Connect to the servers of `config.url`, and reconnect to any of them for as long as the block runs. `name` decides the
-        NATS user (`pipeline.security.users`).
+        """Connect to the servers of `config.url`, and reconnect to any of them for as long as the block runs. `name`
+        decides the NATS user (`pipeline.security.users`).
 
         With `provision`, and unless the settings leave that to another user, streams and consumers are created first.
-        Raises `BrokerUnavailableError` if no server answers at first or it refuses the user, `ConfigError` if the settings
-        name credentials that can't be used."""
+        Raises `BrokerUnavailableError` if no server answers at first or it refuses the user, `ConfigError` if the
+        settings name credentials that can't be used."""
         client = await _connect(config, name)
         broker = cls(client, config)
         try:
@@ -167,8 +168,8 @@ class Broker(Reader):
         await provision.provision(self)
 
     async def provision_consumer(self, spec: streams.ConsumerSpec) -> None:
-        """Create or update a consumer; its acknowledgements stay. One of `pipeline.streams` is left alone if the settings
-        leave provisioning to another user."""
+        """Create or update a consumer; its acknowledgements stay. One of `pipeline.streams` is left alone if the
+        settings leave provisioning to another user."""
         if self.config.provision or spec not in streams.CONSUMERS:
             await provision.provision_consumer(self, spec)
 
@@ -177,8 +178,8 @@ class Broker(Reader):
     async def publish(
         self, event: Event, headers: Mapping[str, str] | None = None, *, message_id: str = ""
     ) -> Ack:
-        """Publish `event` and return once the server acknowledged it; safe to repeat. A `message_id` other than the event's own
-        is for an event that the log held before and lost.
+        """Publish `event` and return once the server acknowledged it; safe to repeat. A `message_id` other than the
+        event's own is for an event that the log held before and lost.
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(event)
@@ -229,8 +230,8 @@ class Broker(Reader):
         )
 
     async def _existing(self, subject: str, headers: dict[str, str], replace_undecodable: bool) -> Ack | None:
-        """Return an acknowledgement of the message that was on the subject before ours. None if there is none that counts: then
-        the expected last sequence in `headers` is corrected, and the publish can be repeated."""
+        """Return an acknowledgement of the message that was on the subject before ours. None if there is none that
+        counts: then the expected last sequence in `headers` is corrected, and the publish can be repeated."""
         stream, expected = streams.stream_of(subject), int(headers[_EXPECTED])
         found: int | None = None
         last = expected
@@ -299,8 +300,8 @@ class Broker(Reader):
 
     @asynccontextmanager
     async def consume(self, consumer: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
-        """Use a durable consumer: one of `pipeline.streams` by its name, or another, which is created if it does not exist.
-        Deliveries that are held when the block ends go back at once."""
+        """Use a durable consumer: one of `pipeline.streams` by its name, or another, which is created if it does not
+        exist. Deliveries that are held when the block ends go back at once."""
         if isinstance(consumer, str):
             spec = streams.consumer(consumer)
         else:
@@ -327,8 +328,8 @@ class Broker(Reader):
                         )
 
     async def _admit(self, message: Msg, spec: streams.ConsumerSpec) -> Delivery | None:
-        """Make a delivery of a message. A message for another consumer is acknowledged, one that cannot be used becomes a dead
-        letter; both give None."""
+        """Make a delivery of a message. A message for another consumer is acknowledged, one that cannot be used
+        becomes a dead letter; both give None."""
         if message.headers and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name:
             await message.ack()
             return None

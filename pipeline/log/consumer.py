@@ -41,7 +41,8 @@ class Delivery(Recorded[AnyEvent]):
         return parse_ack_subject(self._msg.reply)[1] if self._msg is not None else super().place
 
     async def ack(self, *, confirmed: bool = False) -> None:
-        """Acknowledge it. With `confirmed`, wait until the server knows; without, a lost acknowledgement leads to redelivery."""
+        """Acknowledge it. With `confirmed`, wait until the server knows; without, a lost acknowledgement leads to
+        redelivery."""
         assert self._msg is not None
         crash.point("broker.before_ack")
         if not await self._is_on_log():
@@ -60,8 +61,8 @@ class Delivery(Recorded[AnyEvent]):
         self._release()
 
     async def _is_on_log(self) -> bool:
-        """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power cut, the
-        acknowledgement would be another message's, and no consumer would get that message."""
+        """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
+        cut, the acknowledgement would be another message's, and no consumer would get that message."""
         reader = self._reader
         if reader is None or reader.client.stats["reconnects"] == self._connection:
             return True
@@ -88,10 +89,11 @@ class Consumption:
         self._backoff = Backoff()
 
     async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
-        """Return up to `limit` deliveries. The list is empty if none came within `wait_s` seconds or the log is unavailable.
+        """Return up to `limit` deliveries. The list is empty if none came within `wait_s` seconds or the log is
+        unavailable.
 
-        A cluster that elects a new leader for the consumer refuses requests for some seconds: the next calls ask again, with
-        growing pauses. Raises `BrokerError` if the consumer was deleted."""
+        A cluster that elects a new leader for the consumer refuses requests for some seconds: the next calls ask
+        again, with growing pauses. Raises `BrokerError` if the consumer was deleted."""
         try:
             messages = await self._sub.fetch(limit, timeout=wait_s)
         except (TimeoutError, nats.js.errors.FetchTimeoutError):  # nats-py raises its own and asyncio's

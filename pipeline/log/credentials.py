@@ -20,7 +20,8 @@ _CREDENTIALS = b"-----BEGIN NATS USER JWT-----"
 
 
 class EncryptedClient(FastClient):
-    """A client that refuses an unencrypted connection. nats-py itself goes on without TLS if the server does not require it."""
+    """A client that refuses an unencrypted connection. nats-py itself goes on without TLS if the server does not
+    require it."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and not info.get("tls_required"):

@@ -5,10 +5,11 @@
     journeyman dead retry 12 13 | --all    deliver letters again to the consumer that gave them up
     journeyman dead drop 12 | --all        delete letters from the list; the store keeps them
 
-A retry publishes the payload under a subject of its own, marked for the one consumer that failed: no other consumer gets it twice, and
-a repeated retry is one message. If it fails again, that is a new letter. A letter of consumer `reader` names a message that a read
-without a consumer skipped. Readers meet that message again at each start, so `retry` and `drop` only delete the letter; it comes back
-for as long as the stream holds the message and it cannot be decoded.
+A retry publishes the payload under a subject of its own, marked for the one consumer that failed: no other consumer
+gets it twice, and a repeated retry is one message. If it fails again, that is a new letter. A letter of consumer
+`reader` names a message that a read without a consumer skipped. Readers meet that message again at each start, so
+`retry` and `drop` only delete the letter; it comes back for as long as the stream holds the message and it cannot be
+decoded.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """nats-py's client with a short way for the two things that happen once per event: publishing, and delivery in bulk.
 
-nats-py makes of each incoming message two passes of regular expressions, a message object, a queue entry and a task switch, and of
-each request a timer and a random id besides. That is more than everything else the gateway does for a call or the store for an
-event; decision 0006 has the figures. Here acknowledgements of publishes and messages of pull consumers are cut out of the bytes
-where the socket delivers them. Connecting, subscribing, reconnecting and every other message stay nats-py's.
+nats-py makes of each incoming message two passes of regular expressions, a message object, a queue entry and a task
+switch, and of each request a timer and a random id besides. That is more than everything else the gateway does for a
+call or the store for an event; decision 0006 has the figures. Here acknowledgements of publishes and messages of pull
+consumers are cut out of the bytes where the socket delivers them. Connecting, subscribing, reconnecting and every
+other message stay nats-py's.
 
-It closes sockets that nats-py leaves open, too. If a server dies between accepting a connection and its first word, nats-py makes
-the next attempt on the same transport object and forgets the socket that it had. If an attempt is cancelled at the moment at
-which it succeeds, `asyncio.wait_for` of Python 3.11 loses the connection.
+It closes sockets that nats-py leaves open, too. If a server dies between accepting a connection and its first word,
+nats-py makes the next attempt on the same transport object and forgets the socket that it had. If an attempt is
+cancelled at the moment at which it succeeds, `asyncio.wait_for` of Python 3.11 loses the connection.
 
 This is the one module that uses private names of nats-py; `tests/pipeline/log/test_fast_client.py` lists them.
 """
@@ -89,8 +90,9 @@ class Pulled:
 class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
     """nats-py's parser behind one that cuts out whole acknowledgements and pulled messages.
 
-    While messages are pulled, incoming bytes are kept in `_pending` until a command is whole, so that a pulled message that comes
-    in several portions takes the short way as well. Otherwise nats-py's parser keeps what is not whole."""
+    While messages are pulled, incoming bytes are kept in `_pending` until a command is whole, so that a pulled
+    message that comes in several portions takes the short way as well. Otherwise nats-py's parser keeps what is not
+    whole."""
 
     def __init__(self, client: FastClient) -> None:
         self._pending = bytearray()
@@ -130,7 +132,8 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
         del pending[:at]
 
     def cut(self, data: bytes | bytearray, at: int) -> int:
-        """Deal with acknowledgements and pulled messages from `at` on. Return where the first other or incomplete command begins."""
+        """Deal with acknowledgements and pulled messages from `at` on. Return where the first other or incomplete
+        command begins."""
         prefix, resolve, handlers, size = self.nc.ack_prefix, self.nc.resolve_ack, self.handlers, len(data)
         with memoryview(data) as view:
             while at < size:
@@ -250,8 +253,8 @@ class FastClient(Client):  # type: ignore[misc]
     async def flush_subscriptions(self) -> None:
         """Return once the server has the subscriptions. Raises nats-py's errors if it does not answer.
 
-        nats-py sends a subscription from a task of its own: the acknowledgement of a message that is written before it would
-        be lost."""
+        nats-py sends a subscription from a task of its own: the acknowledgement of a message that is written before
+        it would be lost."""
         await self.flush(_FLUSH_S)
 
     def stop_publishing(self) -> None:
@@ -266,7 +269,8 @@ class FastClient(Client):  # type: ignore[misc]
     async def publish_acked(
         self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> Ack:
-        """Send a message and return JetStream's acknowledgement. Raises nats-py's errors, as its own `js.publish` does."""
+        """Send a message and return JetStream's acknowledgement. Raises nats-py's errors, as its own `js.publish`
+        does."""
         self._count += 1
         token = b"%x" % self._count
         command = _publish_command(subject, self._inbox + token, payload, headers)
@@ -286,7 +290,8 @@ class FastClient(Client):  # type: ignore[misc]
 
     def _write(self, command: bytes, loop: asyncio.AbstractEventLoop) -> None:
         if self.is_connected:
-            # A single message goes out at once. Those that one turn of the event loop adds to others go in one system call.
+            # A single message goes out at once. Those that one turn of the event loop adds to others go in one system
+            # call.
             if not self._unsent and len(self._waiting) > 1:
                 loop.call_soon(self._send)
             self._unsent.append(command)
@@ -337,8 +342,8 @@ class FastClient(Client):  # type: ignore[misc]
     def pulled_messages(
         self, subscription: Subscription, handler: Callable[[Pulled], None]
     ) -> Iterator[None]:
-        """Within the block, call `handler` with each message of a subscription that has headers and a reply subject. Every other
-        one goes to the subscription's own callback."""
+        """Within the block, call `handler` with each message of a subscription that has headers and a reply subject.
+        Every other one goes to the subscription's own callback."""
         sid = b"%d" % subscription._id
         self._ps.handlers[sid] = handler
         try:
@@ -347,7 +352,8 @@ class FastClient(Client):  # type: ignore[misc]
             del self._ps.handlers[sid]
 
     async def acknowledge(self, replies: Sequence[str]) -> None:
-        """Acknowledge deliveries by their reply subjects, many in one write. A lost acknowledgement leads to redelivery."""
+        """Acknowledge deliveries by their reply subjects, many in one write. A lost acknowledgement leads to
+        redelivery."""
         for i in range(0, len(replies), _ACKS_PER_WRITE):
             some = replies[i : i + _ACKS_PER_WRITE]
             if self.is_connected:

@@ -1,4 +1,5 @@
-"""Follow a stream from a position on, through restarts of servers: for the events that every gateway replica must know."""
+"""Follow a stream from a position on, through restarts of servers: for the events that every gateway replica must
+know."""
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ async def follow_messages(
 ) -> AsyncGenerator[StoredMessage, None]:
     """`follow_events`, undecoded.
 
-    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. If the log lost its end
-    meanwhile (a power cut), the server assigns the same sequences again: then everything newer than the reader's last message
-    follows, whatever its sequence."""
+    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. If the log lost
+    its end meanwhile (a power cut), the server assigns the same sequences again: then everything newer than the
+    reader's last message follows, whatever its sequence."""
     stream, subjects = stream_of(events[0]), [subject_filter(event, **keys) for event in events]
     position = after
     backoff = Backoff()
@@ -125,8 +126,8 @@ async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
 
 
 async def _lost(reader: StreamReader, stream: str, last: Place) -> bool:
-    """Return whether the log lost the message that the reader read last. Retention removes messages, too, but the sequences
-    after them stay in use."""
+    """Return whether the log lost the message that the reader read last. Retention removes messages, too, but the
+    sequences after them stay in use."""
     if not last.seq:
         return False
     found = await reader.leader_get(stream, {"seq": last.seq})

@@ -2,8 +2,8 @@
 
     await log.read(ExchangeRecorded, project="p", trajectory="t-1")
 
-A message that cannot be decoded is skipped and handed to `skip_undecodable`, so that one such message does not end its readers.
-Errors: `BrokerError` and its subclasses.
+A message that cannot be decoded is skipped and handed to `skip_undecodable`, so that one such message does not end
+its readers. Errors: `BrokerError` and its subclasses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SKIPPED_AT_ONCE = 64
 
 
 class Reader(StreamReader):
-    """Reads events over one connection. `keys` are fields of the event's subject, strings or numbers (`pipeline.log.subjects`)."""
+    """Reads events over one connection. `keys` are fields of the event's subject, strings or numbers
+    (`pipeline.log.subjects`)."""
 
     # -- many events ---------------------------------------------------------------------------------------------
 
@@ -58,7 +59,8 @@ class Reader(StreamReader):
     async def read_all(
         self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any
     ) -> list[Recorded[E]]:
-        """Return the events of several classes of one stream, in stream order: all up to the newest at the time of the call.
+        """Return the events of several classes of one stream, in stream order: all up to the newest at the time of
+        the call.
 
         One that comes while the classes are read, one after the other, is left for the next call."""
         end = (await self.stream_info(stream_of(events[0]))).state.last_seq
@@ -120,8 +122,8 @@ class Reader(StreamReader):
     async def read_at(self, event: type[E], seq: int) -> Recorded[E]:
         """Return the event of a class at a sequence of its stream.
 
-        Raises `HistoryGoneError` if retention removed it; its subclass `OtherEventError` if an event of another class has that
-        sequence, `UndecodableError` if the message is no event."""
+        Raises `HistoryGoneError` if retention removed it; its subclass `OtherEventError` if an event of another class
+        has that sequence, `UndecodableError` if the message is no event."""
         stream = stream_of(event)
         message = await self.direct_get(stream, seq)
         if message is None:

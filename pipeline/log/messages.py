@@ -1,7 +1,7 @@
 """Messages of the log as they are read: where a message lies, the message, and the event in it.
 
-A sequence alone does not identify an event. A power cut can take the end of a stream (`nats.sync`), and the server then gives the
-same sequences to other events. The stream time, which the server assigns too, differs for those.
+A sequence alone does not identify an event. A power cut can take the end of a stream (`nats.sync`), and the server
+then gives the same sequences to other events. The stream time, which the server assigns too, differs for those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Place(NamedTuple):
 
     seq: int
     at: int
-    """Stream time in microseconds since 1970, the nanoseconds cut off; 0 if unknown (events from before it was recorded)."""
+    """Stream time in microseconds since 1970, the nanoseconds cut off; 0 if unknown (events from before it was
+    recorded)."""
 
     def matches(self, other: Place) -> bool:
         """Return whether both may be the same position. An unknown time matches any."""
@@ -29,7 +30,8 @@ class Place(NamedTuple):
 
 
 class StoredMessage(NamedTuple):
-    """A message of a stream, undecoded. `headers` include the server's `Nats-Sequence`, `Nats-Subject` and `Nats-Time-Stamp`."""
+    """A message of a stream, undecoded. `headers` include the server's `Nats-Sequence`, `Nats-Subject` and
+    `Nats-Time-Stamp`."""
 
     seq: int
     subject: str
@@ -77,8 +79,8 @@ def stream_time_us(headers: Mapping[str, str]) -> int:
 def parse_ack_subject(reply: str) -> tuple[int, Place]:
     """Return how often a message was delivered, and its place, from the reply subject of a delivery.
 
-    `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash after
-    `ACK` where the server is part of a larger system (NATS ADR-15)."""
+    `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash
+    after `ACK` where the server is part of a larger system (NATS ADR-15)."""
     tokens = reply.split(".")
     at = 5 if len(tokens) == 9 else 7
     return int(tokens[at - 1]), Place(int(tokens[at]), int(tokens[at + 2]) // 1000)

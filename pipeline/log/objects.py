@@ -1,8 +1,9 @@
 """Objects in JetStream's object store: adapters, and events that exceed the payload limit.
 
-They are written as nats-py writes them, so any NATS client can read them, in chunks that fit the server's payload limit. They are
-read with direct gets instead of a subscription: if a server dies half-way, the reader gets an error at a deadline instead of
-waiting for ever. If a replica answers before it has all chunks, their number shows it, and the leader is asked for the rest.
+They are written as nats-py writes them, so any NATS client can read them, in chunks that fit the server's payload
+limit. They are read with direct gets instead of a subscription: if a server dies half-way, the reader gets an error
+at a deadline instead of waiting for ever. If a replica answers before it has all chunks, their number shows it, and
+the leader is asked for the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Create streams, consumers and buckets as the table in `pipeline.streams` and `nats.replicas` say, or update their settings.
+"""Create streams, consumers and buckets as the table in `pipeline.streams` and `nats.replicas` say, or update their
+settings.
 
-Messages are never touched. Settings that are right are left alone: in a cluster each change is an agreement of all nodes. Every
-service does this at its start, so several may do it at once.
+Messages are never touched. Settings that are right are left alone: in a cluster each change is an agreement of all
+nodes. Every service does this at its start, so several may do it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
 async def provision(log: StreamReader) -> None:
-    """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does not answer."""
+    """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does
+    not answer."""
 
     async def once() -> None:
         for spec in streams.STREAMS:

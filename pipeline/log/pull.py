@@ -1,8 +1,8 @@
 """Messages of a durable consumer in bulk, without nats-py's wait per message.
 
-One request is open at a time, bounded in messages and bytes; the next is sent when it is filled. Messages that arrived stay here
-when a wait is cancelled, so that a service that stops still has everything it was given.
-Request and status messages: NATS ADR-13 and ADR-37.
+One request is open at a time, bounded in messages and bytes; the next is sent when it is filled. Messages that
+arrived stay here when a wait is cancelled, so that a service that stops still has everything it was given. Request
+and status messages: NATS ADR-13 and ADR-37.
 """
 
 from __future__ import annotations

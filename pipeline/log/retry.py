@@ -1,7 +1,7 @@
 """Calls to the log that are repeated while it is unavailable.
 
-A server that restarts, a cluster that elects a leader and a message that another writer is storing at this moment all answer with
-an error, or not at all. Each of them is over in milliseconds to seconds.
+A server that restarts, a cluster that elects a leader and a message that another writer is storing at this moment all
+answer with an error, or not at all. Each of them is over in milliseconds to seconds.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def is_retryable(error: BaseException) -> bool:
 async def retry_while_unavailable(call: Callable[[], Awaitable[T]], what: str, deadline_s: float) -> T:
     """Return the result of `call`, which is repeated with growing pauses while its error `is_retryable`.
 
-    `what` begins the error's sentence, such as "a read of POLICY was not answered". The last try may end after the deadline
-    of `deadline_s` seconds. Raises `BrokerUnavailableError` after the deadline, any other error at once."""
+    `what` begins the error's sentence, such as "a read of POLICY was not answered". The last try may end after the
+    deadline of `deadline_s` seconds. Raises `BrokerUnavailableError` after the deadline, any other error at once."""
     backoff, end = Backoff(), anyio.current_time() + deadline_s
     while True:
         try:

@@ -1,10 +1,13 @@
-"""Reading messages where they lie, undecoded and without a consumer: one message, the messages of a subject, what a stream holds.
+"""Reading messages where they lie, undecoded and without a consumer: one message, the messages of a subject, what a
+stream holds.
 
-A replicated stream has one leader, and only its answer is sure to hold everything that was acknowledged: the other replicas lag by
-milliseconds, and for longer after a restart. So a decision rests on the leader's answer (`STREAM.MSG.GET`). Many messages come by
-the server's batched direct get (NATS ADR-31), which any replica answers; the leader is then asked whether there are more.
+A replicated stream has one leader, and only its answer is sure to hold everything that was acknowledged: the other
+replicas lag by milliseconds, and for longer after a restart. So a decision rests on the leader's answer
+(`STREAM.MSG.GET`). Many messages come by the server's batched direct get (NATS ADR-31), which any replica answers;
+the leader is then asked whether there are more.
 
-Every request is repeated while the log is unavailable, for `nats.publish_deadline_s`. Errors: `BrokerError` and its subclasses.
+Every request is repeated while the log is unavailable, for `nats.publish_deadline_s`. Errors: `BrokerError` and its
+subclasses.
 """
 
 from __future__ import annotations
@@ -114,7 +117,8 @@ class StreamReader:
     async def messages(
         self, stream: str, first: int = 1, last: int = LAST_SEQ, subject: str = ">", *, batch: int = 0
     ) -> AsyncGenerator[StoredMessage, None]:
-        """Yield what the stream still holds on `subject` (wildcards allowed) from sequence `first` to `last`, in pages of `batch`."""
+        """Yield what the stream still holds on `subject` (wildcards allowed) from sequence `first` to `last`, in
+        pages of `batch`."""
         batch = batch or _BATCH
         while first <= last:
             page, _ = await self.message_page(stream, subject, first, min(batch, last - first + 1))
@@ -131,13 +135,15 @@ class StreamReader:
     async def message_page(
         self, stream: str, subject: str, first: int, batch: int = 0
     ) -> tuple[list[StoredMessage], bool]:
-        """Return messages on `subject` from sequence `first` on, as one replica holds them, and whether it holds more."""
+        """Return messages on `subject` from sequence `first` on, as one replica holds them, and whether it holds
+        more."""
         request = {"seq": first, "next_by_subj": subject, "batch": batch or _BATCH, "max_bytes": _PAGE_BYTES}
         page, more = await self._direct_get(stream, request)
         return page, more and bool(page)
 
     async def next_of_leader(self, stream: str, subject: str, first: int) -> list[StoredMessage]:
-        """Return the first message that the leader holds on `subject` from sequence `first` on, as a list of at most one."""
+        """Return the first message that the leader holds on `subject` from sequence `first` on, as a list of at most
+        one."""
         found = await self.leader_get(stream, {"seq": first, "next_by_subj": subject})
         return [] if found is None else [found]
 

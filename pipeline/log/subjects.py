@@ -17,8 +17,9 @@ def stream_of(event: type[Event]) -> str:
 def subject_filter(event: type[Event], **keys: str | int) -> str:
     """Return the subject of events of a class, with wildcards for the fields that `keys` does not name.
 
-    The optional last field (`branch` of a checkpoint, `split` of a group) matches any value if it is not named, unless all other
-    fields are: then it stands for `main` or `train`. Raises `TypeError` for a field that is not part of the subject."""
+    The optional last field (`branch` of a checkpoint, `split` of a group) matches any value if it is not named,
+    unless all other fields are: then it stands for `main` or `train`. Raises `TypeError` for a field that is not part
+    of the subject."""
     names, (last, default) = event.subject_fields, event.last_subject_field
     if unknown := keys.keys() - {*names, last}:
         raise TypeError(

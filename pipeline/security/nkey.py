@@ -68,7 +68,8 @@ def load_or_make(path: Path) -> KeyPair:
 
 
 def write_secret(path: Path, make: Callable[[], bytes]) -> None:
-    """Write the result of `make` to `path`, mode 0600, unless the file exists. The file appears complete or not at all."""
+    """Write the result of `make` to `path`, mode 0600, unless the file exists. The file appears complete or not at
+    all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.exists():
         return
@@ -93,8 +94,8 @@ def verify(public: str, message: bytes, signature: bytes) -> bool:
 
 
 def check_public(public: str) -> str:
-    """Return `public` if it is the public nkey of a user. Raises `ValueError` otherwise; its text leaves out the value, which
-    may be a seed."""
+    """Return `public` if it is the public nkey of a user. Raises `ValueError` otherwise; its text leaves out the
+    value, which may be a seed."""
     _raw(public)
     return public
 

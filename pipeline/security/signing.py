@@ -1,7 +1,7 @@
 """Signatures of checkpoints: the trainer signs the event, which contains the SHA-256 of the adapter's archive.
 
-The signing key is a separate nkey, not that of the trainer's NATS user. A NATS client signs any text that a server sends as a login
-challenge, so a malicious server could obtain the signature of a checkpoint.
+The signing key is a separate nkey, not that of the trainer's NATS user. A NATS client signs any text that a server
+sends as a login challenge, so a malicious server could obtain the signature of a checkpoint.
 
 Errors: `ConfigError` for keys that cannot be used.
 """
@@ -35,9 +35,11 @@ _DEFAULTS = _defaults()
 
 
 def signed_bytes(event: CheckpointPublished) -> bytes:
-    """Return the bytes that a signature of `event` covers: every field except `signature` and `signer`, as JSON with sorted names.
+    """Return the bytes that a signature of `event` covers: every field except `signature` and `signer`, as JSON with
+    sorted names.
 
-    A field with its default value is left out, so that the signature of an event from before the field was added stays valid."""
+    A field with its default value is left out, so that the signature of an event from before the field was added
+    stays valid."""
     fields = msgspec.to_builtins(event)
     kept = {
         name: value
@@ -97,7 +99,8 @@ class Trust:
 
 
 def with_public_key(config: Config) -> Config:
-    """Return `config` with the public key of `signing.seed` among `signing.keys`. Create the seed's file if it does not exist."""
+    """Return `config` with the public key of `signing.seed` among `signing.keys`. Create the seed's file if it does
+    not exist."""
     signing = config.signing
     if not signing.seed:
         return config

@@ -1,7 +1,7 @@
 """The table of NATS users and their rights. The server's configuration, docs/streams.md and tests use it.
 
-Rights derive from the events a service publishes, the consumers it uses and the streams it reads, so that a new event or consumer is
-one word in the table. The server refuses everything else.
+Rights derive from the events a service publishes, the consumers it uses and the streams it reads, so that a new event
+or consumer is one word in the table. The server refuses everything else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class User:
     probes: tuple[str, ...] = ()
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
     provisions: bool = False
-    """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole streams."""
+    """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole
+    streams."""
 
 
 USERS: tuple[User, ...] = (
@@ -170,8 +171,8 @@ def seed_file(folder: Path, name: str) -> Path:
 
 
 def authorization(folder: Path, accounts: Iterable[User] = USERS) -> str:
-    """Return the `authorization` block of a NATS server's configuration, which contains public keys only. A seed that is missing
-    in `folder` is created."""
+    """Return the `authorization` block of a NATS server's configuration, which contains public keys only. A seed that
+    is missing in `folder` is created."""
     blocks = []
     for account in accounts:
         allowed = rights(account)
@@ -179,6 +180,7 @@ def authorization(folder: Path, accounts: Iterable[User] = USERS) -> str:
         subscribe = json.dumps({"allow": allowed.subscribe})
         key = nkey.load_or_make(seed_file(folder, account.name)).public
         blocks.append(
-            f"    {{ nkey: {key}, permissions: {{ publish: {publish},\n      subscribe: {subscribe} }} }} # {account.name}\n"
+            f"    {{ nkey: {key}, permissions: {{ publish: {publish},\n"
+            f"      subscribe: {subscribe} }} }} # {account.name}\n"
         )
     return f"authorization {{\n  timeout: 10\n  users = [\n{''.join(blocks)}  ]\n}}\n"
