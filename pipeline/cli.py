@@ -1,8 +1,8 @@
 """The `journeyman` command.
 
     journeyman up [--config FILE] [--set section.key=value]…   run the whole installation
-    journeyman status                                          what runs, stream lag, policy versions
-    journeyman sql "SELECT …"                                  ask the history
+    journeyman status                                          processes, stream lag, policy versions
+    journeyman sql "SELECT …"                                  query the history
 
 `up` and `status` live here; every other command is a module of the folder that owns it, run by name, so that the
 backbone imports no service.
@@ -37,16 +37,19 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
-    "sql": ("store.sql", "ask the history with SQL"),
+    "sql": ("store.sql", "query the history with SQL"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
-    "prepare": ("pipeline.running.prepare", "make a run directory's secrets and settings, for containers"),
+    "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
     "scenarios": ("judge.commands.scenarios", "make scenarios from a task description"),
     "train": ("trainer.commands.train", "run the trainer alone"),
-    "check-model": ("trainer.commands.check_model", "say whether a base model trains right on this machine"),
+    "check-model": (
+        "trainer.commands.check_model",
+        "check whether a base model trains correctly on this machine",
+    ),
     "sft": ("trainer.commands.sft", "supervised warm start"),
     "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.commands.export", "write an adapter or merged weights"),
@@ -54,7 +57,7 @@ SUBCOMMANDS = {
 """Commands that live in a service's folder: module, and what `--help` says."""
 
 _PORT_TRIES = 3
-"""Starts of an installation whose chosen ports others took."""
+"""How often an installation is started with other ports if another process took a chosen one."""
 
 console = Console(highlight=False)
 
@@ -91,13 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.set_defaults(run=_up)
 
-    status = commands.add_parser("status", help="what runs, stream lag, policy versions")
+    status = commands.add_parser("status", help="processes, stream lag, policy versions")
     status.add_argument("--run-dir", help="default: the newest under runs/")
     status.add_argument("--json", action="store_true")
     status.set_defaults(run=_status)
 
     provision = commands.add_parser(
-        "provision", help="make streams, consumers and buckets on a NATS server of your own"
+        "provision", help="create streams, consumers and buckets on your own NATS server"
     )
     provision.add_argument("--config", required=True, help="settings that name the server, TOML")
     provision.add_argument(
@@ -106,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     provision.set_defaults(run=_provision)
 
     become = commands.add_parser(
-        "exec", help="become the NATS or vLLM server that `up` would start, for containers"
+        "exec", help="run the NATS or vLLM server that `up` would start, for containers"
     )
     become.add_argument("server", choices=("nats", "vllm"))
     become.add_argument("--config", required=True)
@@ -140,7 +143,7 @@ def _up(args: argparse.Namespace) -> None:
         for spec in specs:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         return
-    os.umask(0o077)  # a run's files are its owner's
+    os.umask(0o077)  # only the owner may read a run's files
     run_lock.private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
     with run_lock.hold(Path(config.run_dir)) as lock:
@@ -152,12 +155,12 @@ def _up(args: argparse.Namespace) -> None:
                     _hold_up(planned, supervisor, sink)
                     break
                 except SupervisorError as error:
-                    # A port that was free as it was chosen may be another's by the time a server takes it.
+                    # Another process may take a port between its choice and the server's start.
                     planned, specs = make_plan(config, services)
                     taken = "address already in use" in str(error).lower()
                     if not (left and taken and _ports(planned) != _ports(supervisor.config)):
                         raise
-                    console.print("a chosen port was taken meanwhile; starting again with others")
+                    console.print("another process took a chosen port; starting again with other ports")
 
 
 def _hold_up(config: Config, supervisor: Supervisor, sink: TextIO) -> None:
@@ -175,7 +178,7 @@ def _ports(config: Config) -> tuple[int, ...]:
 
 
 def _messages(error: BaseException) -> list[str]:
-    """What a group of errors says, however deep its task groups were."""
+    """Return the messages of all errors in nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         return [message for inner in error.exceptions for message in _messages(inner)]
     return [str(error)]
@@ -199,7 +202,7 @@ def _provision(args: argparse.Namespace) -> None:
     config = load(args.config, args.overrides)
     if not config.nats.url:
         raise ConfigError(
-            "nats.url: say which server; the one that `journeyman up` starts is provisioned by it"
+            "nats.url is not set: name the server. `journeyman up` provisions the server that it starts"
         )
     nats = msgspec.structs.replace(config.nats, provision=True)
 
@@ -252,7 +255,7 @@ def _status(args: argparse.Namespace) -> None:
     if not path.exists():
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
     state = msgspec.json.decode(path.read_bytes())
-    log.configure("status", "CRITICAL")  # what went wrong is told in a line
+    log.configure("status", "CRITICAL")  # errors are printed as one line
     for service in state["services"].values():
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
@@ -288,7 +291,7 @@ async def _log_status(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
         for recorded in await broker.read(CheckpointPublished):
             if not trust.objection(recorded.event):
                 policies[recorded.event.model] = recorded.event.version
-        # The supervisor's own alarms are in its state; these hold where none runs.
+        # The supervisor's alarms are in its state. These are computed if none runs.
         alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]
         return {"streams": held, "lag": lag, "policies": policies, "full": alarms}
 

@@ -68,7 +68,8 @@ def _check_names(config: Config) -> None:
         model = setting.startswith("models.")
         if not (_MODEL_NAME if model else _NAME).fullmatch(name):
             raise ConfigError(
-                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' after the first, "
+                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' "
+                f"after the first, "
                 f"200 at most{', in parts separated by single slashes' if model else ''}"
             )
     names = [m.name for m in config.models]
@@ -108,7 +109,8 @@ def check(config: Config) -> None:
     rank = max((config.trainer_of(m).lora.rank for m in config.models), default=0)
     if rank > config.vllm.max_lora_rank and not config.vllm.urls:
         raise ConfigError(
-            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora.rank = {rank} would not load; set it to at "
+            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora.rank = {rank} "
+            f"would not load; set it to at "
             "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
         )
     staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)

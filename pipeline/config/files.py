@@ -22,8 +22,8 @@ from pipeline.files import write_whole
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read settings from a TOML file (`None`: the defaults) and from overrides such as `trainer.seed=4`.
 
-    An override's value is read as TOML or JSON by the type of the setting, else as a string. Raises `ConfigError`, which names
-    the setting that is wrong."""
+    An override's value is read as TOML or JSON by the type of the setting, else as a string. Raises `ConfigError`,
+    which names the setting that is wrong."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:

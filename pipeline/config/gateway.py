@@ -13,13 +13,14 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     sha256: str
     """SHA-256 of the key, in hexadecimal. The key itself is in no file."""
     name: str = ""
-    """Owner of the trajectories that the key opens. Keys with the same name share trajectories and rate. Empty: a part of the
-    hash."""
+    """Owner of the trajectories that the key opens. Keys with the same name share trajectories and rate. Empty: a
+    part of the hash."""
     role: Literal["agent", "operator"] = "agent"
-    """`agent`: model calls and its own trajectories. `operator`: every trajectory, decisions about versions, and metrics."""
+    """`agent`: model calls and its own trajectories. `operator`: every trajectory, decisions about versions, and
+    metrics."""
     calls_per_minute: Natural = 0
-    """Calls per minute with the key, and with the keys of trajectories that it opened. 0: no limit. Each gateway replica counts
-    by itself."""
+    """Calls per minute with the key, and with the keys of trajectories that it opened. 0: no limit. Each gateway
+    replica counts by itself."""
     models: tuple[str, ...] = ()
     """Models that the key may call and open trajectories for. Empty: all."""
     projects: tuple[str, ...] = ()
@@ -34,30 +35,33 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     """Limits of connections and requests, and which names and web pages are served."""
 
     max_connections: Count = 10_000
-    """Connections of clients at once. Beyond it the connection that has been idle longest is closed, then the oldest with an
-    incomplete request. If all are being answered, a new one gets a 503. The limit on open files of the process bounds it."""
+    """Connections of clients at once. Beyond it the connection that has been idle longest is closed, then the
+    oldest with an incomplete request. If all are being answered, a new one gets a 503. The limit on open files
+    of the process bounds it."""
     max_body_bytes: Count = 64 * 1024 * 1024
     """Longest body of a model call. A longer one gets a 413 and is not read."""
     max_control_body_bytes: Count = 1024 * 1024
     """Longest body of a call of the control API."""
     max_buffered_bytes: Count = 512 * 1024 * 1024
-    """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it the newest requests get a
-    503 that asks them to try again."""
+    """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it the newest
+    requests get a 503 that asks them to try again."""
     head_timeout_s: Positive = 30.0
     """Time for a request's headers, and for a new connection to begin its first request."""
     body_timeout_s: Positive = 60.0
     """Time for a request's body, plus a second for every 64 KiB that have arrived."""
     idle_timeout_s: Positive = 600.0
-    """Time that a connection may stay open between two requests. Make it longer than clients keep their connections: a request
-    that is sent while its connection is closed fails."""
+    """Time that a connection may stay open between two requests. Make it longer than clients keep their
+    connections: a request that is sent while its connection is closed fails."""
     write_timeout_s: Positive = 300.0
     """A client that reads nothing of its answer for this long is disconnected."""
     hosts: tuple[str, ...] = ()
-    """Further names that clients may send in `Host`, without a port, for example behind a reverse proxy; `*`: any. On the
-    loopback interface the gateway answers to `localhost`, the loopback addresses and these names only, which stops DNS
-    rebinding. On other interfaces, where keys are required, it answers to any name unless some are set."""
+    """Further names that clients may send in `Host`, without a port, for example behind a reverse proxy; `*`: any.
+    On the loopback interface the gateway answers to `localhost`, the loopback addresses and these names only,
+    which stops DNS rebinding. On other interfaces, where keys are required, it answers to any name unless some
+    are set."""
     cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call, such as `https://app.example.com`; `*`: any. Requests of other pages are refused."""
+    """Origins of web pages that may call, such as `https://app.example.com`; `*`: any. Requests of other pages are
+    refused."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
     """Addresses whose `Forwarded`, `X-Forwarded-Proto` and `X-Forwarded-Host` headers are trusted."""
 
@@ -76,7 +80,8 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     health_retry_s: Positive = 0.25
     """Time between two health checks of an inference server that does not answer."""
     probe: Literal["require", "warn"] = "require"
-    """`require`: an adapter whose logprobs equal those of the base model is not served. `warn`: it is served, with a warning."""
+    """`require`: an adapter whose logprobs equal those of the base model is not served. `warn`: it is served, with
+    a warning."""
 
 
 class DetectionConfig(Section, frozen=True, kw_only=True):
@@ -98,32 +103,34 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port to listen on. 0: any free one."""
     public_url: str = ""
-    """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty: the scheme and
-    host of the request, or those that a trusted proxy reports."""
+    """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty: the
+    scheme and host of the request, or those that a trusted proxy reports."""
     capture: Literal["acked", "async", "off"] = "acked"
-    """`acked`: a call is answered when the log holds its exchange. `async`: a call is answered first. A completion then waits until
-    the trajectory's exchanges are recorded; a crash may lose them, and a trajectory with a lost exchange ends as `no_result`.
-    `off`: no exchange is recorded; trajectories, pinned versions and splits work as with the others."""
+    """`acked`: a call is answered when the log holds its exchange. `async`: a call is answered first. A completion
+    then waits until the trajectory's exchanges are recorded; a crash may lose them, and a trajectory with a lost
+    exchange ends as `no_result`. `off`: no exchange is recorded; trajectories, pinned versions and splits work
+    as with the others."""
     drain_s: NotNegative = 10.0
-    """How long running calls may continue when the gateway stops. New calls get a 503 `stopping`. Calls that are not done by then
-    are cut off with an error and recorded as `failed`."""
+    """How long running calls may continue when the gateway stops. New calls get a 503 `stopping`. Calls that are
+    not done by then are cut off with an error and recorded as `failed`."""
     keys: tuple[KeyConfig, ...] = ()
-    """Keys of clients. If neither this list nor `keys_file` has one, everyone may call; that is allowed on the loopback interface
-    only."""
+    """Keys of clients. If neither this list nor `keys_file` has one, everyone may call; that is allowed on the
+    loopback interface only."""
     keys_file: str = "keys.toml"
-    """File with further keys, under the run directory. `journeyman keys` adds and revokes keys there; the gateway reads it again
-    within two seconds of a change. Once the file has existed, keys are required, even if it is deleted."""
+    """File with further keys, under the run directory. `journeyman keys` adds and revokes keys there; the gateway
+    reads it again within two seconds of a change. Once the file has existed, keys are required, even if it is
+    deleted."""
     key_secret_env: str = ""
-    """Name of the environment variable with the secret that trajectory keys are made from. All gateway replicas need the same.
-    Empty: a secret of this run, in its folder."""
+    """Name of the environment variable with the secret that trajectory keys are made from. All gateway replicas
+    need the same. Empty: a secret of this run, in its folder."""
     max_reward: Positive = 1000.0
-    """Largest absolute value of a reward, of a named reward and of the sum of named rewards in a completion. Beyond it the
-    completion gets a 400."""
+    """Largest absolute value of a reward, of a named reward and of the sum of named rewards in a completion. Beyond
+    it the completion gets a 400."""
     max_calls: Natural = 0
     """Model calls at once in this replica. Beyond it calls get a 429. 0: no limit."""
     max_groups_ahead: Natural = 0
-    """Groups that may be open or not trained yet. Beyond it opening a new group gets a 429. 0: no limit. This bounds staleness
-    before agents run; otherwise the trainer discards stale groups after they ran."""
+    """Groups that may be open or not trained yet. Beyond it opening a new group gets a 429. 0: no limit. This
+    bounds staleness before agents run; otherwise the trainer discards stale groups after they ran."""
     http: HttpConfig = HttpConfig()
     replicas: ReplicasConfig = ReplicasConfig()
     detection: DetectionConfig = DetectionConfig()

@@ -13,12 +13,13 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     name: str
     """Name of the part in `components` of a scored group."""
     kind: Literal["agent", "metric", "python", "ruler"] = "agent"
-    """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's metric `name`.
-    `python`: a function. `ruler`: the judge model with `rubric`."""
+    """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's
+    metric `name`. `python`: a function. `ruler`: the judge model with `rubric`."""
     weight: float = 1.0
     """Weight in `judge.combine`."""
     entry: str = ""
-    """Kind `python`: the function as `package.module:function`. It takes the trajectory as a dict and returns a number."""
+    """Kind `python`: the function as `package.module:function`. It takes the trajectory as a dict and returns a
+    number."""
     rubric: str = ""
     """Kind `ruler`: the rubric, as in `judge.rubric`."""
     timeout_s: Positive = 10.0
@@ -28,11 +29,13 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     processes: Count = 64
     """Processes and threads that one call may have at once."""
     isolate: Literal["auto", "require", "off"] = "auto"
-    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable). If bubblewrap is not
-    installed it runs without a sandbox, and the judge logs a warning. `require`: without bubblewrap the judge does not start.
-    `off`: the function runs without a sandbox. docs/judging.md says what each of them guarantees."""
+    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable). If
+    bubblewrap is not installed it runs without a sandbox, and the judge logs a warning. `require`: without
+    bubblewrap the judge does not start. `off`: the function runs without a sandbox. docs/judging.md says what
+    each of them guarantees."""
     readable: tuple[str, ...] = ()
-    """Files and folders that the function may read in its sandbox, besides Python and the modules of the search path."""
+    """Files and folders that the function may read in its sandbox, besides Python and the modules of the search
+    path."""
 
 
 class JudgeRequestConfig(Section, frozen=True, kw_only=True):
@@ -49,11 +52,12 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
     max_tokens: Natural = 8192
     """Longest reply in tokens, a reasoning model's thinking included. 0: no limit is sent."""
     params: dict[str, Any] = {}
-    """Further parameters of litellm's `completion` for the judge model and for fallbacks of the same provider, for example
-    `reasoning_effort`, `extra_headers`, `api_version`, `tenant_id`. `${NAME}` in a string is replaced by the environment
-    variable. Give secrets in this way only."""
+    """Further parameters of litellm's `completion` for the judge model and for fallbacks of the same provider, for
+    example `reasoning_effort`, `extra_headers`, `api_version`, `tenant_id`. `${NAME}` in a string is replaced by
+    the environment variable. Give secrets in this way only."""
     model_params: dict[str, dict[str, Any]] = {}
-    """Parameters of single models, by litellm name of the judge model or of a fallback. They come before those in `params`."""
+    """Parameters of single models, by litellm name of the judge model or of a fallback. They come before those in
+    `params`."""
 
 
 class AnchorConfig(Section, frozen=True, kw_only=True):
@@ -89,8 +93,8 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     concurrency: Count = 16
     """Calls to the judge model at once."""
     passes: Count = 2
-    """Most passes over one group. Each pass shows the trajectories in another order. From the second pass on, judging ends when
-    two passes agree."""
+    """Most passes over one group. Each pass shows the trajectories in another order. From the second pass on,
+    judging ends when two passes agree."""
     agreement: NotNegative = 0.1
     """Mean absolute difference of scores up to which two passes agree."""
     attempts: Count = 4
@@ -98,11 +102,12 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     retry_for_s: NotNegative = 3600.0
     """How long a group that could not be judged is retried before it is discarded as unscored."""
     context_tokens: Prompt = 100_000
-    """Longest prompt of one call, in tokens. Longer groups are judged in overlapping subsets, longer trajectories are cut. The
-    judge halves it if the model refuses a prompt as too long."""
+    """Longest prompt of one call, in tokens. Longer groups are judged in overlapping subsets, longer trajectories
+    are cut. The judge halves it if the model refuses a prompt as too long."""
     combine: Literal["mean", "sum", "product", "min"] = "mean"
     """How `rewards` become one number: weighted mean, weighted sum, product, or the smallest."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Parts of the final reward. Empty: the agents' own rewards if every member of the group has one, else the judge model's."""
+    """Parts of the final reward. Empty: the agents' own rewards if every member of the group has one, else the
+    judge model's."""
     request: JudgeRequestConfig = JudgeRequestConfig()
     anchors: AnchorConfig = AnchorConfig()

@@ -23,7 +23,8 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def set_override(tree: dict[str, Any], root: type, text: str) -> None:
-    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. Raises `ConfigError`."""
+    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. Raises
+    `ConfigError`."""
     dotted, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not a setting: write section.key=value")
@@ -48,7 +49,8 @@ def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
 
 
 def with_values(section: S, values: Mapping[str, Any]) -> S:
-    """Return `section` with other values, given by dotted key: `{"optimizer.learning_rate": 1e-3}`. Limits are not checked."""
+    """Return `section` with other values, given by dotted key: `{"optimizer.learning_rate": 1e-3}`. Limits are not
+    checked."""
     changes: dict[str, Any] = {}
     for dotted, value in values.items():
         name, _, rest = dotted.partition(".")

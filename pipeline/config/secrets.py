@@ -1,7 +1,7 @@
 """Secrets in settings: which values look like secrets, and references to environment variables.
 
-The settings are saved with every run, so they must not hold secrets. `${NAME}` anywhere in a string is replaced by an environment
-variable. `os.environ/NAME` as a whole string is replaced too, because litellm's users write it so.
+The settings are saved with every run, so they must not hold secrets. `${NAME}` anywhere in a string is replaced by
+an environment variable. `os.environ/NAME` as a whole string is replaced too, because litellm's users write it so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cooki
 
 
 def written_out(value: Any, where: str) -> Iterator[str]:
-    """Yield the dotted names, beginning with `where`, of strings whose name is that of a secret and which are no references."""
+    """Yield the dotted names, beginning with `where`, of strings whose name is that of a secret and which are no
+    references."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from written_out(inner, f"{where}.{key}")

@@ -15,5 +15,5 @@ class SigningConfig(Section, frozen=True, kw_only=True):
     keys: tuple[str, ...] = ()
     """Public nkeys whose checkpoints may be served. `journeyman up` adds the key of `seed`."""
     check: Literal["auto", "require", "off"] = "auto"
-    """`auto`: signatures are checked if `keys` is not empty. `require`: the gateway does not start without `keys`. `off`: every
-    checkpoint on the log may be served."""
+    """`auto`: signatures are checked if `keys` is not empty. `require`: the gateway does not start without `keys`.
+    `off`: every checkpoint on the log may be served."""

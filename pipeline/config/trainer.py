@@ -15,11 +15,13 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     alpha: Positive = 16.0
     """Scale of the adapter; its output is multiplied by `alpha / rank`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type in which adapters are published. `auto`: bfloat16 if the base model's weights are (`trainer.dtype`), else float32. With
-    bfloat16 the passes of a step use the rounded weights that the inference server has; the optimizer updates float32 weights,
-    which stay in the checkpoint folder. Use `float32` if the inference server computes in float32."""
+    """Type in which adapters are published. `auto`: bfloat16 if the base model's weights are (`trainer.dtype`),
+    else float32. With bfloat16 the passes of a step use the rounded weights that the inference server has; the
+    optimizer updates float32 weights, which stay in the checkpoint folder. Use `float32` if the inference server
+    computes in float32."""
     targets: tuple[str, ...] = ()
-    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads, routers and experts."""
+    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads, routers
+    and experts."""
 
 
 class LossConfig(Section, frozen=True, kw_only=True):
@@ -30,27 +32,29 @@ class LossConfig(Section, frozen=True, kw_only=True):
     beta: NotNegative = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
     kl_unbiased: bool = True
-    """Multiply the KL term by the probability ratio, so that its gradient is the gradient of the reverse KL divergence."""
+    """Multiply the KL term by the probability ratio, so that its gradient is the gradient of the reverse KL
+    divergence."""
     importance_sampling: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "token_truncate"
-    """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs with the
-    recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`; `..._mask` drops what
-    exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
+    """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs
+    with the recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`;
+    `..._mask` drops what exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
     importance_clip: Positive = 3.0
     """Largest importance ratio."""
     importance_clip_min: NotNegative | None = None
-    """Smallest importance ratio. `..._truncate` raises smaller ratios to it; `..._mask` drops them. Not set: no lower limit."""
+    """Smallest importance ratio. `..._truncate` raises smaller ratios to it; `..._mask` drops them. Not set: no
+    lower limit."""
     importance_level: Literal["token", "sequence"] = "token"
     """Whether the ratio in the PPO clip is taken per token, or per sequence (GSPO)."""
     epsilon: NotNegative = 0.2
-    """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. In a step of one update it has an effect only with
-    `importance_sampling = "none"`, and so do `epsilon_high` and `delta`: with the other corrections that ratio compares the
-    trainer with itself and is always 1, and the metric `clip_ratio` is 0. In a step of several updates
-    (`trainer.optimizer.epochs`, `minibatches`) it has an effect with every correction."""
+    """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. In a step of one update it has an
+    effect only with `importance_sampling = "none"`, and so do `epsilon_high` and `delta`: with the other
+    corrections that ratio compares the trainer with itself and is always 1, and the metric `clip_ratio` is 0. In
+    a step of several updates (`trainer.optimizer.epochs`, `minibatches`) it has an effect with every correction."""
     epsilon_high: NotNegative | None = None
-    """Upper range of the PPO clip, where it differs from `epsilon`. With type `cispo` it is the limit of the ratio itself; not
-    set, that limit is 5."""
+    """Upper range of the PPO clip, where it differs from `epsilon`. With type `cispo` it is the limit of the ratio
+    itself; not set, that limit is 5."""
     delta: Positive | None = None
     """Two-sided clipping: largest ratio where the advantage is negative. Must be above `1 + epsilon_high`."""
     off_policy_mask: NotNegative | None = None
@@ -60,7 +64,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
     weighting: Literal["loss", "trajectory"] = "loss"
-    """`loss`: trajectories weigh as the loss type defines. `trajectory`: each trajectory has the same weight, however long it is."""
+    """`loss`: trajectories weigh as the loss type defines. `trajectory`: each trajectory has the same weight,
+    however long it is."""
     mask_truncated: bool = False
     """Do not train on replies that hit the token limit."""
     max_completion_length: Count = 512
@@ -74,20 +79,20 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW on the adapter. Changed values apply from the next start on."""
 
     learning_rate: NotNegative = 1e-5
-    """The default suits models of 0.5 to 10 billion parameters. Much smaller models need more: 6e-3 for the demo's model of
-    0.9 million parameters."""
+    """The default suits models of 0.5 to 10 billion parameters. Much smaller models need more: 6e-3 for the demo's
+    model of 0.9 million parameters."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
-    """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`. `inverse_sqrt`
-    falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls from step 10,000 on. All updates
-    of a step have the same learning rate."""
+    """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
+    `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls
+    from step 10,000 on. All updates of a step have the same learning rate."""
     epochs: Count = 1
-    """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several optimizer updates
-    over its batch, as PPO does, and still makes one checkpoint. The logprobs before the first update are computed in an additional
-    forward pass, and the PPO clip of every update compares with them; with `importance_sampling = "none"` it compares with the
-    recorded logprobs."""
+    """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several
+    optimizer updates over its batch, as PPO does, and still makes one checkpoint. The logprobs before the first
+    update are computed in an additional forward pass, and the PPO clip of every update compares with them; with
+    `importance_sampling = "none"` it compares with the recorded logprobs."""
     minibatches: Count = 1
-    """Optimizer updates of one epoch. Each trains an equal share of the step's groups, drawn anew in every epoch. Groups are not
-    split, so an epoch has at most as many minibatches as groups."""
+    """Optimizer updates of one epoch. Each trains an equal share of the step's groups, drawn anew in every epoch.
+    Groups are not split, so an epoch has at most as many minibatches as groups."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: NotNegative = 0.0
@@ -102,20 +107,20 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     """How a step is divided into passes, and what they keep in memory."""
 
     tokens_per_batch: Count = 16_384
-    """Tokens of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes fewer tokens if
-    so many do not fit by the memory formula (`journeyman check-model` shows it)."""
+    """Tokens of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes
+    fewer tokens if so many do not fit by the memory formula (`journeyman check-model` shows it)."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more computation
-    and saves most of the memory. `auto`: on with CUDA where the model supports it, off on CPU."""
+    """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more
+    computation and saves most of the memory. `auto`: on with CUDA where the model supports it, off on CPU."""
     gpu_share: Share = 0.0
-    """Share of the GPU's memory that passes may use. 0: what is free at the start. `journeyman up` sets 0.45 if its inference
-    server runs on the same GPU."""
+    """Share of the GPU's memory that passes may use. 0: what is free at the start. `journeyman up` sets 0.45 if its
+    inference server runs on the same GPU."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
-    """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`: `prefix` where it
-    takes less computation and the model supports it."""
+    """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
+    `prefix` where it takes less computation and the model supports it."""
     attention: Literal["sdpa", "flex"] = "sdpa"
-    """Attention over shared prefixes. `sdpa` uses a dense mask, which grows with the square of the tree's tokens. `flex` uses
-    PyTorch's FlexAttention, whose mask does not; it needs CUDA."""
+    """Attention over shared prefixes. `sdpa` uses a dense mask, which grows with the square of the tree's tokens.
+    `flex` uses PyTorch's FlexAttention, whose mask does not; it needs CUDA."""
 
 
 class UnslothConfig(Section, frozen=True, kw_only=True):
@@ -133,13 +138,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     engine: Literal["transformers", "unsloth"] = "transformers"
     """Library that loads and runs the model. `unsloth` needs a CUDA GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Type of the base model's weights. `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing results."""
+    """Type of the base model's weights. `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing
+    results."""
     groups_per_step: Count = 8
     """Groups in one optimizer step."""
     max_steps: Natural = 0
     """The trainer stops after this step. 0: it never stops."""
     max_staleness: Natural = 2
-    """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is discarded."""
+    """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is
+    discarded."""
     processes: Count = 1
     """Processes, one per GPU, that share the passes of a step. `journeyman up` starts them with `accelerate launch`."""
     threads: Count = 1
@@ -147,28 +154,29 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     start_timeout_s: Positive = 600.0
     """A trainer that has not loaded its models after this time is killed and started again."""
     logprob_bound: NotNegative | None = None
-    """Largest difference of logprobs, in nats, that counts as rounding. At the start, the logprobs of a training pass are compared
-    with those of the model's own forward pass: the largest difference of any token in float32, the mean in bfloat16, where
-    rounding may send a token to another expert. Above the bound the trainer refuses the model. In every step, recomputed
-    logprobs are compared with the recorded ones (the mean). Above the bound the step is not taken. Not set: 1e-3 for float32,
-    0.08 for bfloat16."""
+    """Largest difference of logprobs, in nats, that counts as rounding. At the start, the logprobs of a training
+    pass are compared with those of the model's own forward pass: the largest difference of any token in float32,
+    the mean in bfloat16, where rounding may send a token to another expert. Above the bound the trainer refuses
+    the model. In every step, recomputed logprobs are compared with the recorded ones (the mean). Above the bound
+    the step is not taken. Not set: 1e-3 for float32, 0.08 for bfloat16."""
     check_sequences: Natural = 8
-    """Sequences per step whose recorded logprobs are compared with logprobs recomputed at the version that sampled them."""
+    """Sequences per step whose recorded logprobs are compared with logprobs recomputed at the version that sampled
+    them."""
     peak_tflops: NotNegative = 0.0
-    """The device's peak in TFLOP/s at `dtype`, from which the metric of model FLOPs utilisation is computed. 0: unknown, not
-    reported."""
+    """The device's peak in TFLOP/s at `dtype`, from which the metric of model FLOPs utilisation is computed. 0:
+    unknown, not reported."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""
     keep_checkpoints: Count = 3
     """Newest checkpoint folders that stay on disk. The log's object store keeps adapters by `[retention]`."""
     best_min_trajectories: Natural = 8
-    """Validation trajectories that a step needs before it can become the best one. It replaces the best one if the 95 % interval
-    of the difference of their mean rewards lies above 0."""
+    """Validation trajectories that a step needs before it can become the best one. It replaces the best one if the
+    95 % interval of the difference of their mean rewards lies above 0."""
     seed: Natural = 0
     """Seed of the adapter's initial weights."""
     branch: str = "main"
-    """Branch of the log to train from. `journeyman replay` and `rejudge` make branches. Training on another branch than `main`
-    begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
+    """Branch of the log to train from. `journeyman replay` and `rejudge` make branches. Training on another branch
+    than `main` begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
     lora: LoraConfig = LoraConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -57,8 +57,9 @@ class Config(Section, frozen=True, kw_only=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
-    """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`, `trainer`,
-    `store`, `telemetry`): names, or prefixes that end in `*`. docs/security.md lists what each process gets anyway."""
+    """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`,
+    `trainer`, `store`, `telemetry`): names, or prefixes that end in `*`. docs/security.md lists what each
+    process gets anyway."""
 
     def path(self, *parts: str) -> Path:
         """Return a path under the run directory. An absolute part replaces what precedes it."""

@@ -20,10 +20,11 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     args: tuple[str, ...] = ()
     """Further arguments of that server. As a flag, write a JSON list: `--set 'vllm.args=["--dtype", "bfloat16"]'`."""
     tool_parser: str = "auto"
-    """Value of vLLM's `--tool-call-parser`. With a parser, agents may let the model choose tools (`tool_choice = "auto"`).
-    `auto`: the parser of the model's family, none for an unknown family. Empty: none."""
+    """Value of vLLM's `--tool-call-parser`. With a parser, agents may let the model choose tools (`tool_choice =
+    "auto"`). `auto`: the parser of the model's family, none for an unknown family. Empty: none."""
     reasoning_parser: str = ""
-    """Value of vLLM's `--reasoning-parser`, such as `qwen3` or `deepseek_r1`. Empty: reasoning stays in the reply's text."""
+    """Value of vLLM's `--reasoning-parser`, such as `qwen3` or `deepseek_r1`. Empty: reasoning stays in the reply's
+    text."""
     env: dict[str, str] = {}
     """Further environment variables of that server."""
     max_loras: Count = 4

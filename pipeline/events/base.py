@@ -12,7 +12,7 @@ from pipeline.names import subject_token
 
 
 def now_us() -> int:
-    """The present as `Micros`."""
+    """Return the current time in microseconds since the Unix epoch."""
     return time.time_ns() // 1000
 
 
@@ -24,12 +24,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     last_subject_field: ClassVar[tuple[str, str]] = ("", "")
     """A field that ends the subject unless it has this value."""
     unique_subject: ClassVar[bool] = False
-    """The subject may hold one event only, ever: the broker refuses a second one whatever the deduplication window
-    says. Such an event's subject names its identity."""
+    """Whether the subject holds one event only, for ever: the broker refuses a second one, also after the
+    deduplication window. Such an event is identified by its subject."""
 
     project: str
     at: Micros = msgspec.field(default_factory=now_us)
-    """When the event was made."""
+    """Time at which the event was created."""
     v: int = 1
     """Schema version of this class when it was written."""
 
@@ -47,5 +47,5 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
         return ".".join((self.subject_prefix(), *tokens))
 
     def message_id(self) -> str:
-        """`Nats-Msg-Id`: the same for every retry of the same fact."""
+        """Return the `Nats-Msg-Id`, which is the same for every retry of a publish."""
         raise NotImplementedError(type(self).__name__)  # pragma: no cover

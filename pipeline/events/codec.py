@@ -20,15 +20,15 @@ from pipeline.events.rollout import ExchangeRecorded, TrajectoryCompleted, Traje
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
-    """Stands in the log for an event larger than the server's payload limit; the event lies in the object store."""
+    """Takes the place of an event that is larger than the server's payload limit. The event is in the object store."""
 
     object: str
     sha256: str
     size: int
     event: str
-    """Tag of the event that was checked in; empty: unknown bytes."""
+    """Tag of the stored event. Empty: the bytes are no event."""
     bucket: str = "CLAIMS"
-    """Where the object lies."""
+    """Bucket of the object."""
 
 
 AnyEvent = (
@@ -54,7 +54,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyEvent | Clai
 
 
 def wire_name(event: type[Event] | Event) -> str:
-    """The tag of an event class, such as `rollout.exchange`."""
+    """Return the tag of an event or an event class, such as `rollout.exchange`."""
     cls = event if isinstance(event, type) else type(event)
     return str(cls.__struct_config__.tag)
 
@@ -64,12 +64,12 @@ def encode(event: Event | ClaimCheck) -> bytes:
 
 
 def decode(payload: bytes) -> AnyEvent | ClaimCheck:
-    """Raises `msgspec.DecodeError` (or its `ValidationError`) on what is no event of a known kind, and on an event whose packed
-    arrays could not be unpacked, so that no reader has to expect one."""
+    """Decode a message. Raises `msgspec.DecodeError` (or its `ValidationError`) if it is no known event, or if a
+    packed array has an impossible length, so that readers can unpack arrays without a check."""
     event = _decoder.decode(payload)
     kind = type(event)
     if kind is ExchangeRecorded:
-        # Logprobs and masks may be of another length than the tokens: the trainer then makes no use of them.
+        # Logprobs and masks may differ in length from the tokens. The trainer then ignores them.
         if (len(event.prompt_ids) | len(event.sampled_ids) | len(event.logprobs)) % 4:
             _check_packed(event, ("prompt_ids", "sampled_ids", "logprobs"), 4)
     elif kind is CheckpointPublished:
@@ -77,7 +77,8 @@ def decode(payload: bytes) -> AnyEvent | ClaimCheck:
         seqs, times = len(event.group_seqs) // 8, len(event.group_times) // 8
         if seqs not in (0, len(event.groups)) or times not in (0, seqs):
             raise msgspec.ValidationError(
-                f"{len(event.groups)} groups with {seqs} sequences and {times} stream times: the numbers must be equal - at "
+                f"{len(event.groups)} groups with {seqs} sequences and {times} stream times: "
+                "the numbers must be equal - at "
                 "`$.group_seqs`"
             )
     checked: AnyEvent | ClaimCheck = event

@@ -7,7 +7,7 @@ from pipeline.events.types import Micros
 
 
 class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
-    """A message that no one could use, with the reason; never dropped, never blocking."""
+    """A message that a consumer could not process, with the reason. Consumers continue with the next message."""
 
     subject_fields = ("stream", "consumer")
 
@@ -21,8 +21,8 @@ class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
     payload: bytes = b""
     headers: dict[str, str] = {}
     stream_at: Micros = 0
-    """Stream time of the message: after a power cut another message may lie under `stream_seq`. 0 in letters from before it was
-    recorded."""
+    """Stream time of the message: after a power cut, another message may have the number `stream_seq`. 0 in letters
+    from before it was recorded."""
 
     @classmethod
     def subject_prefix(cls) -> str:

@@ -11,22 +11,22 @@ from pipeline.events.types import Outcome, Split
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What a judge said of one trajectory."""
+    """A judge's score of one trajectory."""
 
     trajectory: str
     score: float
-    """0..1."""
+    """Score from 0 to 1."""
     explanation: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one judge call said of one group."""
+    """The result of one pass of a judge over one group."""
 
     judge_model: str
-    """Model that judged; `agent` where the agents' own rewards were passed through."""
+    """Model that judged. `agent`: the agents' own rewards were used."""
     rubric_hash: str = ""
     rubric: str = ""
-    """The rubric's name."""
+    """Name of the rubric."""
     scores: tuple[Score, ...]
     order: tuple[str, ...] = ()
     """Trajectory ids in the order in which the judge saw them."""
@@ -35,21 +35,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     cost_usd: float = 0.0
     latency_s: float = 0.0
     attempts: int = 1
-    """Calls made until the reply could be read."""
+    """Calls until a reply could be read."""
     left_out: int = 0
-    """Bytes of the trajectories that did not fit into the prompt (`judge.context_tokens`), so that the judge did not see them."""
+    """Bytes of the trajectories that were cut, because the prompt may not exceed `judge.context_tokens`."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory's place in a scored group."""
+    """A trajectory in a scored group."""
 
     trajectory: str
     reward: float
-    """The group's final reward of the trajectory, after composition."""
+    """Final reward of the trajectory, after composition."""
     outcome: Outcome = "scored"
     split: Split = "train"
     components: dict[str, float] = {}
-    """Every reward that went into `reward`, by name."""
+    """The rewards that `reward` is composed of, by name."""
     exchanges: int = 0
     first_step: int = 0
     last_step: int = 0
@@ -72,14 +72,14 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     members: tuple[Member, ...]
     verdicts: tuple[Verdict, ...] = ()
     branch: str = "main"
-    """The line of history it belongs to; replays live on branches of their own."""
+    """Branch of the log. Replays and rejudging write to branches of their own."""
     origin: str = ""
-    """For a replayed group: `<branch>/<stream sequence>` of what it was made from."""
+    """For a replayed group: `<branch>/<stream sequence>` of its source."""
     offline: bool = False
-    """True where the trajectories were not sampled for this training run."""
+    """Whether the trajectories were sampled for another training run."""
     closed_by: Literal["size", "timeout", "replay"] = "size"
     split: Split = "train"
-    """Trajectories of different splits under one group id are groups of their own."""
+    """Split of the members. Trajectories of different splits with one group id form separate groups."""
 
     def message_id(self) -> str:
         ended = "scored" if self.split == "train" else f"scored/{self.split}"
@@ -87,7 +87,7 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
 
 
 class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
-    """Experience that will not train, and why: nothing is dropped in silence."""
+    """Trajectories that will not be trained, and the reason."""
 
     subject_fields = ("project", "model", "group", "branch")
 
@@ -106,15 +106,15 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         "repeated",
         "too_large",
     ]
-    """`too_large`: a sequence of these trajectories does not fit into the trainer's memory even alone. The rest of the group was
-    trained, in `version`."""
+    """`too_large`: a sequence of these trajectories does not fit into the trainer's memory, even alone. The rest of
+    the group was trained, in `version`."""
     by: str
-    """The service that decided."""
+    """Service that discarded them."""
     detail: str = ""
     version: str = ""
-    """Policy version at which it was decided, where that matters."""
+    """Policy version at the time, if the reason depends on it."""
     duration_s: float = 0.0
-    """How long the longest of the trajectories took, to see whether long tasks starve."""
+    """Duration of the longest trajectory, in seconds. It shows whether long tasks are discarded more often."""
     branch: str = "main"
     split: Split = "train"
 
@@ -124,7 +124,7 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
 
 
 class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
-    """What a judge found out about itself: its bias and agreement with itself, or with groups of known rewards."""
+    """Measurements of a judge: its position bias, and its agreement with itself or with groups of known rewards."""
 
     subject_fields = ("project", "ruler", "kind")
 
@@ -135,30 +135,30 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     model: str
     """The judge model as configured."""
     ruler: str
-    """Name of the reward whose judge it is; `default` where rewards are not composed."""
+    """Name of the reward that the judge scores. `default`: rewards are not composed."""
     rubric: str = ""
     rubric_hash: str = ""
     groups: int = 0
-    """How many groups it rests on."""
+    """Number of groups that were measured."""
     failed: int = 0
-    """Judgings (or anchor groups) that gave no scores."""
+    """Passes (or anchor groups) without scores."""
     calls: int = 0
     asked_again: int = 0
-    """Calls that were needed because a reply could not be read."""
+    """Calls that were repeated because a reply could not be read."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost_usd: float = 0.0
     self_agreement: float | None = None
-    """Share of pairs that two judgings of a group put into the same order."""
+    """Share of pairs of trajectories that two passes over a group put into the same order."""
     position_bias: float | None = None
-    """What the first place in the list is worth over the others, in points of score, before it is taken out."""
+    """Mean advantage of the first place in the prompt, in points of score, before it is corrected."""
     kendall_tau: float | None = None
     """Agreement with the known rewards of the anchors."""
     pairwise_accuracy: float | None = None
     sign_flips: float | None = None
     """Share of anchor trajectories whose advantage has the wrong sign."""
     alarm: bool = False
-    """The judge has left the bound `judge.anchors.min_tau`."""
+    """Whether `kendall_tau` is below `judge.anchors.min_tau`."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"

@@ -9,7 +9,7 @@ from pipeline.events.types import Micros, StreamSeqs
 
 
 class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoint"):
-    """One optimizer step, committed: its adapter is in the object store and its inputs are named."""
+    """A committed optimizer step: its adapter is in the object store, and the event names its inputs."""
 
     subject_fields = ("project", "model", "step")
     last_subject_field = ("branch", "main")
@@ -19,15 +19,15 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     step: int
     version: str
     parent: str
-    """The version it was trained from."""
+    """Version that it was trained from."""
     batch_id: str
     """Hash of parent, group ids and training config."""
     groups: tuple[str, ...]
     group_seqs: StreamSeqs = b""
     """Stream sequences of the consumed `group.scored` events, in the order of `groups`."""
     group_times: StreamSeqs = b""
-    """Stream times of these events, in microseconds: a sequence alone may stand for another event after a power cut. Empty in
-    checkpoints from before it was recorded."""
+    """Stream times of these events, in microseconds: after a power cut, another event may have the same sequence.
+    Empty in old checkpoints."""
     config_hash: str
     base_model: str = ""
     adapter: str
@@ -39,11 +39,11 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     metrics: dict[str, float] = {}
     started_at: Micros = 0
     branch: str = "main"
-    """The line of history it was trained from; versions of different branches are different, though named alike."""
+    """Branch of the log that it was trained from. Versions of different branches may have the same name."""
     signature: bytes = b""
     """The trainer's Ed25519 signature of every other field; empty if the trainer has no signing key."""
     signer: str = ""
-    """Public nkey of who signed."""
+    """Public nkey of the signer."""
 
     def message_id(self) -> str:
         other = "" if self.branch == "main" else f"/{self.branch}"
@@ -62,18 +62,18 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     gateway: str = ""
     adapter_sha256: str = ""
     probe_delta: float = 0.0
-    """Largest absolute difference of a probe's logprobs against the base model; 0 would mean a silent no-op."""
+    """Largest absolute difference of a probe's logprobs against the base model; 0: the adapter has no effect."""
     load_s: float = 0.0
     started_at: Micros = 0
     incarnation: str = ""
-    """Tells one life of the replica from the next: a restarted server loads again."""
+    """Identity of the server process: a restarted server loads its adapters again."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/loaded/{self.replica}/{self.incarnation}"
 
 
 class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
-    """A vLLM replica no longer holds a version: its gateway unloaded it to make room."""
+    """A gateway unloaded a version from a vLLM replica to make room."""
 
     subject_fields = ("project", "model")
 
@@ -81,14 +81,15 @@ class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
     version: str
     replica: str
     incarnation: str = ""
-    """Which life of the replica, as in `policy.loaded`."""
+    """Identity of the server process, as in `policy.loaded`."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/unloaded/{self.replica}/{self.incarnation}/{self.at}"
 
 
 class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
-    """Retention will remove a version's adapter: no trajectory may be pinned to it and no decision may name it from now on."""
+    """Retention will remove a version's adapter: no trajectory may be pinned to it and no decision may name it from
+    now on."""
 
     subject_fields = ("project", "model")
 
@@ -96,7 +97,7 @@ class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
     version: str
     branch: str = "main"
     withdrawn: bool = False
-    """True: something came to need the version before it was removed; it stays."""
+    """True: the version stays, because something needed it before it was removed."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/retired/{self.branch}/{self.at}"

@@ -9,7 +9,7 @@ from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, TokenI
 
 
 class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
-    """An agent run began. What it says holds for the whole run, so any gateway replica can rebuild the trajectory."""
+    """An agent run began. The event holds all that a gateway replica needs to rebuild the trajectory."""
 
     subject_fields = ("project", "trajectory")
     unique_subject = True
@@ -20,30 +20,31 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     group: str
     """Trajectories of one group are attempts at the same task."""
     task: str = ""
-    """What the group is about, when the caller names it; free text or an id."""
+    """The task of the group, if the caller names it: free text or an id."""
     attempt: int = 0
     split: Split = "train"
     """`val` trajectories are scored and never trained."""
     group_size: int = 0
-    """How many trajectories the caller means to put into the group; 0: the judge's setting decides."""
+    """Trajectories that the caller will put into the group. 0: `judge.group_size`."""
     key_hash: str = ""
     """SHA-256 of the trajectory's API key; the key itself is never stored."""
     pinned: str = ""
-    """Policy version this trajectory must be served by; empty: the promoted one."""
+    """Policy version that serves this trajectory. Empty: the promoted one."""
     metadata: Json = b"{}"
     paced_s: float = 0.0
-    """Seconds that the group was told to wait (429) before its first trajectory was let in."""
+    """Seconds from the group's first refusal (429) until its first trajectory was opened."""
     owner: str = ""
-    """Name of the API key that opened the trajectory; only it and operators may touch it. Empty: opened without a key."""
+    """Name of the API key that opened the trajectory; only that key and operators may use the trajectory. Empty:
+    opened without a key."""
     key_completes: bool = False
-    """Whether the trajectory's own key may complete it, and so name its reward."""
+    """Whether the trajectory's own key may complete it and report its reward."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/opened"
 
 
 class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange"):
-    """One model call of a trajectory and one of its choices: exactly what was sent, sampled and answered."""
+    """One choice of one model call: exactly what was sent, sampled and answered."""
 
     subject_fields = ("project", "trajectory")
 
@@ -60,7 +61,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     request: Json
     """The client's request body."""
     response: Json
-    """The chat completion as the client got it (a streamed one put together again)."""
+    """The chat completion as the client received it. The chunks of a stream are joined."""
     prompt_ids: TokenIds
     sampled_ids: TokenIds
     """Sampled token ids, as vLLM returned them, including the end-of-turn token where one was sampled."""
@@ -70,7 +71,8 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """1 where a grammar constrained the choice; such tokens are never trained. Empty: no token was constrained."""
     finish_reason: str = ""
     status: Literal["complete", "cancelled", "failed"] = "complete"
-    """`cancelled`: the client went away; `failed`: the upstream broke off. What had been sampled by then is recorded."""
+    """`cancelled`: the client went away; `failed`: the upstream broke off. What had been sampled by then is
+    recorded."""
     side_call: bool = False
     """A call beside the task (a title, a summary): kept, not trained."""
     endpoint: str = "/v1/chat/completions"

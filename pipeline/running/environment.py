@@ -1,6 +1,7 @@
-"""Which environment variables each process of an installation gets: those that its work and its settings name, no others.
+"""The environment variables that each process of an installation gets: those that it needs, and those that its
+settings name.
 
-A name ending in `*` stands for every variable that begins so. docs/security.md shows the table.
+A name that ends in `*` is a prefix. docs/security.md shows the table.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ EVERY = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP",
     "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYMAN_CRASH",
 )  # fmt: skip
-"""What every process gets: where programs, libraries and temporary files are, and the language."""
+"""Variables of every process: paths of programs, libraries and temporary files, and the language."""
 
 _OUTWARD = (
     "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
 )  # fmt: skip
-"""For processes that talk to the outside. A proxy's address may hold a password."""
+"""Variables of processes that connect to the internet. A proxy's address may hold a password."""
 
 _COMPUTE = (
     "CUDA*", "NVIDIA_*", "NCCL_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "ATEN_*", "TORCH*", "PYTORCH_*", "TRITON_*",
@@ -37,7 +38,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "store": (*_OUTWARD, "AWS_*"),
     "telemetry": (*_OUTWARD, "OTEL_*", "LANGFUSE_*"),
 }
-"""What a process gets besides."""
+"""Further variables of each process."""
 
 _PROVIDERS = {
     "vertex_ai": ("VERTEXAI_*", "VERTEX_*", "GOOGLE_*"),
@@ -47,7 +48,7 @@ _PROVIDERS = {
     "azure_ai": ("AZURE_*",),
     "huggingface": ("HF_*", "HUGGINGFACE_*"),
 }
-"""Providers of judge models whose variables begin otherwise than with the provider's name."""
+"""Prefixes of providers whose variables do not begin with the provider's name."""
 
 
 def names(config: Config, process: str) -> tuple[str, ...]:
@@ -64,7 +65,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
 
 
 def _provider(model: str) -> tuple[str, ...]:
-    """The variables from which litellm takes the key of a model, by the provider in its name."""
+    """Return the variables from which litellm reads the key of a model, by the provider in its name."""
     if not model:
         return ()
     provider, slash, _ = model.partition("/")
@@ -74,7 +75,7 @@ def _provider(model: str) -> tuple[str, ...]:
 
 
 def of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what `process` gets of `environ`."""
+    """Return the variables of `environ` that `process` gets."""
     wanted = names(config, process)
     exact = {n for n in wanted if not n.endswith("*")}
     beginnings = tuple(n[:-1] for n in wanted if n.endswith("*"))

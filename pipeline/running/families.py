@@ -1,4 +1,4 @@
-"""Model families and what vLLM has to be told to read their tool calls."""
+"""vLLM's tool parsers by model family."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOOL_PARSERS = {
 }
 """`model_type` of a model's configuration, to the name of vLLM's tool parser."""
 _BY_NAME = {"qwen3-coder": "qwen3_coder", "deepseek-v3.1": "deepseek_v31", "functiongemma": "functiongemma"}
-"""Models whose calls differ from the rest of their family, by a part of their name."""
+"""Parsers of models whose calls differ from those of their family, by a part of their name."""
 
 
 class _Configuration(msgspec.Struct):
@@ -48,7 +48,7 @@ class _Configuration(msgspec.Struct):
 
 
 def tool_parser(base: str) -> str:
-    """The tool parser of the model in the folder `base`, or of that name on the hub; empty where none is known.
+    """Return the tool parser of the model `base`, a folder or a name on the hub; empty if none is known.
 
     A name on the hub is looked up in the local cache only."""
     for part, parser in _BY_NAME.items():
@@ -60,7 +60,7 @@ def tool_parser(base: str) -> str:
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_Configuration)
     except (OSError, msgspec.DecodeError):
-        return ""  # vLLM says what is wrong with it
+        return ""  # vLLM reports what is wrong with it
     return TOOL_PARSERS.get(found.model_type, "")
 
 

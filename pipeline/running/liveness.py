@@ -1,15 +1,15 @@
-"""Whether what was started still works: the probes that the supervisor runs after a process is ready.
+"""Checks that a ready process still works. The supervisor runs them.
 
-| what | sign of life | where it is missing for `supervisor.deadline_s` |
+| process | check | if it fails for `supervisor.deadline_s` |
 | --- | --- | --- |
-| a service of ours | a byte on its `--ready-fd` every `BEAT_S`, written by its event loop | it is killed and started again |
-| a foreign server with a health page (vLLM) | HTTP status 200 | it is killed and started again |
+| a service of Journeyman | its event loop writes a byte to `--ready-fd` every `BEAT_S` | it is killed and restarted |
+| vLLM | its health page answers with HTTP status 200 | it is killed and restarted |
 | the log (NATS) | every stream acknowledges a write | the server that `up` started is killed and started again |
 
-The log is probed by writing because nothing else tells: a stream that met a full disk answers every question and takes no
-message until its server restarts. A probe's message lives for `ALIVE_TTL_S` on `alive.<stream>`, which no consumer reads.
+The log is checked by a write, because after a full disk a stream answers every request and accepts no message until
+its server restarts. The message of a check lives for `ALIVE_TTL_S` on `alive.<stream>`, which no consumer reads.
 
-`Fill` says how near a stream is to its byte limit, and `alarms` which of them need an operator.
+`Fill` is the size of a stream and its limit. `alarms` are messages to the operator.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ log = get_logger("pipeline.running.liveness")
 
 ALIVE_TTL_S = 60
 MIN_FREE_BYTES = 4 * 1024 * 1024
-"""A frozen log is not restarted before its disk has so much room: the next write would freeze it again."""
+"""Free bytes on the disk before a frozen log is restarted. With less, the next write would freeze it again."""
 ALARM_SHARE = 0.8
-"""Share of a limit (a stream's bytes, the disk) from which an operator is told."""
+"""Share of a limit (a stream's bytes, the disk) at which an alarm is raised."""
 _BYTES_EXCEEDED = frozenset({10047, 10054, 10077, 10120})
-"""JetStream's error codes for a limit that is reached: the server works and says why it refuses."""
+"""JetStream's error codes for a limit that is reached. The server works, and a restart does not help."""
 
 
 async def silent(fd: int, deadline_s: float) -> str:
-    """Return the reason once nothing came through `fd` for `deadline_s`. A closed pipe is no silence: the process ended or
-    does not beat, and its exit is seen elsewhere."""
+    """Return the reason when no heartbeat has come through `fd` for `deadline_s` seconds. Never returns after the
+    pipe is closed: the process ended, which the supervisor sees by its exit."""
     while True:
         with anyio.move_on_after(deadline_s):
             await anyio.wait_readable(fd)
-        # Looked at once more: if this process itself was stopped, the deadline and the beats arrive together.
+        # Read once more: if this process itself was suspended, the deadline passes while heartbeats wait in the pipe.
         if not select.select([fd], [], [], 0)[0]:
             return f"its event loop gave no sign of life for {deadline_s:g} s"
         if not os.read(fd, 65536):
@@ -59,7 +59,7 @@ async def silent(fd: int, deadline_s: float) -> str:
 
 
 async def unhealthy(url: str, settings: SupervisorConfig) -> str:
-    """Return the reason once `url` answered nothing but failures for `settings.deadline_s`."""
+    """Return the reason when `url` has failed for `settings.deadline_s` seconds."""
     since = None
     async with httpx.AsyncClient(timeout=settings.deadline_s, trust_env=False) as client:
         while True:
@@ -85,7 +85,7 @@ class Fill:
     name: str
     bytes: int
     limit: int
-    """0: it has none."""
+    """0: no limit."""
     full: str
     """What happens at the limit."""
 
@@ -94,17 +94,17 @@ class Fill:
         return self.bytes / self.limit if self.limit else 0.0
 
     def alarm(self) -> str:
-        """What an operator has to know; empty where nothing is wrong."""
+        """Return the alarm for the operator; empty if nothing is wrong."""
         if self.share < ALARM_SHARE:
             return ""
         return (
             f"{self.name} holds {self.bytes:,} of at most {self.limit:,} bytes ({self.share:.0%}); at the limit "
-            f"{self.full}. Raise nats.max_bytes, or let the store catch up and shorten what is kept"
+            f"{self.full}. Raise nats.max_bytes, or wait for the store to catch up and shorten the retention"
         )
 
 
 async def fills(broker: Broker) -> list[Fill]:
-    """Every stream and bucket that is there. Raises `BrokerError` where the server does not answer."""
+    """Return the size of every stream and bucket that exists. Raises `BrokerError` if the server does not answer."""
     out = []
     at_limit = {s.name: s.at_limit for s in streams.STREAMS}
     at_limit |= {streams.bucket_stream(b.name): "the server refuses new objects" for b in streams.buckets()}
@@ -120,7 +120,7 @@ async def fills(broker: Broker) -> list[Fill]:
 
 
 def disk_alarm(folder: Path) -> str:
-    """What an operator has to know of the disk that holds `folder`; empty where nothing is wrong."""
+    """Return the alarm about the disk that holds `folder`; empty if nothing is wrong."""
     disk = shutil.disk_usage(folder)
     if disk.free > (1 - ALARM_SHARE) / 2 * disk.total:
         return ""
@@ -130,20 +130,20 @@ def disk_alarm(folder: Path) -> str:
 
 
 class LogProbe:
-    """Writes to the log again and again.
+    """Checks the log by writes.
 
-    `alarms` holds what an operator has to know at present; `on_alarms` is called whenever it changes."""
+    `alarms` holds the present alarms for the operator. `on_alarms` is called when they change."""
 
     def __init__(self, config: Config, on_alarms: Callable[[], None] = lambda: None) -> None:
         self._config, self._settings = config, config.supervisor
         self._folder = config.path("nats")
         self._on_alarms = on_alarms
         self._seen: set[str] = set()
-        """Streams that were there once: only they can be missed."""
+        """Streams that existed once. Only they can be missing."""
         self.alarms: tuple[str, ...] = ()
 
     async def watch(self, lost: Callable[[str], Awaitable[None]]) -> None:
-        """For ever: await `lost(reason)` whenever some stream took no write for `supervisor.deadline_s`."""
+        """Await `lost(reason)` whenever a stream accepted no write for `supervisor.deadline_s`. Does not return."""
         while True:
             try:
                 async with Broker.connect(self._config.nats, name="supervisor", provision=False) as broker:
@@ -172,7 +172,7 @@ class LogProbe:
             await anyio.sleep(self._settings.probe_every_s)
 
     async def _write(self, broker: Broker) -> str:
-        """A message to every stream; why one did not take it, or an empty string."""
+        """Write a message to every stream. Return why one did not accept it, or an empty string."""
         reasons: list[str] = []
 
         async def write(name: str) -> None:
@@ -216,7 +216,7 @@ class LogProbe:
             self._on_alarms()
 
     def _room(self) -> bool:
-        """Whether a restart can help; a server elsewhere says nothing of its disk."""
+        """Return whether a restart can help. The disk of a server on another machine is not known."""
         if not self._folder.exists() or shutil.disk_usage(self._folder).free >= MIN_FREE_BYTES:
             return True
         log.error(
@@ -227,5 +227,5 @@ class LogProbe:
 
 
 def _same(a: str, b: str) -> bool:
-    """Whether two alarms are about one thing: they begin alike and differ in figures."""
+    """Return whether two alarms are about the same thing and differ only in figures."""
     return a.split()[:4] == b.split()[:4] if a[:4] == "the " else a.split()[0] == b.split()[0]

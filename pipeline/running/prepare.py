@@ -1,10 +1,12 @@
-"""`journeyman prepare`: what `up` makes before it starts anything, for installations whose processes something else starts.
+"""`journeyman prepare`: make keys and settings of a run, for installations that `journeyman up` does not start
+(containers).
 
     journeyman prepare --config /etc/journeyman.toml
 
-Makes the secrets that the run directory lacks, under `<run_dir>/keys`: a seed for each NATS user, the trainer's signing key, the
-inference server's API key and, where the settings name no key for the gateway, an operator's key (`operator.key`). Then writes
-`<run_dir>/config.toml`, the settings with which every process starts. Run it again at will: what is there stays.
+Makes the missing secrets under `<run_dir>/keys`: a seed for each NATS user, the trainer's signing key, the
+inference server's API key and, where the settings name no key for the gateway, an operator's key (`operator.key`).
+Then writes `<run_dir>/config.toml`, the settings with which every process starts. It may run again: existing
+secrets stay.
 """
 
 from __future__ import annotations
@@ -26,12 +28,10 @@ from pipeline.security import nkey, signing, users
 def prepare(config: Config) -> Config:
     """Make the secrets of `config`'s run directory, write its `config.toml`, and return what that holds.
 
-    Raises `ConfigError` where the settings do not say under which addresses the servers are reached, and where `journeyman up` runs in
-    the run directory."""
+    Raises `ConfigError` where the settings do not say under which addresses the servers are reached, and where
+    `journeyman up` runs in the run directory."""
     if not config.nats.url or not config.vllm.urls:
-        raise ConfigError(
-            "nats.url and vllm.urls: set both, the processes that are prepared here find each other by them"
-        )
+        raise ConfigError("nats.url and vllm.urls: set both: the prepared processes find each other by them")
     run_dir = Path(config.run_dir)
     run_lock.private(run_dir)
     lock = run_lock.share(run_dir)
@@ -69,7 +69,7 @@ def _prepare(config: Config, keys: Path) -> Config:
 
 
 def main() -> None:
-    """Exits 0, or 2 on unusable settings."""
+    """Run the command. Exits 0, or 2 if the settings can't be used."""
     parser = argparse.ArgumentParser(prog="journeyman prepare", description=__doc__)
     parser.add_argument("--config", required=True, help="settings, TOML")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")

@@ -1,9 +1,10 @@
-"""Who may use a run directory: one installation at a time.
+"""Locks of a run directory: one installation uses it at a time.
 
-`journeyman up` holds `<run_dir>/up.lock` for itself, from before it writes anything until it ends; the kernel releases it however the
-process ends. Its children do not inherit that lock. They inherit another, `<run_dir>/processes.lock`: while one of them lives, the
-next `up` knows, ends it, and starts only then. So two NATS servers never write to one folder, also where `up` was killed and its
-children are still on their way out. `journeyman exec` and `journeyman prepare` share `up.lock` with each other, and not with `up`.
+`journeyman up` holds `<run_dir>/up.lock` exclusively, from before it writes anything until it ends. The kernel
+releases the lock when the process ends, also when it is killed. Its children do not inherit that lock. They inherit
+another, `<run_dir>/processes.lock`: while it is held, the next `up` ends the children first and starts then. So two
+NATS servers never write to one folder, even if `up` was killed and its children still run. `journeyman exec` and
+`journeyman prepare` share `up.lock` with each other, and not with `up`.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ _UP, _PROCESSES, _NATS = "up.lock", "processes.lock", "nats.lock"
 
 
 class RunInUseError(ConfigError):
-    """Another process uses the run directory; the message names both."""
+    """Another process uses the run directory. The message names both."""
 
 
 def private(run_dir: Path) -> None:
-    """Make the run directory, for its owner only. Raises `ConfigError` where that is not possible."""
+    """Create the run directory, readable by its owner only. Raises `ConfigError` if that fails."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        run_dir.chmod(0o700)  # one from before may be open to all
+        run_dir.chmod(0o700)  # an existing one may be readable by all
     except OSError as error:
         raise ConfigError(f"run_dir: {run_dir} can't be used: {error.strerror}") from error
 
 
 def share(run_dir: Path) -> int:
-    """Keep `journeyman up` from the run directory for as long as the returned file descriptor is open, here or in a child that
-    inherits it. Several processes may do so at once. Raises `RunInUseError` where `up` runs there."""
+    """Lock the run directory against `journeyman up`, until the returned file descriptor is closed here and in
+    every child that inherits it. Several processes may share the lock. Raises `RunInUseError` if `up` runs
+    there."""
     return _lock(run_dir, fcntl.LOCK_SH)
 
 
 def for_server(run_dir: Path, server: str) -> None:
-    """As `share`, until this process and the server that it becomes end. A NATS server has the directory's log to itself, several
-    vLLM servers may use one directory. Raises `RunInUseError`."""
+    """As `share`, until this process and the server that it becomes end. A NATS server has the directory's log to
+    itself, several vLLM servers may use one directory. Raises `RunInUseError`."""
     os.set_inheritable(share(run_dir), True)
     if server != "nats":
         return
@@ -54,9 +56,9 @@ def for_server(run_dir: Path, server: str) -> None:
 
 @contextmanager
 def hold(run_dir: Path) -> Iterator[int]:
-    """The run directory for one `journeyman up`. Yields a file descriptor that every child has to inherit.
+    """Lock the run directory for one `journeyman up`. Yields a file descriptor that every child must inherit.
 
-    What a killed `up` left behind is ended first. Raises `RunInUseError` where another process uses the directory."""
+    Children of a killed `up` are ended first. Raises `RunInUseError` if another process uses the directory."""
     ours = _lock(run_dir, fcntl.LOCK_EX)
     processes = _open(run_dir / _PROCESSES)
     try:
@@ -86,7 +88,7 @@ def _lock(run_dir: Path, how: int) -> int:
     fd = _open(run_dir / _UP)
     if _try(fd, how):
         return fd
-    # Who shares the lock is a server of `journeyman exec`; nobody can share it with `up`.
+    # A shared lock is held by a server of `journeyman exec`; `up` never shares it.
     what = "a server of journeyman exec" if _try(fd, fcntl.LOCK_SH) else "journeyman up"
     os.close(fd)
     raise RunInUseError(_refusal(run_dir, _UP, what))
@@ -94,13 +96,13 @@ def _lock(run_dir: Path, how: int) -> int:
 
 def _refusal(run_dir: Path, lock: str, what: str) -> str:
     holders = sorted(_holders(run_dir / lock))
-    # A process of another user, or of another container, holds the lock unseen.
-    who = f"as process {holders[0]}" if holders else "as a process that can't be seen from here"
+    # A process of another user or container may hold the lock without being visible here.
+    who = f"as process {holders[0]}" if holders else "as a process that is not visible from here"
     return f"{run_dir} is in use: {what} runs there {who}; stop it first or choose another run_dir"
 
 
 def _holders(path: Path) -> list[int]:
-    """Processes besides this one that have the file open, as far as this user may know."""
+    """Return the other processes that have the file open, as far as this user may see them."""
     wanted, found = path.stat(), []
     for folder in Path("/proc").glob("[0-9]*"):
         if int(folder.name) == os.getpid():
@@ -115,9 +117,9 @@ def _holders(path: Path) -> list[int]:
 
 
 def _end_leftovers(run_dir: Path, fd: int) -> None:
-    """Kill the children of an `up` that is no more, and return once they are gone and the lock is ours.
+    """Kill the children of an `up` that has ended, and return when they are gone and the lock is held here.
 
-    They were told to end when their parent died. All of them survive a kill, so they are not waited for."""
+    They may be killed without waiting: every service recovers from the log."""
     while not _try(fd, fcntl.LOCK_EX):
         holders = _holders(run_dir / _PROCESSES)
         if not holders and not _try(fd, fcntl.LOCK_EX):
@@ -129,7 +131,7 @@ def _end_leftovers(run_dir: Path, fd: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process with its group, and return once it is gone."""
+    """Kill a process and its group, and return when it is gone."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

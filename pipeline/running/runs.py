@@ -1,7 +1,7 @@
 """Which run a command means, what its settings are, and how to reach its log.
 
-A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeyman up` started) or a store.
-Commands that name no run mean the newest one under `runs/`: the one in which one of these changed last.
+A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeyman up` started)
+or a store. Commands that name no run mean the newest one under `runs/`: the one in which one of these changed last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def log_of(config: Config) -> NatsConfig:
     """Return how to reach the log of `run_settings`. Raises `ConfigError` if its address is not known."""
     if not config.nats.url:
         raise ConfigError(
-            f"{config.run_dir}: the address of its log is not known. Give --nats-url, set nats.url, or start the run with `journeyman up`"
+            f"{config.run_dir}: the address of its log is not known. "
+            "Give --nats-url, set nats.url, or start the run with `journeyman up`"
         )
     return config.nats
 

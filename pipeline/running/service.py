@@ -1,11 +1,10 @@
-"""How a service process lives: settings in, readiness out, a clean stop on SIGTERM.
+"""The life of a service process: it reads settings, reports readiness, and stops cleanly on SIGTERM.
 
     python -m judge --config runs/x/config.toml --ready-fd 5
 
-`serve(config, ready)` is the service; it calls `ready(url=…)` once it works. The supervisor passes a pipe whose write
-end is `--ready-fd`; readiness is one JSON line on it, and a byte every `BEAT_S` after it says that the event loop lives.
-SIGTERM and SIGINT cancel `serve`, which cleans up as cancellation
-unwinds; the exit code is 0 then.
+`serve(config, ready)` is the service; it calls `ready(url=…)` when it works. The supervisor passes a pipe whose write
+end is `--ready-fd`; readiness is one JSON line, followed by one byte every `BEAT_S` as the event loop's heartbeat.
+SIGTERM and SIGINT cancel `serve`; the exit code is then 0.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from pipeline.config import Config, ConfigError, load
 from pipeline.telemetry import logs as log
 
 BEAT_S = 1.0
-"""Seconds between two signs of life of a service that is ready."""
+"""Seconds between two heartbeats."""
 
 
 class Ready(Protocol):
-    """Tells the supervisor that the service works, with what others must know of it."""
+    """Reports that the service is ready, with facts such as its URL."""
 
     def __call__(self, **facts: str | int | float) -> None: ...
 
@@ -37,7 +36,7 @@ Serve = Callable[[Config, Ready], Awaitable[None]]
 
 
 class _Report:
-    """Tells the supervisor, through the pipe that it gave, that the service is ready, and from then on that it lives."""
+    """Reports readiness, and then heartbeats, through the supervisor's pipe."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -53,8 +52,8 @@ class _Report:
         log.get_logger("pipeline.running.service").info("ready", **facts)
 
     async def beat(self) -> None:
-        """Once ready, a byte every `BEAT_S`, written by the event loop: where it hangs, the bytes stop. Returns where nobody
-        reads them."""
+        """Write a byte every `BEAT_S` after readiness. If the event loop hangs, the bytes stop. Returns if the pipe
+        has no reader."""
         await self._ready.wait()
         if self._fd is None:
             return
@@ -63,7 +62,7 @@ class _Report:
             try:
                 os.write(self._fd, b".")
             except BlockingIOError:
-                pass  # the supervisor does not read at present: what waits in the pipe is sign enough
+                pass  # the pipe is full: the supervisor will find enough heartbeats in it
             except BrokenPipeError:
                 return
             await anyio.sleep(BEAT_S)
@@ -100,7 +99,7 @@ def _unusable_settings(error: BaseException) -> list[str]:
 
 
 def main(name: str, serve: Serve) -> None:
-    """Run `serve` as this process; exits 0 when stopped, 2 on unusable settings, 1 on a crash."""
+    """Run `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--ready-fd", type=int, default=None)
@@ -111,7 +110,7 @@ def main(name: str, serve: Serve) -> None:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
     log.configure(name, config.log_level)
-    os.umask(0o077)  # a run's files are its owner's: they hold prompts, replies and keys
+    os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
         anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Starts the processes of one installation, watches them, restarts them with backoff, stops them in order.
+"""Starts the processes of an installation, checks them, restarts them with backoff and stops them in order.
 
-Every process leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, which then stops
-services first, lets the store write what the log still holds, and takes the log down last. A child dies with its
-supervisor even when that is killed. `<run_dir>/state.json` always says what runs, written whole or not at all.
+Every process has its own session, so Ctrl-C in a terminal reaches the supervisor only. It stops the services first,
+waits until the store has written the log's events, and stops the log last. Children end when the supervisor ends,
+even if it is killed. `<run_dir>/state.json` holds the state of every process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = get_logger("pipeline.running.supervisor")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S, HEALTHY_AFTER_S = 0.25, 30.0, 60.0
 GIVE_UP_AFTER = 5
-"""Failed starts in a row of a process that never worked: then it is a mistake, not bad luck."""
+"""Failed starts in a row after which a process that never worked ends the installation."""
 PROBE_EVERY_S = 0.1
 DRAIN_S = 60.0
 _LAST_WORDS_S = 1.0
@@ -50,12 +50,12 @@ _LAUNCH = (
 
 
 class SupervisorError(Exception):
-    """The installation can't run; the message says which process and what it last printed."""
+    """A process does not start. The message names it and holds the last lines of its log."""
 
 
 @dataclass
 class Watched:
-    """A process and what is known of it."""
+    """A process and its state."""
 
     spec: ProcessSpec
     ready: anyio.Event
@@ -68,7 +68,7 @@ class Watched:
 
 
 class Supervisor:
-    """`run` holds the installation up until it is cancelled."""
+    """`run` runs the installation until `stop` or cancellation."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class Supervisor:
         on_change: Callable[[Watched], None] | None = None,
         inherit: tuple[int, ...] = (),
     ) -> None:
-        """`inherit`: file descriptors that every process gets, such as the lock of the run directory (`pipeline.running.run_lock`)."""
+        """`inherit`: file descriptors that every process gets, such as the lock of the run directory
+        (`pipeline.running.run_lock`)."""
         self.config = config
         self._inherit = inherit
         self.watched = {s.name: Watched(s, anyio.Event(), anyio.Event()) for s in specs}
@@ -94,17 +95,17 @@ class Supervisor:
 
     @property
     def alarms(self) -> tuple[str, ...]:
-        """What an operator has to know of the log at present."""
+        """Present alarms about the log."""
         return self._log_probe.alarms
 
     def stop(self) -> None:
-        """Ask for an orderly stop; `run` returns when it is done."""
+        """Begin an orderly stop. `run` returns when it is complete."""
         self._stop_requested.set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Start everything, report `started` once all of it works, keep it so until `stop`.
+        """Start all processes, report `started` when all are ready, and restart them until `stop`.
 
-        Cancelling kills at once instead. Raises `SupervisorError` (in a group) if a process never comes up."""
+        Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
         private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
         self.config = signing.with_public_key(self.config)
@@ -156,7 +157,7 @@ class Supervisor:
             **spec.env,
             **{name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()},
             "PYTHONUNBUFFERED": "1",
-            # The fault handler from the first import on, which may be what hangs (`_await_start`).
+            # Enables the fault handler before the imports, which may hang too (`_await_start`).
             "PYTHONFAULTHANDLER": "1",
         }
         read_end, write_end = os.pipe()
@@ -184,10 +185,10 @@ class Supervisor:
             watched.process = None
         return code
 
-    # -- liveness (`pipeline.running.liveness`) --------------------------------------------------------------------------
+    # -- liveness (`pipeline.running.liveness`) ---------------------------------------------------------------------
 
     async def _watch(self, watched: Watched, fd: int) -> None:
-        """From the start of a process on: end it where it does not get ready, or gives no sign of life afterwards."""
+        """Kill a process that does not become ready, or does not respond afterwards."""
         await self._await_start(watched, fd)
         probe = watched.spec.probe
         if probe.startswith("tcp://"):
@@ -198,7 +199,7 @@ class Supervisor:
             await self._end(watched, await liveness.silent(fd, self.config.supervisor.deadline_s))
 
     async def _watch_log(self) -> None:
-        """For as long as the installation runs: restart the log's server where it takes no writes, if it is ours."""
+        """Restart the log's server when it accepts no writes, if the supervisor started it."""
         watched = self.watched.get("nats")
         if watched is not None:
             await watched.ready.wait()
@@ -215,21 +216,21 @@ class Supervisor:
         process = watched.process
         if process is None or watched.stopping.is_set():
             return
-        log.error("restarted, since it does not work", process=watched.spec.name, reason=reason)
+        log.error("process does not respond; killing it", process=watched.spec.name, reason=reason)
         self._change(watched, "failed")
-        if not watched.spec.probe:  # a Python process says in its log where every thread of it is
+        if not watched.spec.probe:  # a Python process writes the stacks of its threads to its log
             process.send_signal(signal.SIGABRT)
             with anyio.move_on_after(_LAST_WORDS_S):
                 await process.wait()
         _kill_group(process.pid)
 
     async def _await_start(self, watched: Watched, fd: int) -> None:
-        """Until the process is ready, or it is given up on: a start that hangs is worth no more than one that fails."""
+        """Wait until the process is ready. Kill it after `start_timeout_s`."""
         with anyio.move_on_after(watched.spec.start_timeout_s) as bound:
             await self._await_ready(watched, fd)
         if bound.cancelled_caught and watched.process is not None:
             log.error("not ready in time", process=watched.spec.name, seconds=watched.spec.start_timeout_s)
-            # A Python process then says in its log where every thread of it is.
+            # A Python process then writes the stacks of its threads to its log.
             watched.process.send_signal(signal.SIGABRT)
             await anyio.sleep(_LAST_WORDS_S)
             _kill_group(watched.process.pid)
@@ -242,13 +243,13 @@ class Supervisor:
         else:
             await anyio.wait_readable(fd)
             if not os.read(fd, 65536):
-                return  # closed without a word: it died, and its exit says so
+                return  # closed before readiness: the process ended
         watched.ever_ready = True
         self._change(watched, "ready")
         watched.ready.set()
 
     async def _provision(self) -> None:
-        """Make streams, consumers and buckets, which the services may not."""
+        """Create streams, consumers and buckets. The services' users lack the right."""
         settings = msgspec.structs.replace(self.config.nats, provision=True)
         while True:
             try:
@@ -256,7 +257,7 @@ class Supervisor:
                     await broker.provision_consumer(streams.trainer_consumer(self.config.trainer.branch))
                     return
             except BrokerUnavailableError as error:
-                log.warning("the log is not there yet", exc=error)
+                log.warning("the log does not answer yet", exc=error)
 
     def _obituary(self, watched: Watched, code: int) -> str:
         path = self._logs / f"{watched.spec.name}.log"
@@ -266,7 +267,7 @@ class Supervisor:
     # -- stopping ------------------------------------------------------------------------------------------------
 
     async def _stop_all(self) -> None:
-        """In order, so that what is on the way still arrives: services, then the store, then the log."""
+        """Stop services, then the store, then the log, so that events in flight are stored."""
         if self._probing is not None:
             self._probing.cancel()
         for name in STOP_ORDER:
@@ -288,7 +289,7 @@ class Supervisor:
         self._change(watched, "stopped")
 
     async def _drain_store(self) -> None:
-        """Wait until the store has written every event of the log, as far as that is to be had."""
+        """Wait until the store has written every event of the log, or the wait times out."""
         if self.watched["store"].state != "ready":
             return
         try:
@@ -297,9 +298,9 @@ class Supervisor:
                     while await broker.lag("store-"):  # noqa: ASYNC110 - the server can only be asked
                         await anyio.sleep(PROBE_EVERY_S)
             if bound.cancelled_caught:
-                log.warning("the store is still behind; it goes on where it was at the next start")
+                log.warning("the store is still behind; it continues at the next start")
         except BrokerError as error:
-            log.warning("the log is away, so the store stops where it is", exc=error)
+            log.warning("the log does not answer; the store stops without the remaining events", exc=error)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class Supervisor:
 
 
 async def _answers(probe: str) -> None:
-    """Return once a foreign server answers at `probe`. Knocking is the only way to learn it."""
+    """Return when a server answers at `probe`, a `tcp://` or `http://` address."""
     if probe.startswith("tcp://"):
         host, _, port = probe.removeprefix("tcp://").rpartition(":")
         while True:

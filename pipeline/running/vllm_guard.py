@@ -1,6 +1,6 @@
-"""Asks for the API key on every path of vLLM but `/health`.
+"""Requires the API key on every path of vLLM except `/health`.
 
-vLLM's own check covers `/v1` and a few other beginnings; `/invocations` runs the model and `/metrics` tells of it without a key.
+vLLM's own check covers `/v1` and a few other prefixes; `/invocations` and `/metrics` answer without a key.
 `journeyman up` passes this class to vLLM by `--middleware`, so it runs in vLLM's process and imports nothing.
 """
 
@@ -16,15 +16,15 @@ Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Any, Send], Awaitable[None]]
 
 OPEN = frozenset({"/health"})
-"""Paths that need no key: they say no more than that the server lives."""
+"""Paths that need no key."""
 _BODY = b'{"error": "Unauthorized"}'
 
 
 class RequireKey:
-    """ASGI middleware; the key is that of the environment variable VLLM_API_KEY."""
+    """ASGI middleware. The key comes from the environment variable VLLM_API_KEY."""
 
     def __init__(self, app: App) -> None:
-        """Raises `RuntimeError` without a key: a guard that guards nothing must not pass for one."""
+        """Raises `RuntimeError` if there is no key."""
         key = os.environ.get("VLLM_API_KEY", "")
         if not key:
             raise RuntimeError("pipeline.running.vllm_guard needs the environment variable VLLM_API_KEY")

@@ -1,7 +1,8 @@
-"""The service that turns the log into traces: reads events, makes spans (`pipeline.telemetry.spans`), exports over OTLP/HTTP.
+"""The service that turns the log into traces: reads events, makes spans (`pipeline.telemetry.spans`), exports over
+OTLP/HTTP.
 
-It has durable consumers of its own, so nothing waits for a trace backend, and what the backend did not take stays on
-the log until it does. Where to export is said by the standard `OTEL_EXPORTER_OTLP_*` variables or by Langfuse's
+It has its own durable consumers: no service waits for the trace backend, and events stay on the log until the
+backend has their spans. The destination comes from the standard `OTEL_EXPORTER_OTLP_*` variables or by Langfuse's
 (`LANGFUSE_PUBLIC_KEY`, `LANGFUSE_SECRET_KEY`, `LANGFUSE_HOST`).
 """
 
@@ -41,7 +42,7 @@ _REMEMBERED = 10_000
 
 
 def make_exporter() -> SpanExporter:
-    """An OTLP/HTTP exporter as the environment says. Raises `ConfigError` where it says nothing."""
+    """Return the OTLP/HTTP exporter that the environment configures. Raises `ConfigError` if it configures none."""
     if secret := os.environ.get("LANGFUSE_SECRET_KEY"):
         public = os.environ.get("LANGFUSE_PUBLIC_KEY")
         host = os.environ.get("LANGFUSE_HOST") or os.environ.get("LANGFUSE_BASE_URL")
@@ -60,7 +61,7 @@ def make_exporter() -> SpanExporter:
 
 
 class SpanMaker:
-    """Spans of an event, looking up in the log where a trajectory's trace hangs."""
+    """Makes the spans of an event, and reads the trace context of its trajectory from the log."""
 
     def __init__(self, broker: Broker, *, content: bool) -> None:
         self._broker, self._content = broker, content
@@ -97,7 +98,7 @@ class SpanMaker:
             CheckpointPublished, project=event.project, model=event.model, step=event.step
         )
         if checkpoint is None:
-            return []  # the base model: nothing was learned yet
+            return []  # the base model has no training step
         return [
             spans.load_span(event, trajectory, group, await self._parent(event.project, trajectory))
             for trajectory, group in await self._learned_from(checkpoint.event)
@@ -111,8 +112,8 @@ class SpanMaker:
             try:
                 recorded = await self._broker.read_at(GroupScored, seq)
             except HistoryGoneError:
-                continue  # retention took the group: its trace is long closed
-            # After a power cut another group may lie there, which this checkpoint did not learn from.
+                continue  # retention deleted the group
+            # After a power cut, another group may have this sequence.
             if recorded.place.matches(Place(seq, at)) and recorded.event.group in event.groups:
                 found += [(m.trajectory, recorded.event.group) for m in recorded.event.members]
         return found
@@ -131,12 +132,12 @@ class SpanMaker:
 
 
 async def export(messages: Consumption, maker: SpanMaker, exporter: SpanExporter) -> None:
-    """Spans of everything on one consumer, acknowledged once the backend has them."""
+    """Export the spans of one consumer's events, and acknowledge the events when the backend has them."""
     while True:
         batch = await messages.batch(BATCH)
         made = [span for delivery in batch for span in await maker.make(delivery)]
         while made and await anyio.to_thread.run_sync(exporter.export, made) is not SpanExportResult.SUCCESS:
-            log.warning("the trace backend takes nothing; trying again", spans=len(made), after_s=RETRY_S)
+            log.warning("the trace backend refused the spans; retrying", spans=len(made), after_s=RETRY_S)
             await anyio.sleep(RETRY_S)
         for delivery in batch:
             await delivery.ack()

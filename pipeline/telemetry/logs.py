@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on stderr, for machines first.
+"""Structured logs: one JSON object a line on stderr.
 
 `get_logger(name).info("adapter loaded", version="m@3", ms=12)` writes
 `{"at": …, "level": "info", "service": …, "event": "adapter loaded", "version": "m@3", "ms": 12}`.
@@ -33,7 +33,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class Logger:
-    """A logger whose keyword arguments become fields of the line."""
+    """A logger. Keyword arguments become fields of the line."""
 
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(name)
@@ -69,6 +69,6 @@ def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # A request line per call would cost more than the call's capture.
+    # A log line for each request would cost more than its capture.
     for noisy in ("httpx", "httpcore", "LiteLLM", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,10 +1,11 @@
 """Events to OpenTelemetry spans: the one module that knows the GenAI conventions and Langfuse's attributes.
 
-Spans are derived from events, not opened per request: a request pays nothing, and exporting history again gives the
-same spans, because every id is a hash of what the span stands for. One trace per trajectory: its calls, its verdicts,
-the training step that learned from it and the loading of the adapter that came out.
+Spans are derived from events, not opened per request: requests are not slowed, and exporting history again gives
+the same spans, because every id is a hash. There is one trace per trajectory: its calls, its verdicts, the training
+step that used it and the loading of the resulting adapter.
 
-Sources: OpenTelemetry GenAI semantic conventions (spans, events); Langfuse's OTLP attribute mapping; W3C trace context.
+Sources: OpenTelemetry GenAI semantic conventions (spans, events); Langfuse's OTLP attribute mapping; W3C trace
+context.
 """
 
 from __future__ import annotations
@@ -45,30 +46,30 @@ def _hash(*parts: str, size: int) -> int:
 
 
 def trace_id(project: str, trajectory: str) -> int:
-    """The trace of a trajectory whose caller brought none, 128 bits."""
+    """Return the trace id (128 bits) of a trajectory whose caller sent no `traceparent`."""
     return _hash("trace", project, trajectory, size=16)
 
 
 def root_span_id(project: str, trajectory: str) -> int:
-    """The span of the whole run, 64 bits."""
+    """Return the id (64 bits) of the span of the whole run."""
     return _hash("run", project, trajectory, size=8)
 
 
 def traceparent(project: str, trajectory: str) -> str:
-    """The W3C header under which a trajectory's events travel where the caller brought none."""
+    """Return the W3C header of a trajectory's events if the caller sent none."""
     return f"00-{trace_id(project, trajectory):032x}-{root_span_id(project, trajectory):016x}-01"
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """Where a trajectory's spans hang."""
+    """The trace of a trajectory and the parent of its spans."""
 
     trace: int
     span: int
-    """0: no span of the caller's above the run."""
+    """Id of the caller's span above the run. 0: none."""
 
 
 def parent_of(project: str, trajectory: str, headers: Mapping[str, str]) -> Parent:
-    """From the `traceparent` header of one of the trajectory's events."""
+    """Read it from the `traceparent` header of one of the trajectory's events."""
     match = _TRACEPARENT.match(headers.get("traceparent", ""))
     if match is None or int(match[1], 16) == 0:
         return Parent(trace_id(project, trajectory), 0)
@@ -108,7 +109,7 @@ def _span(
 
 def _common(project: str, trajectory: str, group: str, kind: str) -> Attributes:
     return {
-        # Langfuse reads the session from every span: the attempts at one task stand side by side.
+        # Langfuse reads the session from every span, and shows the attempts at one task together.
         "langfuse.session.id": group or trajectory,
         "session.id": group or trajectory,
         "gen_ai.conversation.id": trajectory,
@@ -120,7 +121,7 @@ def _common(project: str, trajectory: str, group: str, kind: str) -> Attributes:
 
 
 def run_span(event: TrajectoryCompleted, parent: Parent) -> ReadableSpan:
-    """The whole run."""
+    """Return the span of the whole run."""
     attributes = _common(event.project, event.trajectory, event.group, "agent") | {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.agent.name": event.model,
@@ -139,7 +140,7 @@ def run_span(event: TrajectoryCompleted, parent: Parent) -> ReadableSpan:
 
 
 def chat_span(event: ExchangeRecorded, parent: Parent, *, content: bool) -> ReadableSpan:
-    """One model call."""
+    """Return the span of one model call."""
     request = _document(event.request)
     prompt, sampled = len(event.prompt_ids) // 4, len(event.sampled_ids) // 4
     attributes = _common(event.project, event.trajectory, event.group, "generation") | {
@@ -149,7 +150,7 @@ def chat_span(event: ExchangeRecorded, parent: Parent, *, content: bool) -> Read
         "gen_ai.response.model": event.policy_version,
         "gen_ai.usage.input_tokens": prompt,
         "gen_ai.usage.output_tokens": sampled,
-        # Sent whole, so that Langfuse does not count the two above once more.
+        # Sent as one object, so that Langfuse does not count the two attributes above again.
         "langfuse.observation.usage_details": msgspec.json.encode(
             {"input": prompt, "output": sampled, "total": prompt + sampled}
         ).decode(),
@@ -177,7 +178,7 @@ def chat_span(event: ExchangeRecorded, parent: Parent, *, content: bool) -> Read
 
 
 def verdict_span(event: GroupScored, member: Member, parent: Parent, *, content: bool) -> ReadableSpan:
-    """What the judges said of one trajectory."""
+    """Return the spans of the judges' scores of one trajectory."""
     results = []
     for verdict in event.verdicts:
         for score in verdict.scores:
@@ -202,7 +203,7 @@ def verdict_span(event: GroupScored, member: Member, parent: Parent, *, content:
 
 
 def step_span(event: CheckpointPublished, trajectory: str, group: str, parent: Parent) -> ReadableSpan:
-    """The optimizer step that learned from a trajectory."""
+    """Return the span of the optimizer step that used a trajectory."""
     attributes = _common(event.project, trajectory, group, "span") | {
         "journeyman.version": event.version,
         "journeyman.parent": event.parent,
@@ -215,7 +216,7 @@ def step_span(event: CheckpointPublished, trajectory: str, group: str, parent: P
 
 
 def load_span(event: PolicyLoaded, trajectory: str, group: str, parent: Parent) -> ReadableSpan:
-    """An inference server taking up the adapter that a trajectory helped to train."""
+    """Return the span of an inference server loading the adapter that a trajectory helped to train."""
     attributes = _common(event.project, trajectory, group, "span") | {
         "journeyman.version": event.version,
         "journeyman.replica": event.replica,

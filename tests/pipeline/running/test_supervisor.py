@@ -192,9 +192,9 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
 
 def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
-    with pytest.raises(ConfigError, match="leaves the inference server nothing"):
+    with pytest.raises(ConfigError, match="leaves no memory of the GPU to the inference server"):
         make_plan(load(None, [*base, "trainer.memory.gpu_share=0.95"]), ("gateway", "trainer"))
-    with pytest.raises(ConfigError, match="--gpu-memory-utilization half is no number"):
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization half is not a number"):
         make_plan(
             load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("gateway", "trainer")
         )
