@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 import types
 import typing
@@ -226,12 +227,12 @@ def _type_name(hint: object) -> str:
     return (
         hint.__name__
         if isinstance(hint, type) and not typing.get_args(hint)
-        else str(hint).replace("typing.", "")
+        else re.sub(r"typing\.|pipeline\.[\w.]*\.", "", str(hint))
     )
 
 
 def _limits(hint: object) -> str:
-    """What a number may be, such as `, ≥ 1`."""
+    """Return the limits of a number, such as `, ≥ 1`."""
     words = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     parts = [hint, *typing.get_args(hint)]
     metas = [m for part in parts for m in getattr(part, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
