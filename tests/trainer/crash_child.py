@@ -37,27 +37,28 @@ def _instrument(point: str, nth: int) -> None:
             if left <= 0:
                 os._exit(DIED)
 
-    def after(owner: Any, name: str, here: str, counts: Callable[..., bool] = lambda *_: True) -> None:
+    def after(owner: Any, name: str, here: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
         original = getattr(owner, name)
 
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             out = await original(*args, **kwargs)
-            if counts(*args):
+            if counts(*args, **kwargs):
                 passed(here)
             return out
 
         def wrapped_sync(*args: Any, **kwargs: Any) -> Any:
             out = original(*args, **kwargs)
-            passed(here)
+            if counts(*args, **kwargs):
+                passed(here)
             return out
 
         is_async = original.__code__.co_flags & 0x80
         setattr(owner, name, wrapped if is_async else wrapped_sync)
 
-    after(checkpoint, "_write_durably", "file")
+    after(checkpoint, "write_whole", "file", lambda *_, durable=False: durable)
     after(checkpoint.Checkpoints, "write", "written")
     after(Broker, "put_object", "uploaded")
-    after(Broker, "publish", "published", lambda _, event, *__: isinstance(event, CheckpointPublished))
+    after(Broker, "publish", "published", lambda _, event, *__, **___: isinstance(event, CheckpointPublished))
     after(Learner, "commit", "committed")
     after(Delivery, "ack", "acked")
 
