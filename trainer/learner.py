@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline import crash
 from pipeline.config import Config, ModelConfig, config_hash
-from pipeline.events import CheckpointPublished, GroupScored, now_us, pack_seqs
+from pipeline.events import CheckpointPublished, GroupDiscarded, GroupScored, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import TrainingGroup, examples
@@ -58,8 +58,6 @@ class PendingStep:
     """The adapter as a tar."""
     state: TrainState
     """The training state after the step."""
-    dropped: Mapping[str, tuple[str, ...]]
-    """By group, the trajectories with a sequence that was left out because memory does not hold it."""
 
 
 class Learner:
@@ -216,10 +214,13 @@ class Learner:
             started_at=started_at,
             branch=self.config.trainer.branch,
         )
-        manifest = Manifest(event=event, config=msgspec.to_builtins(self.settings), trace=trace or {})
+        manifest = Manifest(
+            event=event, config=msgspec.to_builtins(self.settings), trace=trace or {},
+            discarded=_too_large(batch, result.dropped, version),
+        )  # fmt: skip
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
-        return PendingStep(manifest, archive, result.state, _dropped_by_group(batch, result.dropped))
+        return PendingStep(manifest, archive, result.state)
 
     def _group_metrics(self, batch: Sequence[TrainingGroup]) -> dict[str, float]:
         members = [m for g in batch for m in g.members]
@@ -245,15 +246,21 @@ class Learner:
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 
 
-def _dropped_by_group(
-    batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence]
-) -> dict[str, tuple[str, ...]]:
-    """The trajectories of the `dropped` sequences, by group; groups without any are left out."""
-    trajectories = {sequence.trajectory for sequence in dropped}
-    by_group = {
-        g.event.group: tuple(m.trajectory for m in g.members if m.trajectory in trajectories) for g in batch
-    }
-    return {group: found for group, found in by_group.items() if found}
+def _too_large(
+    batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence], version: str
+) -> tuple[GroupDiscarded, ...]:
+    """The events that say which trajectories have one of the `dropped` sequences, one for each group that has such."""
+    gone = {sequence.trajectory for sequence in dropped}
+    found = [(g, tuple(m.trajectory for m in g.members if m.trajectory in gone)) for g in batch]
+    return tuple(
+        GroupDiscarded(
+            project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
+            reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
+            detail="a pass over one of their sequences alone does not fit into memory; the rest of the group was trained",
+            branch=g.event.branch,
+        )
+        for g, trajectories in found if trajectories
+    )  # fmt: skip
 
 
 Shape = tuple[object, ...]

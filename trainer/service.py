@@ -291,13 +291,6 @@ class Trainer:
                 await self.commits.republish_lost(learner)  # first, so that the log holds the steps in order
                 await self.commits.publish(pending.manifest, pending.adapter)
                 await self.commits.run_in_thread(learner.commit, pending)
-            for group in queue.batch:
-                if trajectories := pending.dropped.get(group.event.group):
-                    why = (
-                        "a pass over one of their sequences alone does not fit into memory; "
-                        "the rest of the group was trained"
-                    )
-                    await self._publish_discard(queue, group, trajectories, Refusal("too_large", why))
             self._consumed.add_checkpoint(event)
             for group in queue.batch:
                 if group.delivery is not None:

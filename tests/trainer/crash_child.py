@@ -1,6 +1,6 @@
 """Runs the trainer in forked processes that die, as by `kill -9`, at a chosen point of the commit protocol.
 
-    python crash_child.py <config.toml>
+    python crash_child.py <config.toml> [<longest>]
 
 Reads one line per life from standard input, `<point> <nth>`, and answers with the process's exit code: 9 if it died
 there, 0 if it reached `max_steps` first. The fork saves each life the import of PyTorch.
@@ -15,12 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import torch
 
 from pipeline.config import load
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker, Delivery
 from trainer import service
+from trainer.batches.packing import MicroBatch
 from trainer.checkpoints import checkpoint
+from trainer.engine.engine import Engine
 from trainer.learner import Learner
 
 DIED = 9
@@ -63,12 +66,26 @@ def _instrument(point: str, nth: int) -> None:
     after(Delivery, "ack", "acked")
 
 
+def _limit(longest: int) -> None:
+    """Memory that does not hold a sequence of more tokens."""
+    original = Engine._backward
+
+    def limited(self: Engine, batch: MicroBatch, *args: Any) -> None:
+        if batch.layout.ids_RL.shape[1] > longest:
+            raise torch.OutOfMemoryError("too much")
+        original(self, batch, *args)
+
+    Engine._backward = limited  # type: ignore[method-assign]
+
+
 def _live(config_path: str, point: str, nth: int) -> None:
     _instrument(point, nth)
     anyio.run(service.train, load(config_path), lambda **_: None)
 
 
 def main() -> None:
+    if len(sys.argv) > 2:
+        _limit(int(sys.argv[2]))
     for line in sys.stdin:
         point, nth = line.split()
         pid = os.fork()

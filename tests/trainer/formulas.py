@@ -1,8 +1,9 @@
 """The losses written out from their papers, token by token: nothing of TRL's, nothing of ours.
 
-A reply i has advantage A, and for each token t the trainer's logprob p, the sampler's q and the base model's b.
-All are scalars (`torch` for the gradient with respect to p). `stop` is the stop-gradient of the papers. Names of
-settings are those of [trainer].
+A reply i has advantage A, and for each token t the trainer's logprob p, the sampler's q and the base model's b. In a
+step of several updates there is also the logprob o that the trainer gave it before the first one. All are scalars
+(`torch` for the gradient with respect to p). `stop` is the stop-gradient of the papers. Names of settings are those of
+[trainer].
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ class Reply:
     q: Sequence[float]
     b: Sequence[float]
     entropy: Sequence[Scalar]
+    o: Sequence[float] | None = None
+
+    @property
+    def before(self) -> list[Scalar]:
+        """The logprobs of the policy that the step began with."""
+        return (
+            [stop(p) for p in self.p]
+            if self.o is None
+            else [torch.tensor(o, dtype=torch.float64) for o in self.o]
+        )
 
 
 def stop(x: Scalar) -> Scalar:
@@ -41,7 +52,7 @@ def corrections(reply: Reply, c: TrainerConfig) -> list[Scalar]:
     one = torch.ones((), dtype=torch.float64)
     if c.loss.importance_sampling == "none":
         return [one for _ in reply.p]
-    rho = [torch.exp(stop(p) - q) for p, q in zip(reply.p, reply.q, strict=True)]
+    rho = [torch.exp(o - q) for o, q in zip(reply.before, reply.q, strict=True)]
     if c.loss.importance_sampling.startswith("sequence"):
         product = torch.exp(sum((torch.log(r) for r in rho), torch.zeros((), dtype=torch.float64)))
         rho = [product for _ in rho]
@@ -52,9 +63,10 @@ def corrections(reply: Reply, c: TrainerConfig) -> list[Scalar]:
 
 
 def ratios(reply: Reply, c: TrainerConfig) -> list[Scalar]:
-    """Probability ratio of every token to the policy that the update starts from: the sampler, or, where the sampler
-    is corrected for, the trainer itself, whose ratio is 1 and has a gradient."""
-    old = reply.q if c.loss.importance_sampling == "none" else [stop(p) for p in reply.p]
+    """Probability ratio of every token to the policy that the step began with: the sampler, or, where the sampler is
+    corrected for, the trainer before the first update. In a step of one update that is the trainer itself, whose ratio
+    is 1 and has a gradient."""
+    old = reply.q if c.loss.importance_sampling == "none" else reply.before
     logs = [p - o for p, o in zip(reply.p, old, strict=True)]
     if c.loss.importance_level == "sequence":  # GSPO: the geometric mean over the reply
         mean = sum(logs[1:], logs[0]) / len(logs)

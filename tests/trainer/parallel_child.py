@@ -1,21 +1,25 @@
 """One of several trainer processes: `accelerate launch … --module tests.trainer.parallel_child BASE OUT`.
 
 The first process takes steps under several settings and writes what came out; with `fail` the other one runs out
-of memory in the middle of the first step.
+of memory in the middle of the first step. With `too_large` neither process holds a pass with the first sequence.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.config import with_values
 from tests.trainer.kit import exactly, settings, tree_of_conversations
 from trainer import learner
 from trainer.batches.groups import Example
+from trainer.batches.packing import MicroBatch
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
 
@@ -29,6 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
     },
     {"loss.type": "bnpo", "memory.packing": "padded", "loss.beta": 0.1},
     {"loss.type": "dr_grpo", "memory.packing": "padded", "memory.tokens_per_batch": 1},
+    {"memory.packing": "padded", "optimizer.epochs": 2, "optimizer.minibatches": 2},
 ]
 
 
@@ -58,6 +63,40 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
     return out
 
 
+TOO_LARGE = 0
+"""Index of the sequence that `limited` has no room for."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Memory does not hold a pass with the sequence `TOO_LARGE`."""
+    original = Engine._backward
+    large = tree_of_conversations(3)[0][TOO_LARGE].ids
+
+    def backward(self: Engine, batch: MicroBatch, examples: Sequence[Example], *rest: Any) -> None:
+        if any(np.array_equal(examples[i].sequence.ids, large) for i in batch.indices):
+            raise torch.OutOfMemoryError("no room, says the test")
+        original(self, batch, examples, *rest)
+
+    Engine._backward = backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Engine._backward = original  # type: ignore[method-assign]
+
+
+def step_without_room(engine: Engine) -> dict[str, Any]:
+    """The weights and metrics of a step of which a sequence is left out, and the trajectories of such."""
+    sequences, groups = tree_of_conversations(3)
+    advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
+    examples = [Example(s, a) for s, a in zip(sequences, advantages, strict=True)]
+    with limited():
+        result = engine.step(engine.initial_state(), examples, groups)
+    return {
+        "weights": result.state.weights, "metrics": result.metrics, "dropped": [s.ids.tolist() for s in result.dropped]
+    }  # fmt: skip
+
+
 def main() -> None:
     base, out, *how = sys.argv[1:]
     with ProcessGroup.join() as process_group:
@@ -85,13 +124,14 @@ def _take_steps(process_group: ProcessGroup, base: str, out: Path, how: list[str
     assert threads_of_gloo()
     if process_group.rank == 0:
         (engine,) = make_engines(config, out.parent, process_group).values()
-        torch.save(steps(engine), out)
+        torch.save(step_without_room(engine) if how == ["too_large"] else steps(engine), out)
         process_group.send(None)
         return
-    if how:
+    if how == ["fail"]:
         _fail_once()
     engines = list(make_engines(config, out.parent, process_group).values())
-    process_group.worker_loop(lambda job: engines[job.engine].take_part(job))
+    with limited() if how == ["too_large"] else nullcontext():
+        process_group.worker_loop(lambda job: engines[job.engine].take_part(job))
 
 
 def _fail_once() -> None:

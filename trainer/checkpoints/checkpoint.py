@@ -30,7 +30,7 @@ import torch
 
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished
+from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.files import sync, write_whole
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
@@ -62,6 +62,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The training settings, for people: `event.config_hash` identifies them."""
     trace: dict[str, str] = {}
     """Headers under which the event is published (W3C trace context)."""
+    discarded: tuple[GroupDiscarded, ...] = ()
+    """Which trajectories were left out because memory does not hold them; published after `event`."""
 
 
 def batch_id(parent: str, groups: tuple[str, ...], config_hash: str) -> str:

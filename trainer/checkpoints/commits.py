@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from pipeline import crash, streams
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished
+from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.log.broker import Broker
 from pipeline.log.subjects import keys_of, stream_of
 from pipeline.security.signing import Signer, Trust
@@ -73,6 +73,8 @@ class Commits:
             ahead = []
             if last is not None:
                 await self._resume_from(learner, last)
+                if newest is not None and newest[0].event.adapter_sha256 == last.adapter_sha256:
+                    await self._publish_discarded(newest[0])
         await self.run_in_thread(learner.checkpoints.set_log_id, log_id)
         return ahead
 
@@ -183,6 +185,18 @@ class Commits:
                     f"the log already holds another {event.version}: does a second trainer run on project "
                     f"{event.project!r}? Stop it; this one resumes from the log when it starts again."
                 )
+
+        await self._publish_discarded(manifest)
+
+    async def _publish_discarded(self, manifest: Manifest) -> None:
+        """Publish the discards of a step that the log holds, each once: also where a trainer died before it could."""
+        for event in manifest.discarded:
+            keys: dict[str, Any] = {
+                name: getattr(event, name) for name in ("project", "model", "group", "branch")
+            }
+            held = await self.broker.read(GroupDiscarded, **keys)
+            if all(r.event.message_id() != event.message_id() for r in held):
+                await self.broker.publish(event)
 
     async def run_in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
         """The result of `call`, run in a thread so that heartbeats keep held groups alive. One call runs at a time."""

@@ -38,11 +38,11 @@ class Lives:
 
 
 @contextmanager
-def lives(config: Config) -> Iterator[Lives]:
+def lives(config: Config, *arguments: str) -> Iterator[Lives]:
     path = Path(config.run_dir) / "config.toml"
     configuration.save(config, path)
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.crash_child", str(path)],
+        [sys.executable, "-m", "tests.trainer.crash_child", str(path), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -52,9 +52,9 @@ def lives(config: Config) -> Iterator[Lives]:
             process.stdin.close()
 
 
-def run(base: str, folder: Path, nats: NatsConfig, steps: int) -> Config:
+def run(base: str, folder: Path, nats: NatsConfig, steps: int, **changed: object) -> Config:
     return kit.with_many_loras(
-        kit.settings(base, folder, nats, max_steps=steps, max_staleness=100, keep_checkpoints=2)
+        kit.settings(base, folder, nats, max_steps=steps, max_staleness=100, keep_checkpoints=2, **changed)
     )
 
 
@@ -71,10 +71,10 @@ def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
 
 
 async def _uninterrupted(
-    base: str, folder: Path, server: NatsServer, steps: int, groups: int
+    base: str, folder: Path, server: NatsServer, steps: int, groups: int, **changed: object
 ) -> tuple[list[tuple[str, ...]], dict[str, np.ndarray]]:
     nats = NatsConfig(url=server.url, ack_timeout_s=60)
-    config = run(base, folder, nats, steps)
+    config = run(base, folder, nats, steps, **changed)
     async with Broker.connect(nats) as broker:
         await fill(broker, groups)
         with lives(config) as trainer:
@@ -98,13 +98,13 @@ async def _check(
 
 @asynccontextmanager
 async def killed(
-    start_nats: Callable[..., NatsServer], base: str, folder: Path, steps: int, groups: int
+    start_nats: Callable[..., NatsServer], base: str, folder: Path, steps: int, groups: int, **changed: object
 ) -> AsyncIterator[Lives]:
     """Lives of a trainer over `groups` groups. At the end it runs undisturbed, and has to reach the steps and weights
     of a run that nothing interrupted."""
-    expected = await _uninterrupted(base, folder / "whole", start_nats(), steps, groups)
+    expected = await _uninterrupted(base, folder / "whole", start_nats(), steps, groups, **changed)
     nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
-    config = run(base, folder / "killed", nats, steps)
+    config = run(base, folder / "killed", nats, steps, **changed)
     async with Broker.connect(nats) as broker:
         await fill(broker, groups)
         with lives(config) as trainer:
@@ -114,15 +114,45 @@ async def killed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("updates", [1, 4], ids=["one update a step", "four updates a step"])
 async def test_killed_at_every_point_of_the_commit(
-    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, updates: int
 ) -> None:
-    async with killed(start_nats, tiny_base, tmp_path, 8, 20) as trainer:
+    several = {"optimizer.epochs": 2, "optimizer.minibatches": 2} if updates == 4 else {}
+    async with killed(start_nats, tiny_base, tmp_path, 8, 20, **several) as trainer:
         # Three groups are discarded and acknowledged, so the fifth is in the middle of a batch's.
         assert trainer.live("acked", 5) == DIED
         for point in POINTS:
             # The second passage: of a file, that is in the middle of a checkpoint.
             assert trainer.live(point, 2) == DIED, point
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["written", "published", "committed"])
+async def test_what_memory_did_not_hold_is_told_once_whenever_the_trainer_dies(
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, point: str
+) -> None:
+    """The fault that was: a trainer that died between a step's commit and the event never published it."""
+    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
+    config = kit.with_many_loras(
+        kit.settings(
+            tiny_base, tmp_path, nats, groups_per_step=1, max_steps=1, **{"memory.packing": "padded"}
+        )
+    )
+    async with Broker.connect(nats) as broker:
+        for i in range(2):
+            for event in kit.turns(f"g-{i}", i):
+                await broker.publish(event)
+        for turn, prompt in enumerate(([5] * 80, [5] * 80 + [6, 7, 8])):
+            await broker.publish(kit.exchange("g-2", turn, prompt, [6, 7]))
+        await broker.publish(kit.group("g", [0.0, 1.0, 0.5]))
+        with lives(config, "70") as trainer:
+            assert trainer.live(point) == DIED
+            assert [trainer.live() for _ in range(2)] == [0, 0]
+        (step,) = await published(broker)
+        (told,) = [r.event for r in await broker.read(GroupDiscarded)]
+        assert step.metrics["sequences_dropped"] == 1
+        assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
 
 
 @pytest.mark.slow

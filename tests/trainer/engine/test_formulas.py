@@ -60,8 +60,10 @@ def cases() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("updates", ["one", "several"])
 @pytest.mark.parametrize("settings", cases(), ids=lambda s: " ".join(f"{v}" for v in s.values()))
-def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, Any], updates: str) -> None:
+    """Of the only update of a step, and of a later one, where the policy has moved since the step began."""
     config = with_values(TrainerConfig(), {"lora.rank": 4, "loss.importance_clip": 1.4} | settings)
     engine.configure(config)
     rng = np.random.default_rng(3)
@@ -72,7 +74,9 @@ def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, 
         (sequence,) = build(
             f"t{i}", [exchange(f"t{i}", 0, [5, 6], list(range(7, 7 + n)), logprobs=sampled.tolist())]
         )
-        examples.append(Example(sequence, float(np.float32(rng.normal()))))
+        advantage = float(np.float32(rng.normal()))
+        old = sampled.astype(np.float64) + rng.normal(0, 0.3, n) if updates == "several" else None
+        examples.append(Example(sequence, advantage, old_logprobs=old))
         current.append(sampled.astype(np.float64) + rng.normal(0, 0.3, n))
         base.append(sampled.astype(np.float64) + rng.normal(0, 0.3, n))
         entropies.append(rng.uniform(0.5, 2.0, n))
@@ -99,6 +103,7 @@ def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, 
             e.sequence.logprobs[e.sequence.loss_mask].astype(np.float64).tolist(),
             base[i].tolist(),
             [torch.tensor(h, dtype=torch.float64) for h in entropies[i]],
+            None if e.old_logprobs is None else e.old_logprobs.tolist(),
         )
         for i, (e, n) in enumerate(zip(examples, LENGTHS, strict=True))
     ]

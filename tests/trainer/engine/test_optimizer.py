@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from pathlib import Path
+
 import pytest
+import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
 from tests.trainer.engine.test_engine import batch
-from tests.trainer.kit import exactly
+from tests.trainer.kit import checkpoint_event, exactly
+from trainer.checkpoints.checkpoint import STATE_FILE, Manifest, adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
+from trainer.engine.state import TrainState
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +70,69 @@ def test_the_inverse_root_falls_without_an_end(engine: Engine) -> None:
         rates.append(result.metrics["learning_rate"])
     engine.configure(kept)
     assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
+
+
+def stored(state: TrainState, engine: Engine) -> TrainState:
+    """`state` as a checkpoint's files give it back; the adapters of earlier steps come from earlier checkpoints."""
+    files = adapter_files(state.weights, engine.lora, "base") | {STATE_FILE: state_bytes(state)}
+    manifest = Manifest(event=checkpoint_event(state.step, files), config={})
+    return dataclasses.replace(state_of(manifest, files), history=state.history)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"optimizer.schedule": "constant"},
+        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3},
+        {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2, "max_steps": 8},
+        {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 2, "max_steps": 8},
+        {"optimizer.schedule": "inverse_sqrt", "optimizer.warmup_steps": 2},
+        {"optimizer.epochs": 2, "optimizer.minibatches": 2},
+    ],
+    ids=["constant", "warm-up", "linear", "cosine", "inverse_sqrt", "updates"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_that_is_resumed_after_every_step_is_the_run(
+    tiny_base: str, tmp_path: Path, schedule: dict[str, object], dtype: str
+) -> None:
+    """The same learning rates and the same bits of every weight, the float32 masters of rounded adapters included."""
+    values = {
+        "lora.rank": 4,
+        "lora.dtype": dtype,
+        "optimizer.learning_rate": 1e-2,
+        "logprob_bound": 1.0,
+    } | schedule
+    engine = Engine(tiny_base, with_values(TrainerConfig(), values), tmp_path)
+    start = engine.initial_state()
+    batches = [batch(engine, start, seed=20 * i) for i in range(5)]
+
+    def run(resumed: bool) -> tuple[TrainState, list[float]]:
+        state, rates = start, []
+        for examples in batches:
+            result = engine.step(state, examples, [0, 0, 1, 1, 2, 2])
+            rates.append(result.metrics["learning_rate"])
+            state = stored(result.state, engine) if resumed else result.state
+        return state, rates
+
+    (whole, rates), (pieces, again) = run(resumed=False), run(resumed=True)
+    assert again == rates
+    assert all(torch.equal(whole.weights[k], pieces.weights[k]) for k in whole.weights)
+    assert (whole.master is None) == (pieces.master is None) == (dtype == "float32")
+    assert all(torch.equal(v, pieces.master[k]) for k, v in (whole.master or {}).items())  # type: ignore[index]
+    if schedule.get("optimizer.schedule") == "cosine":
+        cosine = [0.5e-2 * (1 + math.cos(math.pi * (n - 2) / 6)) for n in (2, 3, 4)]
+        assert rates == pytest.approx([0, 0.5e-2, *cosine])
+    if schedule.get("optimizer.schedule") == "linear":
+        assert rates == pytest.approx([0, 0.5e-2, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])
+
+
+def test_rounded_adapters_are_half_the_size(tiny_base: str, tmp_path: Path) -> None:
+    sizes = []
+    for dtype in ("float32", "bfloat16"):
+        engine = Engine(
+            tiny_base, with_values(TrainerConfig(), {"lora.rank": 64, "lora.dtype": dtype}), tmp_path
+        )
+        sizes.append(
+            len(adapter_files(engine.initial_state().weights, engine.lora, "b")["adapter_model.safetensors"])
+        )
+    assert sizes[1] < 0.52 * sizes[0]

@@ -17,7 +17,7 @@ from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer.kit import MODEL, exactly, publish_group, settings, with_many_loras
-from tests.trainer.parallel_child import steps
+from tests.trainer.parallel_child import step_without_room, steps
 from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints, weights_of
 from trainer.engine.engine import Engine
@@ -68,6 +68,19 @@ def test_two_processes_take_the_step_of_one(tiny_base: str, tmp_path: Path, how:
     assert all(two["metrics"]["micro_batches"] >= 2 for two in both[1:])
     if how:
         assert both[0]["first"]["token_budget"] == 75  # of 150
+
+
+def test_two_processes_leave_out_the_sequence_that_neither_holds(tiny_base: str, tmp_path: Path) -> None:
+    config = settings(tiny_base, tmp_path, **{"optimizer.learning_rate": 1e-4, "dtype": "float64"})
+    alone = step_without_room(exactly(Engine(tiny_base, config.trainer, tmp_path)))
+    both: Any = launched(tiny_base, tmp_path / "out.pt", "too_large")
+    assert len(alone["dropped"]) == 1
+    assert both["dropped"] == alone["dropped"]
+    assert_same(both["weights"], alone["weights"])
+    for name in ("sequences_dropped", "tokens_dropped", "sequences", "tokens"):
+        assert both["metrics"][name] == alone["metrics"][name], name
+    assert both["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=1e-6)
+    assert both["metrics"]["micro_batches"] >= 2
 
 
 @pytest.mark.anyio
