@@ -149,8 +149,8 @@ async def test_what_memory_did_not_hold_is_told_once_whenever_the_trainer_dies(
         with lives(config, "70") as trainer:
             assert trainer.live(point) == DIED
             assert [trainer.live() for _ in range(2)] == [0, 0]
-        (step,) = await published(broker)
-        (told,) = [r.event for r in await broker.read(GroupDiscarded)]
+        (step,) = await kit.checkpoints(broker)
+        (told,) = await kit.discards(broker)
         assert step.metrics["sequences_dropped"] == 1
         assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
 
