@@ -2,10 +2,10 @@
 
 An instant inference server and a closed-loop client, both in C (`gateway_load.c`), on one core; the proxy on another.
 Bodies are 2 KB. Figures per core are calls (or chunks) per second of the proxy's own CPU time, all its processes
-counted, so a client that can't keep a proxy busy does not flatter or punish it; `*_rps` is what went through by the clock.
-Latency is measured with all of them on one core, and with the proxy on its own. Each proxy is run five times, in turn with
-the others, and the best run counts. Streams come at two rates: 50 chunks a second each, which is more than one core passes
-on, and 20, which it is not.
+counted, so a client that can't keep a proxy busy does not flatter or punish it; `*_rps` is what went through by the
+clock. Latency is measured with all of them on one core, and with the proxy on its own. Each proxy is run five times,
+in turn with the others, and the best run counts. Streams come at two rates: 50 chunks a second each, which is more
+than one core passes on, and 20, which it is not.
 
     python -m benchmarks.gateway --peers DIR     DIR: a virtual environment with vllm-router and litellm[proxy]
     python -m benchmarks.gateway --install-peers  makes one at build/peers first
@@ -96,7 +96,8 @@ async def open_trajectories(config: Config, count: int) -> None:
 
 
 async def acknowledged_p50_ms(url: str, count: int = 3000) -> float:
-    """The median time of one acknowledged publish after another, as large as a captured call: what capture can't go below."""
+    """The median time of one acknowledged publish after another, as large as a captured call: what capture can't go
+    below."""
     took = []
     async with Broker.connect(NatsConfig(url=url), provision=False) as broker:
         for number in range(count):

@@ -32,7 +32,8 @@ def nginx(bench: Bench) -> Iterator[Proxy | None]:
     port = free_port()
     settings = bench.folder / f"nginx-{port}.conf"
     settings.write_text(
-        f"daemon off; worker_processes 1; pid {bench.folder}/nginx-{port}.pid; error_log {bench.folder}/nginx-error.log;\n"
+        f"daemon off; worker_processes 1; pid {bench.folder}/nginx-{port}.pid; error_log "
+        f"{bench.folder}/nginx-error.log;\n"
         "events { worker_connections 4096; }\n"
         "http { access_log off; keepalive_requests 100000000; client_body_buffer_size 64k;\n"
         f"  upstream up {{ server 127.0.0.1:{bench.upstream_port}; keepalive 256; keepalive_requests 100000000; }}\n"

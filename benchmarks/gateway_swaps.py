@@ -4,12 +4,11 @@
     python -m benchmarks.gateway_swaps --swaps 20
 
 64 clients stream one completion after the other through one gateway, on one version and, in turns, while a trainer's
-checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine: vLLM
-(CPU build) with the demo's model, NATS, the gateway and the clients, so the gaps are vLLM's own more than the gateway's;
-what counts is their ratio. Labels are proved twice: by the `model` that vLLM itself put into each reply, and by the
-recorded logprobs, which only the labelled version's weights give again (computed with transformers, one exchange of each
-version). Results go to benchmarks/results/gateway_swaps.json.
-"""
+checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine:
+vLLM (CPU build) with the demo's model, NATS, the gateway and the clients, so the gaps are vLLM's own more than the
+gateway's; what counts is their ratio. Labels are proved twice: by the `model` that vLLM itself put into each reply,
+and by the recorded logprobs, which only the labelled version's weights give again (computed with transformers, one
+exchange of each version). Results go to benchmarks/results/gateway_swaps.json."""
 
 from __future__ import annotations
 
@@ -77,7 +76,10 @@ class Streams:
         parts = httpx.URL(url)
         reader, writer = await asyncio.open_connection(parts.host, parts.port)
         data = json.dumps(body).encode()
-        head = f"POST /t/{trajectory}/v1/chat/completions HTTP/1.1\r\nHost: {parts.host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST /t/{trajectory}/v1/chat/completions HTTP/1.1\r\nHost: {parts.host}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         try:
             while not self.stopping:
                 writer.write(head.encode() + data)
@@ -229,7 +231,8 @@ async def _until(true: Any, seen: Streams) -> None:
 async def check_labels(
     broker: Broker, seen: Streams, streams: int, *, weights: bool = True
 ) -> dict[str, Any]:
-    """Compare the log with what vLLM said of itself and, with `weights`, with what the versions' weights give in float32."""
+    """Compare the log with what vLLM said of itself and, with `weights`, with what the versions' weights give in
+    float32."""
     recorded: dict[str, ExchangeRecorded] = {}
     for number in range(streams):
         for r in await broker.read(ExchangeRecorded, project=PROJECT, trajectory=f"swap-{number}"):

@@ -7,16 +7,16 @@
 | part | what | needs beside torch, transformers, peft, accelerate, trl, datasets, msgspec and tomli-w |
 | --- | --- | --- |
 | tests | `tests/gpu`: kernels, layouts, memory and types on CUDA | pytest, pytest-timeout |
-| 0.6b, 4b, 8b | a model of that Qwen3 shape with random weights: tokens/s, MFU, memory against the formula, TRL's trainer on the same batches | |
+| 0.6b, 4b, 8b | a Qwen3 shape, random weights: tokens/s, MFU, memory against the formula, TRL on the same batches | |
 | sampler | logprobs of vLLM and of the trainer in bfloat16, before and after steps | vLLM for CUDA |
 | swaps | adapter swaps under 256 streams, through the gateway | vLLM for CUDA, the whole project |
 | demo | the example, whole | vLLM for CUDA, the whole project |
 
-Nothing is downloaded. A part that can't run is written down as skipped, with the reason. Results are written after every
-measurement; a part that was done by the same code on the same device is not run again, and one that was cut off goes on where it
-was, so the command may be run in pieces (`--only`, `--seconds`). On a GPU it writes benchmarks/results/gpu.json and docs/gpu.md;
-on a CPU both go to runs/gpu-proof. Exits 1 where a part failed, 2 where there is no such device.
-"""
+Nothing is downloaded. A part that can't run is written down as skipped, with the reason. Results are written after
+every measurement; a part that was done by the same code on the same device is not run again, and one that was cut off
+goes on where it was, so the command may be run in pieces (`--only`, `--seconds`). On a GPU it writes
+benchmarks/results/gpu.json and docs/gpu.md; on a CPU both go to runs/gpu-proof. Exits 1 where a part failed, 2 where
+there is no such device."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def why_not(part: str, options: Options, machine: dict[str, Any]) -> str:
 def command(part: str, into: Path, scratch: Path, options: Options) -> list[str]:
     """The process that runs a part."""
     if part == "tests":
-        return [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider", f"--junit-xml={scratch / 'tests.xml'}"]  # fmt: skip
+        report = f"--junit-xml={scratch / 'tests.xml'}"
+        pytest = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+        return [*pytest, report, "tests/gpu"]
     if part == "demo":
         small = ["--steps", "2", "--groups", "2", "--eval-games", "32"] if options.tiny else []
         return [sys.executable, "-m", "examples.tictactoe.demo", "--run-dir", str(scratch / "demo"), *small]
@@ -93,7 +95,8 @@ def command(part: str, into: Path, scratch: Path, options: Options) -> list[str]
 def run_part(
     part: str, before: dict[str, Any], options: Options, seconds: float, keep: Any
 ) -> dict[str, Any]:
-    """Run a part for at most `seconds`; `before` are its results so far. `keep(results)` is called about every second."""
+    """Run a part for at most `seconds`; `before` are its results so far. `keep(results)` is called about every
+    second."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-proof-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
@@ -105,7 +108,8 @@ def run_part(
             env |= {"CUDA_VISIBLE_DEVICES": "", "JOURNEYMAN_GPU_TESTS_ANYWHERE": "1"}
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command(part, into, scratch, options), cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True
+                command(part, into, scratch, options), cwd=ROOT, env=env, stdout=file, stderr=file,
+                start_new_session=True
             )  # fmt: skip
         late = False
         try:

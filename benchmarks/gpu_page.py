@@ -52,9 +52,10 @@ def _size(size: str, result: dict[str, Any]) -> list[str]:
     lines = [f"## Qwen3-{size.upper()}'s shape", ""]
     if model := result.get("model"):
         lines += [
-            f"{model['parameters'] / 1e9:.2f} billion parameters in {model['dtype']}, rank {model['lora_rank']}. The formula says "
-            f"{_gib(model['weights_bytes'])} GiB of weights, {model['bytes_per_token'] / 2**20:.3f} MiB a token and "
-            f"{_gib(model['logits_bytes'])} GiB of logits. Gradient checkpointing is {'on' if model['gradient_checkpointing'] else 'off'}.",
+            f"{model['parameters'] / 1e9:.2f} billion parameters in {model['dtype']}, rank {model['lora_rank']}. The "
+            f"formula says {_gib(model['weights_bytes'])} GiB of weights, {model['bytes_per_token'] / 2**20:.3f} MiB "
+            f"a token and {_gib(model['logits_bytes'])} GiB of logits. Gradient checkpointing is "
+            f"{'on' if model['gradient_checkpointing'] else 'off'}.",
             "",
         ]
     if verified := result.get("verified"):
@@ -100,7 +101,8 @@ def _sampler(result: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "## Sampler and trainer", "",
-        f"vLLM's logprobs of what it sampled, against the trainer's of the same tokens, in {result['dtype']}. A step is refused "
+        f"vLLM's logprobs of what it sampled, against the trainer's of the same tokens, in {result['dtype']}. A step "
+        "is refused "
         f"where the mean exceeds {result['bound']:g} nats.", "",
     ]  # fmt: skip
     return lines + _table(
@@ -116,14 +118,16 @@ def _swaps(result: dict[str, Any]) -> list[str]:
         return []
     lines = [
         f"## Adapter swaps under {found['streams']} streams", "",
-        f"{found['swaps']} swaps; from a checkpoint's publication until it serves {found['publish_to_serving_p50_s']:.2f} s (median), "
-        f"{found['publish_to_serving_max_s']:.2f} s at most. {found['failures']} of {found['requests']} requests failed; "
+        f"{found['swaps']} swaps; from a checkpoint's publication until it serves "
+        f"{found['publish_to_serving_p50_s']:.2f} s (median), {found['publish_to_serving_max_s']:.2f} s at most. "
+        f"{found['failures']} of {found['requests']} requests failed; "
         f"{found['mislabelled']} of {found['exchanges']} exchanges carried another version than vLLM's.", "",
     ]  # fmt: skip
     return lines + _table(
         ("ms", "without swaps", "with swaps"),
         ([f"{name}, {q}", f"{found[f'calm_{key}_{q}_ms']:.1f}", f"{found[f'swap_{key}_{q}_ms']:.1f}"]
-         for name, key in (("gap between chunks", "gap"), ("first chunk", "first_chunk")) for q in ("p50", "p99", "max")),
+         for name, key in (("gap between chunks", "gap"), ("first chunk", "first_chunk")) for q in ("p50",
+         "p99", "max")),
     )  # fmt: skip
 
 
@@ -143,9 +147,10 @@ def page(report: dict[str, Any]) -> str:
         + (f", driver {machine['driver']}" if "driver" in machine else "")
         + ". " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()) + ".",
         "",
-        "The models have random weights in the shapes of Qwen3's published ones. A step is forward, loss, backward, optimizer and, "
-        "on our side, the checks of every step. MFU counts 4 operations a parameter and forward token: the base model's weights take "
-        "no gradient; what is computed twice and attention's own products are not counted.",
+        "The models have random weights in the shapes of Qwen3's published ones. A step is forward, loss, backward, "
+        "optimizer and, on our side, the checks of every step. MFU counts 4 operations a parameter and forward "
+        "token: the base model's weights take no gradient; what is computed twice and attention's own products are "
+        "not counted.",
         "",
     ]  # fmt: skip
     codes = {part["code"] for part in report["parts"].values()}

@@ -1,8 +1,8 @@
-"""The sampler's part of the GPU proof: does vLLM's bfloat16 agree with the trainer's, and what does an adapter swap cost?
+"""The sampler's part of the GPU proof: does vLLM's bfloat16 agree with the trainer's, and what does an adapter swap
+cost?
 
-Run by `benchmarks.gpu`, in processes of their own. Both use the 0.6B shape and a real vLLM; `swaps` is `benchmarks.gateway_swaps`
-with that model, through the gateway, with 256 streams.
-"""
+Run by `benchmarks.gpu`, in processes of their own. Both use the 0.6B shape and a real vLLM; `swaps` is
+`benchmarks.gateway_swaps` with that model, through the gateway, with 256 streams."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def _replies(url: str, model: str, count: int, tokens: int) -> list[dict[s
                 "/v1/chat/completions",
                 json={
                     "model": model, "messages": [{"role": "user", "content": words}], "max_tokens": tokens,
-                    "temperature": 1.0, "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "ignore_eos": True,
-                    "seed": number,
+                    "temperature": 1.0, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
+                    "ignore_eos": True, "seed": number,
                 },
             )  # fmt: skip
             answer.raise_for_status()

@@ -1,8 +1,7 @@
 """The trainer's part of the GPU proof: speed, MFU and memory of one Qwen3 shape, and TRL's trainer on the same batches.
 
-Run by `benchmarks.gpu`, in a process of its own for each size. What is measured is written as soon as it is there, and what a
-run before has written is not measured again.
-"""
+Run by `benchmarks.gpu`, in a process of its own for each size. What is measured is written as soon as it is there,
+and what a run before has written is not measured again."""
 
 from __future__ import annotations
 
@@ -121,9 +120,10 @@ def ours(
     formula = memory.step(largest)
     return {
         "seconds": seconds, "layout": packing, "passes": len(passes), "tokens_of_largest_pass": largest,
-        "token_budget": engine.budget.tokens, "trained_tokens": metrics["tokens"], "forward_tokens": metrics["tokens_forward"],
-        "sequence_tokens": sum(len(s.ids) for s in sequences),
-        "trained_tokens_per_s": metrics["tokens"] / seconds, "forward_tokens_per_s": metrics["tokens_forward"] / seconds,
+        "token_budget": engine.budget.tokens, "trained_tokens": metrics["tokens"],
+        "forward_tokens": metrics["tokens_forward"], "sequence_tokens": sum(len(s.ids) for s in sequences),
+        "trained_tokens_per_s": metrics["tokens"] / seconds,
+        "forward_tokens_per_s": metrics["tokens_forward"] / seconds,
         "model_tflops": flops / 1e12, "peak_bytes": peak, "formula_bytes": formula, "peak_over_formula": peak / formula,
         "loss": results[0]["loss"], "logprob_diff": results[0].get("sampler_logprob_diff"),
     }  # fmt: skip

@@ -189,7 +189,8 @@ async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
 
 
 async def position_bias(groups: int = 100) -> dict[str, float]:
-    """What being first gains a trajectory, with a judge that adds 0.3 to the first place: of one judging, and merged."""
+    """What being first gains a trajectory, with a judge that adds 0.3 to the first place: of one judging, and
+    merged."""
     judge = ruler(Model(Scorer(first_bonus=0.3)))
     merged, single = [], []
     for number in range(groups):
@@ -206,7 +207,8 @@ async def position_bias(groups: int = 100) -> dict[str, float]:
 
 
 async def injections() -> tuple[int, int]:
-    """How many attacks gained anything from a judge that obeys what stands outside the fences, and how many there were."""
+    """How many attacks gained anything from a judge that obeys what stands outside the fences, and how many there
+    were."""
     gained = 0
     for attack in ATTACKS:
         honest = [transcript(f"h{i}", f"quality={0.5 + i / 10}") for i in range(3)]

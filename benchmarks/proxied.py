@@ -110,8 +110,8 @@ class Bench:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All that is started meanwhile shares one core: where one call goes round, one process works at a time, and the
-        figure holds no waking-up of a core that slept."""
+        """All that is started meanwhile shares one core: where one call goes round, one process works at a time, and
+        the figure holds no waking-up of a core that slept."""
         self._together = True
         try:
             yield
@@ -181,8 +181,8 @@ class Bench:
     def race(
         self, proxies: Sequence[Proxy], *, warm_s: float = 1.0, **options: Any
     ) -> dict[str, list[Measured]]:
-        """The runs of each proxy, by name: warmed up, then all in turn several times over, so that what else the machine does
-        meets all alike. A peer's run in which calls failed is left out; one of ours raises."""
+        """The runs of each proxy, by name: warmed up, then all in turn several times over, so that what else the
+        machine does meets all alike. A peer's run in which calls failed is left out; one of ours raises."""
         for proxy in proxies:
             self.load(proxy.port, **{**options, "path": proxy.path, "seconds": warm_s})
         runs: dict[str, list[Measured]] = {proxy.name: [] for proxy in proxies}

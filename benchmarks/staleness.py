@@ -4,14 +4,13 @@
     python benchmarks/staleness.py [--steps 40] [--lags 0 1 2 4 8] [--seeds 0 1 2] [--workers 1]
                                    [--out benchmarks/results/staleness.json]
 
-The demo's task (tic-tac-toe, the same model, groups of one opening each), with the sampler in the same process, so that
-the lag is exact: step s trains on games played by version max(0, s - lag). Every run sees the same number of games. The
-measure is the mean reward of `--games` held-out games, the same for all runs, with the final adapter. At lag 0 every ratio
-is 1 and all corrections are one computation: it is run once per seed, and once more with each correction on the first
-seed to show that. Where no ratio of a truncating run was ever beyond the bound, the masking run is the same one too and is
-not computed again. Seeds come one after the other, so that a sweep that is stopped has every cell of the seeds it ended.
-Finished runs are kept in the file: started again, it goes on.
-"""
+The demo's task (tic-tac-toe, the same model, groups of one opening each), with the sampler in the same process, so
+that the lag is exact: step s trains on games played by version max(0, s - lag). Every run sees the same number of
+games. The measure is the mean reward of `--games` held-out games, the same for all runs, with the final adapter. At
+lag 0 every ratio is 1 and all corrections are one computation: it is run once per seed, and once more with each
+correction on the first seed to show that. Where no ratio of a truncating run was ever beyond the bound, the masking
+run is the same one too and is not computed again. Seeds come one after the other, so that a sweep that is stopped has
+every cell of the seeds it ended. Finished runs are kept in the file: started again, it goes on."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 class Table:
     """Games that go on side by side over one key-value cache.
 
-    A legal move is one token, an illegal one ends the game: so all games that go on have the same number of tokens, and the
-    cache is a plain rectangle."""
+    A legal move is one token, an illegal one ends the game: so all games that go on have the same number of tokens,
+    and the cache is a plain rectangle."""
 
     def __init__(self, arena: Arena, seeds: list[str], random: torch.Generator) -> None:
         self.arena, self.random = arena, random
@@ -212,7 +211,8 @@ def table(runs: dict[str, dict[str, Any]], lags: list[int]) -> list[str]:
 
 
 def paired(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each correction against `token_truncate` at the same lag and seed, over all lags but 0: mean and standard error."""
+    """Each correction against `token_truncate` at the same lag and seed, over all lags but 0: mean and standard
+    error."""
     out = {}
     for correction in CORRECTIONS:
         against = [

@@ -1,8 +1,11 @@
 """Figures of the store: `python -m benchmarks.store` (or `make bench-store`) writes benchmarks/results/store.json.
 
-    fetch_floor_events_per_s  4 KB exchange events through nats-py's own fetch and ack and nothing else: the first `--events` of the backlog
-    write_events_per_s        the backlog of `--backlog` events through one store process, from the first delivery to the last acknowledgement
-    backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_mb`: until a fifth of the backlog was acknowledged
+    fetch_floor_events_per_s  the first `--events` events of the backlog (4 KB exchanges), fetched and acknowledged
+                              by nats-py and nothing else
+    write_events_per_s        the backlog of `--backlog` events through one store process, from the first delivery
+                              to the last acknowledgement
+    backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_mb` is the peak until a fifth of
+                              the backlog was acknowledged
     lineage_s                 the view `lineage` for one checkpoint over `--trajectories` trajectories
     files_after_compaction    exchange files left of `files_before_compaction` after the background work
 
@@ -66,7 +69,8 @@ def exchange(i: int, rng: np.random.Generator) -> ExchangeRecorded:
 
 
 async def fill_log(broker: Broker, events: int, names: str) -> int:
-    """Publish `events` exchanges with the headers the gateway sends, trajectories called `names`…; returns bytes of one payload."""
+    """Publish `events` exchanges with the headers the gateway sends, trajectories called `names`…; returns bytes of
+    one payload."""
     rng = np.random.default_rng(0)
     payloads = [encode(exchange(i, rng)) for i in range(256)]
     waiting = []
@@ -169,7 +173,8 @@ def compaction(run_dir: Path) -> dict[str, Any]:
 
 
 def history(run_dir: Path, trajectories: int) -> str:
-    """A store with so many trajectories of 4 calls, in groups of 8, 8 groups a step; returns a checkpoint in the middle."""
+    """A store with so many trajectories of 4 calls, in groups of 8, 8 groups a step; returns a checkpoint in the
+    middle."""
     target = LocalTarget(run_dir / "store")
     per_file = 25_000
     rng = np.random.default_rng(1)
@@ -198,8 +203,8 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
     ends = np.arange(first + 1, first + count + 1)
     completed: dict[str, Any] = {
         "log_seq": ends, "log_at": base + ends, "project": ["p"] * count, "at": base + ends, "model": ["m"] * count,
-        "trajectory": [f"t{i:07d}" for i in names], "group": [f"g{i // 8}" for i in names], "outcome": ["scored"] * count,
-        "exchanges": np.full(count, 4),
+        "trajectory": [f"t{i:07d}" for i in names], "group": [f"g{i // 8}" for i in names],
+        "outcome": ["scored"] * count, "exchanges": np.full(count, 4),
     }  # fmt: skip
     _put(target, "rollout.completed", completed, count, ends, base)
     groups = np.arange(first // 8, (first + count) // 8)
@@ -208,7 +213,8 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
         "group": [f"g{g}" for g in groups], "model": ["m"] * len(groups), "judge": ["j"] * len(groups),
         "branch": ["main"] * len(groups),
         "members": [
-            [{"trajectory": f"t{g * 8 + k:07d}", "reward": k / 8, "outcome": "scored", "exchanges": 4} for k in range(8)]
+            [{"trajectory": f"t{g * 8 + k:07d}", "reward": k / 8, "outcome": "scored",
+            "exchanges": 4} for k in range(8)]
             for g in groups
         ],
         "verdicts": [

@@ -8,12 +8,12 @@ Three shapes of work, each in a process of its own per implementation so that th
 | --- | --- |
 | short | 8 groups of 8 single-turn replies: prompts of 40-80 tokens, replies of 8-32 |
 | shared_prefix | one group of 8: a 2,000-token prompt, 200-token replies |
-| multiturn | one group of 8 tool agents: 200-token prompt, 10 turns of a 20-60 token reply and a 30-90 token tool result |
+| multiturn | one group of 8 tool agents: 200-token prompt, 10 turns of 20-60 reply tokens and 30-90 tool tokens |
 
-TRL's side gets the same merged sequences (one row per trajectory, tool tokens masked), computes logits for completions
-only, and is spared the extra forward pass with which TRL otherwise gets its old logprobs. Its fused LM head is a GPU
-kernel, so logits are plain on CPU. Losses of both sides are compared. A step is forward, loss, backward and optimizer; ours
-also makes the checks of every step that users get (`checks_share` is their part of its CPU time).
+TRL's side gets the same merged sequences (one row per trajectory, tool tokens masked), computes logits for
+completions only, and is spared the extra forward pass with which TRL otherwise gets its old logprobs. Its fused LM
+head is a GPU kernel, so logits are plain on CPU. Losses of both sides are compared. A step is forward, loss, backward
+and optimizer; ours also makes the checks of every step that users get (`checks_share` is their part of its CPU time).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from typing import Any
 
 SHAPES = ("short", "shared_prefix", "multiturn")
 IMPLEMENTATIONS = ("trl", "journeyman", "journeyman_unchecked")
-"""`journeyman` takes steps as the service does, with the checks against the sampler's logprobs and the base model; the last one
-leaves them out, to tell what they cost."""
+"""`journeyman` takes steps as the service does, with the checks against the sampler's logprobs and the base model;
+the last one leaves them out, to tell what they cost."""
 SMALL_PASSES = "journeyman_small_passes"
 """Ours in passes of as many tokens as TRL's 8 padded rows of the short shape have, to tell what memory is due to."""
 VOCAB = 4096
@@ -138,8 +138,8 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
 
 
 def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = 8) -> Any:
-    """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU the logprobs
-    are computed by TRL's own code with its fused LM head."""
+    """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU
+    the logprobs are computed by TRL's own code with its fused LM head."""
     import numpy as np
     import torch
     from datasets import Dataset

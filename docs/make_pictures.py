@@ -1,11 +1,11 @@
 """The pictures of README and docs/, drawn from the code and from a recorded run.
 
-    python -m docs.make_pictures streams                       # docs/pictures/streams.svg, from the tables of streams and users
+    python -m docs.make_pictures streams                       # docs/pictures/streams.svg, from pipeline's tables
     python -m docs.make_pictures curve --run-dir runs/demo     # docs/pictures/curve.json, read from a run of the demo
     python -m docs.make_pictures curve                         # docs/pictures/curve.svg, drawn from curve.json
 
-Both pictures are 420 px wide, so that a phone shows them unscaled. `--check` exits 1 where a picture differs from its source.
-"""
+Both pictures are 420 px wide, so that a phone shows them unscaled. `--check` exits 1 where a picture differs from its
+source."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def reads(user: User, stream: str) -> bool:
 def table() -> list[tuple[str, str, list[str], list[str]]]:
     """Return one row for each stream and for the bucket of adapters: name, what it holds, who writes it, who reads it.
 
-    The operator's commands and the trainers of branches (`experiment`) are left out: they may do what the services do."""
+    The operator's commands and the trainers of branches (`experiment`) are left out: they may do what the services
+    do."""
     services = [u for u in USERS if u.name not in ("operator", "experiment")]
     found = []
     for spec in streams.STREAMS:
@@ -90,7 +91,8 @@ def draw_streams() -> str:
         bucket = name == streams.ADAPTERS_BUCKET
         axes.add_patch(
             mpl.patches.FancyBboxPatch(
-                (120, y - 36), 180, 72, boxstyle="round,pad=0,rounding_size=9", facecolor="#eef4fb" if not bucket else "#fdf3ea",
+                (120, y - 36), 180, 72, boxstyle="round,pad=0,rounding_size=9",
+                facecolor="#eef4fb" if not bucket else "#fdf3ea",
                 edgecolor=BLUE if not bucket else ORANGE, linewidth=1.2,
             )
         )  # fmt: skip
@@ -174,8 +176,8 @@ def draw_curve(curve: dict[str, Any]) -> str:
             label=f"the same {held['games']:,} held-out games" if when == "before" else None,
         )  # fmt: skip
         axes.annotate(
-            f"{held['rate']:.3f}", (x, held["rate"]), xytext=(8 if when == "before" else -8, 8), textcoords="offset points",
-            ha="left" if when == "before" else "right", color=ORANGE, weight="bold",
+            f"{held['rate']:.3f}", (x, held["rate"]), xytext=(8 if when == "before" else -8, 8),
+            textcoords="offset points", ha="left" if when == "before" else "right", color=ORANGE, weight="bold",
         )  # fmt: skip
     axes.set(
         xlabel="seconds since the first training game", ylabel="win rate, 95 % intervals", ylim=(0.3, 1.0)

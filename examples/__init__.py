@@ -2,5 +2,5 @@
 
 | folder | what it shows |
 | --- | --- |
-| `tictactoe` | a fleet of agents that learns to beat a random opponent, through every part of the system (`make demo`) |
+| `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo`) |
 """

@@ -1,8 +1,8 @@
 """Open and complete trajectories over HTTP, blocking and asynchronous.
 
-The client names each trajectory, so every call can be repeated safely; it is repeated for up to `wait_s` seconds while the gateway
-restarts. Then it raises `GatewayUnavailableError`. A refusal raises `JourneymanError` with the gateway's status, code and message.
-"""
+The client names each trajectory, so every call can be repeated safely; it is repeated for up to `wait_s` seconds
+while the gateway restarts. Then it raises `GatewayUnavailableError`. A refusal raises `JourneymanError` with the
+gateway's status, code and message."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _read(reply: httpx.Response) -> dict[str, Any]:
     except ValueError as invalid:
         kind = reply.headers.get("content-type", "no content type")
         raise JourneymanError(
-            f"{reply.url} answered {reply.status_code} with {kind}, not JSON: is this URL the gateway's? {reply.text[:200]!r}",
+            f"{reply.url} answered {reply.status_code} with {kind}, not JSON: is this URL the gateway's? "
+            f"{reply.text[:200]!r}",
             status=reply.status_code,
         ) from invalid
     if reply.is_success:
@@ -176,7 +177,8 @@ class Journeyman:
         return self._in_loop(gathering.compare, first, second, tasks, rollout, attempts=attempts, **options)
 
     def _in_loop(self, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
-        """Run an asynchronous function of `gathering` in an event loop of its own thread, so that notebooks can call it too."""
+        """Run an asynchronous function of `gathering` in an event loop of its own thread, so that notebooks can call
+        it too."""
 
         async def run() -> Result:
             async with AsyncJourneyman(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
@@ -187,7 +189,8 @@ class Journeyman:
 
     @contextmanager
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
-        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and is raised."""
+        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and
+        is raised."""
         run = self.open(model, **options)
         try:
             yield run
@@ -286,7 +289,8 @@ class AsyncJourneyman:
 
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
-        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and is raised."""
+        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and
+        is raised."""
         options = {**options, "id": options.get("id") or _new_id()}
         try:
             run = await self.open(model, **options)

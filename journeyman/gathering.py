@@ -1,9 +1,8 @@
 """Run many attempts at many tasks at once, and compare policy versions on held-out tasks.
 
-A rollout is a function of yours: it gets an open `Trajectory` and a task, lets your agent work, and returns the reward (or sets
-`trajectory.reward`, or leaves it to the judge). An exception in a rollout completes its trajectory as `no_result`, is kept in
-the result, and never becomes a reward.
-"""
+A rollout is a function of yours: it gets an open `Trajectory` and a task, lets your agent work, and returns the
+reward (or sets `trajectory.reward`, or leaves it to the judge). An exception in a rollout completes its trajectory as
+`no_result`, is kept in the result, and never becomes a reward."""
 
 from __future__ import annotations
 
@@ -44,11 +43,13 @@ class GatherOptions(TypedDict, total=False):
 
 
 class TooManyExceptionsError(Exception):
-    """More rollouts failed than `max_exceptions` allows. `exceptions` holds what they raised; the first is the cause."""
+    """More rollouts failed than `max_exceptions` allows. `exceptions` holds what they raised; the first is the
+    cause."""
 
     def __init__(self, exceptions: Sequence[Exception], done: int, allowed: float) -> None:
         super().__init__(
-            f"{len(exceptions)} of {done} rollouts raised, and max_exceptions allows {allowed:g}; the first: {exceptions[0]!r}"
+            f"{len(exceptions)} of {done} rollouts raised, and max_exceptions allows {allowed:g}; the first: "
+            f"{exceptions[0]!r}"
         )
         self.exceptions = tuple(exceptions)
 
@@ -85,7 +86,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations on the same tasks. `difference` is second minus first over the tasks that both have a reward for."""
+    """Two evaluations on the same tasks. `difference` is second minus first over the tasks that both have a reward
+    for."""
 
     first: Evaluation
     second: Evaluation
@@ -94,7 +96,8 @@ class Comparison:
 
 @contextlib.contextmanager
 def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function that counts one more rollout. The bar needs a terminal and the package rich; without them nothing is shown."""
+    """Yield a function that counts one more rollout. The bar needs a terminal and the package rich; without them
+    nothing is shown."""
     bar: Any = None
     if shown:
         with contextlib.suppress(ImportError):
@@ -127,12 +130,14 @@ async def gather(
     pinned: str = "",
     progress: bool = True,
 ) -> list[TaskGroup[Task]]:
-    """Play `group_size` attempts at each task, `concurrency` at once, and return one `TaskGroup` for each task in their order.
+    """Play `group_size` attempts at each task, `concurrency` at once, and return one `TaskGroup` for each task in
+    their order.
 
-    `rollout` may be a coroutine function, or a plain function that is then run in a thread. `name` gives a group's name; by default
-    a name that no other call gives. `describe` gives the text of the task that the judge reads. `pinned` is a policy version.
-    `max_exceptions` is a count (1 or more) or a share of all attempts (below 1). Raises `TooManyExceptionsError` beyond it, after
-    the rollouts in flight were cancelled and completed as `no_result`; `ValueError` for a group or concurrency below 1."""
+    `rollout` may be a coroutine function, or a plain function that is then run in a thread. `name` gives a group's
+    name; by default a name that no other call gives. `describe` gives the text of the task that the judge reads.
+    `pinned` is a policy version. `max_exceptions` is a count (1 or more) or a share of all attempts (below 1). Raises
+    `TooManyExceptionsError` beyond it, after the rollouts in flight were cancelled and completed as `no_result`;
+    `ValueError` for a group or concurrency below 1."""
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency are at least 1, not {group_size} and {concurrency}")
     prefix = f"g-{secrets.token_hex(5)}"
@@ -193,7 +198,8 @@ async def evaluate(
     attempts: int = 1,
     **options: Unpack[GatherOptions],
 ) -> Evaluation:
-    """Play held-out tasks with a model or a pinned version (`support@12`; `support@0` is the base model) and return its score.
+    """Play held-out tasks with a model or a pinned version (`support@12`; `support@0` is the base model) and return
+    its score.
 
     The trajectories have the split `val`, so nothing of them is trained. `options` as for `gather`."""
     name, at, _ = model.partition("@")

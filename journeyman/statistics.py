@@ -1,8 +1,7 @@
 """Means with 95 % intervals, for evaluations. Standard library only.
 
-`wilson` is the score interval of E. B. Wilson (1927), "Probable inference, the law of succession, and statistical inference".
-The intervals of means use the normal approximation: use them from about 30 values on.
-"""
+`wilson` is the score interval of E. B. Wilson (1927), "Probable inference, the law of succession, and statistical
+inference". The intervals of means use the normal approximation: use them from about 30 values on."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """Return the mean of `after - before` over the same tasks in the same order. Raises `ValueError` for unequal lengths."""
+    """Return the mean of `after - before` over the same tasks in the same order. Raises `ValueError` for unequal
+    lengths."""
     return mean_of([b - a for a, b in zip(before, after, strict=True)])
 
 

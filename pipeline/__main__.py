@@ -1,4 +1,5 @@
-"""The start of the `journeyman` command, also as `python -m pipeline`: says what to install where only the SDK is installed."""
+"""The start of the `journeyman` command, also as `python -m pipeline`: says what to install where only the SDK is
+installed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ def main() -> None:
         from pipeline import cli
     except ModuleNotFoundError as missing:
         sys.stderr.write(
-            f"journeyman: the package {missing.name} is not installed. `pip install journeyman` is the SDK for agent code. "
-            "The command needs `pip install 'journeyman[cpu]'`, or `journeyman[gpu]` on a machine with a GPU.\n"
+            f"journeyman: the package {missing.name} is not installed. `pip install journeyman` is the SDK for agent "
+            "code. The command needs `pip install 'journeyman[cpu]'`, or `journeyman[gpu]` on a machine with a "
+            "GPU.\n"
         )
         raise SystemExit(2) from None
     cli.main()

@@ -72,9 +72,10 @@ def events_page() -> str:
     parts = [
         "# Events\n",
         _GENERATED.format(source="`pipeline/events/`"),
-        "Every event is a MessagePack map with its tag under `type`. Packed columns (`list<int32>` and the like) travel as "
-        "little-endian bytes and are lists in Parquet. Rules that keep old logs readable: a new field has a default, a field "
-        "never changes its meaning or type, a tag is never used again; unknown fields are skipped.\n",
+        "Every event is a MessagePack map with its tag under `type`. Packed columns (`list<int32>` and the like) "
+        "travel as little-endian bytes and are lists in Parquet. Rules that keep old logs readable: a new field has "
+        "a default, a field never changes its meaning or type, a tag is never used again; unknown fields are "
+        "skipped.\n",
         "In Parquet each event has a folder named after its tag; before its own columns come these:\n",
         _table(
             ("column", "type", "meaning"),
@@ -111,15 +112,16 @@ def _users_part() -> Iterator[str]:
 
     yield "## Users\n"
     yield (
-        "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each authenticates with an nkey whose "
-        "seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that is not listed. A user that may write to a "
-        "bucket can also empty it. With `STREAM.UPDATE` the operator can change the limits of a stream; a shorter age or smaller size "
-        "deletes the events beyond it. The right to publish a checkpoint does not suffice to have it served: gateways check the "
-        "trainer's signature (docs/decisions/0010-signed-checkpoints.md).\n"
+        "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each authenticates "
+        "with an nkey whose seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that is "
+        "not listed. A user that may write to a bucket can also empty it. With `STREAM.UPDATE` the operator can "
+        "change the limits of a stream; a shorter age or smaller size deletes the events beyond it. The right to "
+        "publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
+        "(docs/decisions/0010-signed-checkpoints.md).\n"
     )
     yield _table(
-        ("user", "does", "publishes events", "uses consumers", "follows", "reads streams", "reads buckets", "writes buckets"),
-        (
+        ("user", "does", "publishes events", "uses consumers", "follows", "reads streams", "reads buckets",
+        "writes buckets"), (
             (
                 f"`{u.name}`", u.purpose, names(u.publishes), names(u.consumes), names((*u.follows, *u.branches)),
                 names(u.reads), names(u.fetches), names(u.stores),
@@ -154,7 +156,8 @@ def streams_page() -> str:
     def consumer_rows() -> Iterator[tuple[str, ...]]:
         for c in streams.CONSUMERS:
             yield (
-                f"`{c.name}`", f"`{c.stream}`", ", ".join(f"`{x}`" for x in c.subjects), c.purpose, f"{c.ack_wait_s:g} s",
+                f"`{c.name}`", f"`{c.stream}`", ", ".join(f"`{x}`" for x in c.subjects), c.purpose,
+                f"{c.ack_wait_s:g} s",
                 f"{c.max_deliver:,}", f"{c.max_ack_pending:,}", c.start,
             )  # fmt: skip
 
@@ -163,11 +166,13 @@ def streams_page() -> str:
             "# Streams and consumers\n",
             _GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
             _doc(streams.StreamSpec)
-            + " `journeyman up` and `journeyman provision` create the streams, and so does every service that connects to a server of your own "
-            "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, except those that a "
-            "shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a limit the supervisor logs an alarm, "
-            "which `journeyman status` shows. Each stream also takes `alive.<stream>`: probes of supervisor and gateways, which are "
-            "deleted after a minute and which no consumer reads.\n",
+            + " `journeyman up` and `journeyman provision` create the streams, and so does every service that "
+            "connects to a server of your own "
+            "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
+            "except those that a shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a "
+            "limit the supervisor logs an alarm, which `journeyman status` shows. Each stream also takes "
+            "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
+            "consumer reads.\n",
             _table(
                 (
                     "stream",
@@ -268,8 +273,9 @@ def configuration_page() -> str:
     parts = [
         "# Settings\n",
         _GENERATED.format(source="`pipeline/config/`"),
-        "One TOML file (`journeyman up --config run.toml`) and dotted flags over it (`--set trainer.groups_per_step=16`). "
-        "Unknown keys and wrong types are errors that name the key. The resolved settings are saved in the run directory.\n",
+        "One TOML file (`journeyman up --config run.toml`) and dotted flags over it (`--set "
+        "trainer.groups_per_step=16`). Unknown keys and wrong types are errors that name the key. The resolved "
+        "settings are saved in the run directory.\n",
     ]
     for prefix, cls in _sections(config.Config):
         title = f"`{prefix.rstrip('.').replace('.0', '.<n>')}`" if prefix else "Top level"

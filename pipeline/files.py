@@ -21,7 +21,8 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = False, mode
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write a file to. The file then takes the place of `path`; after an error it is deleted.
+    """Give a temporary path beside `path` to write a file to. The file then takes the place of `path`; after an error
+    it is deleted.
 
     With `durable` the file is synced to the disk before it is renamed, and its folder afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)

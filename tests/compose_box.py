@@ -1,10 +1,9 @@
-"""Starts the services of a compose file as compose would, without Docker: every command with its files, environment, user, names
-and network, as far as this machine allows it.
+"""Starts the services of a compose file as compose would, without Docker: every command with its files, environment,
+user, names and network, as far as this machine allows it.
 
-bubblewrap gives each service the file system (the image's program under /opt/venv is this environment's), a user that is not
-root, processes of its own and the `/etc/hosts` of its network. Where the machine allows it, each service has a network namespace of
-its own on one bridge; elsewhere all share the loopback interface.
-"""
+bubblewrap gives each service the file system (the image's program under /opt/venv is this environment's), a user that
+is not root, processes of its own and the `/etc/hosts` of its network. Where the machine allows it, each service has a
+network namespace of its own on one bridge; elsewhere all share the loopback interface."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A command configures the root logger for its whole process; the next test must not inherit its level or handlers."""
+    """A command configures the root logger for its whole process; the next test must not inherit its level or
+    handlers."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
@@ -120,7 +121,8 @@ def nats_config(nats_server: NatsServer) -> NatsConfig:
 
 
 class VllmServer:
-    """A real vLLM (CPU build) that serves examples/tictactoe/model as `tictactoe@0` with room for 4 adapters of rank 8."""
+    """A real vLLM (CPU build) that serves examples/tictactoe/model as `tictactoe@0` with room for 4 adapters of rank
+    8."""
 
     model = "tictactoe"
     base = Path(__file__).parent.parent / "examples" / "tictactoe" / "model"
@@ -202,8 +204,8 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """One inference server for the whole session, started when a test first asks for it: `.url`, `.model`. Real vLLM, or its
-    double where JOURNEYMAN_TEST_INFERENCE=double is set.
+    """One inference server for the whole session, started when a test first asks for it: `.url`, `.model`. Real vLLM,
+    or its double where JOURNEYMAN_TEST_INFERENCE=double is set.
 
     It outlives each test, and so do adapters loaded into it: unload yours. While developing, JOURNEYMAN_TEST_VLLM may
     hold the port of one started by hand with the same arguments, which saves its start-up."""
@@ -244,7 +246,8 @@ def pytest_report_header() -> str | None:
 
 
 SHUFFLE = "JOURNEYMAN_TEST_SHUFFLE"
-"""Environment variable: a seed for the order in which test files run; `random` draws one. Unset: the order of their names."""
+"""Environment variable: a seed for the order in which test files run; `random` draws one. Unset: the order of their
+names."""
 
 
 @cache

@@ -1,13 +1,12 @@
 """The crash matrix's kit: services that die at seeded points, agents that go on, and what must hold in the end.
 
-Gateway, judge, trainer, store and nats-server run together as processes of their own. Each life of a service is told at which stop
-point of `pipeline/crash.py` to die, and at which passage; the server is killed at seeded times. Agents know nothing but HTTP
-and repeat what was not answered. The inference server is a small one in this process that speaks vLLM's API: it stays up, so
-that what it answers can be compared with what was recorded.
+Gateway, judge, trainer, store and nats-server run together as processes of their own. Each life of a service is told
+at which stop point of `pipeline/crash.py` to die, and at which passage; the server is killed at seeded times. Agents
+know nothing but HTTP and repeat what was not answered. The inference server is a small one in this process that
+speaks vLLM's API: it stays up, so that what it answers can be compared with what was recorded.
 
-As under `journeyman up`, every service has its own NATS user with the rights of `pipeline/security/users.py`, the trainer signs its checkpoints
-and the gateway serves no others.
-"""
+As under `journeyman up`, every service has its own NATS user with the rights of `pipeline/security/users.py`, the
+trainer signs its checkpoints and the gateway serves no others."""
 
 from __future__ import annotations
 
@@ -295,15 +294,16 @@ class Matrix:
     """The schedules, played."""
 
     def __init__(self, nursery: Nursery, lives: Mapping[str, int], may_give_up: int = 0) -> None:
-        """`lives`: by service, how many are to die. `may_give_up`: how often a service may exit by itself, all together."""
+        """`lives`: by service, how many are to die. `may_give_up`: how often a service may exit by itself, all
+        together."""
         self.nursery, self.lives, self.may_give_up = nursery, lives, may_give_up
         self.deaths = Deaths()
         self.last: dict[str, Life] = {}
         """By service, the life that is to go on."""
 
     async def service(self, name: str, *, task_status: TaskStatus[anyio.Event]) -> None:
-        """As many lives as `lives` says, each to die at a seeded point, and one more until it is told to stop; the event
-        is set when that one has begun."""
+        """As many lives as `lives` says, each to die at a seeded point, and one more until it is told to stop; the
+        event is set when that one has begun."""
         last = anyio.Event()
         task_status.started(last)
         rng = random.Random(f"{SEED}/{name}")
@@ -419,7 +419,8 @@ def guarded(folder: Path) -> str:
 
 
 def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
-    """Of all services; the inference server's address is not in them yet. The NATS server has the users of `guarded`."""
+    """Of all services; the inference server's address is not in them yet. The NATS server has the users of
+    `guarded`."""
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
     return signing.with_public_key(Config(
@@ -428,7 +429,10 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
         vllm=VllmConfig(max_loras=10),
         gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, replicas=ReplicasConfig(health_interval_s=0.5)),
         judge=JudgeConfig(group_size=GROUP),
-        trainer=TrainerConfig(groups_per_step=2, max_staleness=8, check_sequences=0, logprob_bound=1e9, lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-3), memory=MemoryConfig(tokens_per_batch=1024)),
+        trainer=TrainerConfig(
+            groups_per_step=2, max_staleness=8, check_sequences=0, logprob_bound=1e9, lora=LoraConfig(rank=4),
+            optimizer=OptimizerConfig(learning_rate=1e-3), memory=MemoryConfig(tokens_per_batch=1024),
+        ),
         store=StoreConfig(flush_rows=40, flush_s=0.05, compact_s=0.1, compact_files=3, compact_grace_s=0.0),
     ))  # fmt: skip
 
@@ -441,8 +445,8 @@ async def play(
     may_give_up: int = 0,
     least: tuple[int, int] = (200, 50),
 ) -> Matrix:
-    """Services live and die while agents work and `kill_servers` runs, which returns how many it killed; then everything is
-    checked. `least`: so many runs must have ended and so many steps been taken."""
+    """Services live and die while agents work and `kill_servers` runs, which returns how many it killed; then
+    everything is checked. `least`: so many runs must have ended and so many steps been taken."""
     folder = config.path()
     operator = msgspec.structs.replace(config.nats, provision=True)
     async with Broker.connect(operator) as broker, Upstream().run() as upstream:

@@ -1,11 +1,11 @@
-"""Services for the crash matrix, each a process of its own, forked from one that has imported everything: a life of the trainer
-begins in milliseconds instead of ten seconds.
+"""Services for the crash matrix, each a process of its own, forked from one that has imported everything: a life of
+the trainer begins in milliseconds instead of ten seconds.
 
-Reads a JSON line per life on stdin, `{"id": 3, "service": "judge", "config": …, "crash": "judge.before_publish:2"}`. Answers
-`{"id": 3, "ready": true}` from the life itself, and `{"id": 3, "status": …}` once it is over (a signal's number, negative). The line
-`{"id": 3, "signal": 9}` sends a signal to a life that is not over. Only this process can do so safely: it decides when a life
-is reaped, so the process id can't be another's. The end of stdin kills all lives.
-"""
+Reads a JSON line per life on stdin, `{"id": 3, "service": "judge", "config": …, "crash": "judge.before_publish:2"}`.
+Answers `{"id": 3, "ready": true}` from the life itself, and `{"id": 3, "status": …}` once it is over (a signal's
+number, negative). The line `{"id": 3, "signal": 9}` sends a signal to a life that is not over. Only this process can
+do so safely: it decides when a life is reaped, so the process id can't be another's. The end of stdin kills all
+lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A NATS cluster of three on the loopback, for tests: what one server alone never does, such as answering late or losing a leader."""
+"""A NATS cluster of three on the loopback, for tests: what one server alone never does, such as answering late or
+losing a leader."""
 
 from __future__ import annotations
 

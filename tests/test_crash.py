@@ -1,4 +1,5 @@
-"""The crash matrix over all services: over 200 seeded schedules of `kill -9` while agents work, and nothing is lost or doubled."""
+"""The crash matrix over all services: over 200 seeded schedules of `kill -9` while agents work, and nothing is lost
+or doubled."""
 
 from __future__ import annotations
 

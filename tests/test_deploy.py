@@ -127,7 +127,8 @@ def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
     lock.write_text(f"made-up==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
     command = [
-        sys.executable, "-m", "pip", "--isolated", "install", *shlex.split(options.group(1)), "--no-index", "--find-links",
+        sys.executable, "-m", "pip", "--isolated", "install", *shlex.split(options.group(1)), "--no-index",
+        "--find-links",
         str(tmp_path), "-r", str(lock), "--target",
     ]  # fmt: skip
     assert subprocess.run([*command, str(tmp_path / "one")], capture_output=True).returncode == 0
@@ -139,7 +140,8 @@ def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
 
 def test_npm_packages_have_their_hash() -> None:
     lock = json.loads((ROOT / "tests/rollout_gateway/agents/node/package-lock.json").read_text("utf-8"))
-    # What has no version is the empty folder `nothing` of this repository, which stands in for programs that are not wanted.
+    # What has no version is the empty folder `nothing` of this repository, which stands in for programs that are not
+    # wanted.
     packages = {name: p for name, p in lock["packages"].items() if name and not p.get("link")}
     local = {name for name, p in packages.items() if "version" not in p}
     assert all(name.endswith("/nothing") for name in local)

@@ -1,9 +1,10 @@
 """The rules for imports, which keep every package readable by itself.
 
 1. A service imports `pipeline` and itself, never another service. The SDK (`journeyman`) imports none of them.
-2. Within a package, no two modules import each other, directly or through others. Whatever two modules share lives in a third that
-   imports neither. Imports under `TYPE_CHECKING` count: a reader has to follow them too. Imports inside functions do not count:
-   they delay the loading of large libraries and end no cycle that a reader meets at the top of a file.
+2. Within a package, no two modules import each other, directly or through others. What two modules share belongs in a
+   third module that imports neither. Imports under `TYPE_CHECKING` count: a reader has to follow them too. Imports
+   inside functions do not count: they delay the loading of large libraries, and a reader meets no cycle at the top of
+   a file.
 3. A room (a package within a package) with a row in `ROOMS` imports only the rooms of its package that the row names.
 4. A room says in the docstring of its `__init__.py` what lives there, module by module.
 """

@@ -1,9 +1,10 @@
-"""What is judged is what is trained: of the same exchanges, every trained token's text stands in the judge's prompt, in order.
+"""What is judged is what is trained: of the same exchanges, every trained token's text stands in the judge's prompt,
+in order.
 
-An agent is simulated at the level of words: each word is one token, each reply has words of its own. It asks for several
-choices, calls sub-agents, shortens its history, sends replies back without their reasoning, gives up calls and asks beside the
-task. The trainer makes sequences of what the gateway would have recorded, the judge makes a prompt, and the two are compared.
-"""
+An agent is simulated at the level of words: each word is one token, each reply has words of its own. It asks for
+several choices, calls sub-agents, shortens its history, sends replies back without their reasoning, gives up calls
+and asks beside the task. The trainer makes sequences of what the gateway would have recorded, the judge makes a
+prompt, and the two are compared."""
 
 from __future__ import annotations
 

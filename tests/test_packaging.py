@@ -87,7 +87,8 @@ def _requirements(name: str, seen: set[str]) -> set[str]:
 
 
 def test_the_sdk_runs_on_what_it_says_it_needs(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of only the wheel and what its metadata names, `import journeyman` works and the command says what is missing."""
+    """In an environment of only the wheel and what its metadata names, `import journeyman` works and the command says
+    what is missing."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     needed: set[str] = set()
     for requirement in said:

@@ -25,8 +25,10 @@ pytestmark = pytest.mark.anyio
 
 def event(**fields: object) -> CheckpointPublished:
     known: dict[str, object] = {
-        "project": "p", "model": kit.MODEL, "step": 1, "version": f"{kit.MODEL}@1", "parent": f"{kit.MODEL}@0", "batch_id": "b",
-        "groups": ("g",), "config_hash": "c", "adapter": "a", "adapter_sha256": "s", "adapter_bytes": 1, "metrics": {"loss": 0.1},
+        "project": "p", "model": kit.MODEL, "step": 1, "version": f"{kit.MODEL}@1", "parent": f"{kit.MODEL}@0",
+        "batch_id": "b",
+        "groups": ("g",), "config_hash": "c", "adapter": "a", "adapter_sha256": "s", "adapter_bytes": 1,
+        "metrics": {"loss": 0.1},
     }  # fmt: skip
     return CheckpointPublished(**(known | fields))  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""`journeyman up` as an attacker on the same machine meets it: users, environments, files. vLLM's part is in `test_loop`."""
+"""`journeyman up` as an attacker on the same machine meets it: users, environments, files. vLLM's part is in
+`test_loop`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def check_environments(state: dict[str, Any], run_dir: Path) -> None:
-    """No process of a running installation sees a variable that its settings do not name, and no command line a secret."""
+    """No process of a running installation sees a variable that its settings do not name, and no command line a
+    secret."""
     secrets = [f.read_bytes().strip() for f in run_dir.glob("keys/*")]
     for name, service in state["services"].items():
         lines = Path(f"/proc/{service['pid']}/environ").read_bytes().decode().split("\0")

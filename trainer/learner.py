@@ -256,7 +256,8 @@ def _too_large(
         GroupDiscarded(
             project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
             reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
-            detail="a pass over one of their sequences alone does not fit into memory; the rest of the group was trained",
+            detail="a pass over one of their sequences alone does not fit into memory; "
+            "the rest of the group was trained",
             branch=g.event.branch,
         )
         for g, trajectories in found if trajectories

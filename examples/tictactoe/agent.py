@@ -129,8 +129,8 @@ class Fleet:
             return await self._complete(run["id"], group, game, step)
 
     async def play_together(self, seeds: Sequence[str], *, group: str, pinned: str) -> list[Finished]:
-        """Play held-out games, all moves of a round in one call: as much inference at a fraction of the HTTP. The batch is one
-        trajectory of the split `val`, whose reward is the games' mean; in the order of `seeds`."""
+        """Play held-out games, all moves of a round in one call: as much inference at a fraction of the HTTP. The
+        batch is one trajectory of the split `val`, whose reward is the games' mean; in the order of `seeds`."""
         games = [Game(seed) for seed in seeds]
         talks: list[list[dict[str, str]]] = [[] for _ in games]
         opening = {

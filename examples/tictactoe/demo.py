@@ -36,7 +36,8 @@ LOOK_EVERY_S = 0.25
 """Between two looks at the policy version that the gateway serves."""
 GOAL = 0.70
 EVAL_BATCH = 40
-"""Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the square."""
+"""Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the
+square."""
 EVAL_BATCHES = 4
 """Such trajectories at once."""
 
@@ -344,8 +345,8 @@ def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[
     gain = report["win_rate_difference"]
     low, high = gain["ci95"]
     console.print(
-        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f} "
-        f"({gain['gained']} more won, {gain['lost']} no longer)"
+        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to "
+        f"{high:+.3f} ({gain['gained']} more won, {gain['lost']} no longer)"
     )
     reached = report["time_to_0_70"]
     goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"

@@ -59,8 +59,9 @@ def win_rate(games: Iterable[Finished]) -> dict[str, Any]:
 
 
 def difference(before: Sequence[Finished], after: Sequence[Finished]) -> dict[str, Any]:
-    """How much more often the games of `after` were won, with its 95 % interval. The two lists hold the same games in the same
-    order, so the interval is that of the mean difference per game; games without a result in either are left out."""
+    """How much more often the games of `after` were won, with its 95 % interval. The two lists hold the same games in
+    the same order, so the interval is that of the mean difference per game; games without a result in either are left
+    out."""
     pairs = [
         (a.result == "win", b.result == "win")
         for a, b in zip(before, after, strict=True)

@@ -24,8 +24,10 @@ _OUTWARD = (
 """Variables of processes that connect to the internet. A proxy's address may hold a password."""
 
 _COMPUTE = (
-    "CUDA*", "NVIDIA_*", "NCCL_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "ATEN_*", "TORCH*", "PYTORCH_*", "TRITON_*",
-    "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "SAFETENSORS_*", "TOKENIZERS_*", "XDG_CACHE_HOME", "CC", "CXX",
+    "CUDA*", "NVIDIA_*", "NCCL_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "ATEN_*", "TORCH*",
+    "PYTORCH_*", "TRITON_*",
+    "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "SAFETENSORS_*", "TOKENIZERS_*",
+    "XDG_CACHE_HOME", "CC", "CXX",
     "XDG_CONFIG_HOME", "FLASHINFER_*", "TVM_*", "GLOO_*", "UCX_*", "LIBRARY_PATH", "CPATH", "MAX_JOBS",
 )  # fmt: skip
 

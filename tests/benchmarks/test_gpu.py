@@ -242,7 +242,8 @@ def test_the_page_has_every_part() -> None:
              for q in ("p50", "p99", "max")}  # fmt: skip
     swaps |= {"streams": 256, "swaps": 30, "requests": 900, "failures": 0, "mislabelled": 0, "exchanges": 900,
               "publish_to_serving_p50_s": 0.5, "publish_to_serving_max_s": 0.9}  # fmt: skip
-    step = {"version": "m@0", "tokens": 10.0, "logprob_mean": -8.5, "on_policy_logprob_diff": 0.01, "on_policy_logprob_diff_max": 0.2,
+    step = {"version": "m@0", "tokens": 10.0, "logprob_mean": -8.5, "on_policy_logprob_diff": 0.01,
+    "on_policy_logprob_diff_max": 0.2,
             "kl_sampler": 1e-4}  # fmt: skip
     parts = {
         "tests": {"result": {"passed": 3, "failed": 0, "skipped": 1, "skip_reasons": ["why|not"]}},

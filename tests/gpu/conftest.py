@@ -1,4 +1,5 @@
-"""These tests need an NVIDIA GPU and skip where there is none. They import nothing but the trainer and what it needs."""
+"""These tests need an NVIDIA GPU and skip where there is none. They import nothing but the trainer and what it
+needs."""
 
 from __future__ import annotations
 

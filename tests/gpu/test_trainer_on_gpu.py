@@ -29,8 +29,8 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> MakeEngine:
-    """An engine over a tiny model of a family; keyword arguments are the trainer's settings. It is verified as users' are, and
-    later holds no step to the recorded logprobs, which are made up."""
+    """An engine over a tiny model of a family; keyword arguments are the trainer's settings. It is verified as users'
+    are, and later holds no step to the recorded logprobs, which are made up."""
 
     def make(family: str = "qwen3", **settings: object) -> Engine:
         folder = tmp_path / family
@@ -103,7 +103,19 @@ def test_flex_attention_gives_what_a_dense_mask_gives(make_engine: MakeEngine) -
     assert float((flex[1] - dense[1]).norm() / dense[1].norm()) < 2e-2
 
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "granite", "cohere", "phi3", "gpt_oss", "qwen3_moe")  # fmt: skip
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "cohere",
+    "phi3",
+    "gpt_oss",
+    "qwen3_moe",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

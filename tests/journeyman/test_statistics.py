@@ -16,7 +16,12 @@ def test_the_interval_of_a_mean_is_the_textbooks() -> None:
 
 def test_wilson_agrees_with_published_values() -> None:
     # Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
-    for successes, trials, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)]:  # fmt: skip
+    for successes, trials, low, high in [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]:
         found = wilson(successes, trials)
         assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 

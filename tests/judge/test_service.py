@@ -48,7 +48,21 @@ async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         async with judging(broker, settings(nats_config)):
-            await publish(broker, [completed("b", reward=1.0, task="x"), completed("a", reward=-0.5), completed("c", reward=None, rewards={"u": 0.25, "v": 0.5}, first_step=2, last_step=3, exchanges=4)])  # fmt: skip
+            await publish(
+                broker,
+                [
+                    completed("b", reward=1.0, task="x"),
+                    completed("a", reward=-0.5),
+                    completed(
+                        "c",
+                        reward=None,
+                        rewards={"u": 0.25, "v": 0.5},
+                        first_step=2,
+                        last_step=3,
+                        exchanges=4,
+                    ),
+                ],
+            )
             (group,) = await groups(broker, 1)
             await drained(broker)
         assert isinstance(group, GroupScored)
@@ -76,7 +90,15 @@ async def test_the_event_s_group_size_wins_and_failed_members_close_the_group_wi
     nats_config: NatsConfig,
 ) -> None:
     async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(broker, [completed("a", reward=1.0, group_size=4), completed("b", outcome="no_result", reward=0.0), completed("c", outcome="masked", reward=9.0), completed("d", reward=0.5)])  # fmt: skip
+        await publish(
+            broker,
+            [
+                completed("a", reward=1.0, group_size=4),
+                completed("b", outcome="no_result", reward=0.0),
+                completed("c", outcome="masked", reward=9.0),
+                completed("d", reward=0.5),
+            ],
+        )
         (group,) = await groups(broker, 1)
     assert [(m.outcome, m.reward) for m in group.members] == [
         ("scored", 1.0),
@@ -131,9 +153,18 @@ async def test_a_straggler_does_not_wedge_its_group_and_is_recorded_as_late(nats
     ("members", "detail"),
     [
         ([completed("a", reward=1.0)], "1 of 1 trajectories can be scored, 2 are needed"),
-        ([completed("a", reward=None), completed("b", reward=None), completed("c")], "2 of 3 trajectories carry no reward and judge.model is not set"),
-        ([completed("a", reward=float("nan")), completed("b")], "1 of 2 trajectories carry no reward and judge.model is not set"),
-        ([completed("a", outcome="no_result"), completed("b", outcome="masked"), completed("c")], "1 of 3 trajectories can be scored, 2 are needed"),
+        (
+            [completed("a", reward=None), completed("b", reward=None), completed("c")],
+            "2 of 3 trajectories carry no reward and judge.model is not set",
+        ),
+        (
+            [completed("a", reward=float("nan")), completed("b")],
+            "1 of 2 trajectories carry no reward and judge.model is not set",
+        ),
+        (
+            [completed("a", outcome="no_result"), completed("b", outcome="masked"), completed("c")],
+            "1 of 3 trajectories can be scored, 2 are needed",
+        ),
         ([completed("a", group="")], "1 of 1 trajectories can be scored, 2 are needed"),
     ],
 )  # fmt: skip

@@ -1,8 +1,9 @@
 """A fast double of vLLM's OpenAI server for tests that need an inference server and no real model.
 
-It has the base model's tokenizer and chat template, so prompts have the token ids that vLLM would give. Sampled tokens and their
-logprobs come from a hash of seed, model and prompt: equal requests with a seed get equal answers, another adapter answers
-otherwise. `tests/rollout_gateway/serving/test_inference_contract.py` runs one contract over this double and over real vLLM.
+It has the base model's tokenizer and chat template, so prompts have the token ids that vLLM would give. Sampled
+tokens and their logprobs come from a hash of seed, model and prompt: equal requests with a seed get equal answers,
+another adapter answers otherwise. `tests/rollout_gateway/serving/test_inference_contract.py` runs one contract over
+this double and over real vLLM.
 
     python -m tests.kits.inference_double --port 8000 --model examples/tictactoe/model --served-model-name tictactoe@0
 """
@@ -90,7 +91,8 @@ class Double:
         if asked < 1 or room < 1 or asked > room:
             raise RefusalError(
                 400,
-                f"This model's maximum context length (max_model_len) is {CONTEXT} tokens: {len(prompt)} in the prompt, {asked} asked for.",
+                f"This model's maximum context length (max_model_len) is {CONTEXT} tokens: {len(prompt)} in the "
+                f"prompt, {asked} asked for.",
             )
         return int(asked)
 
@@ -145,7 +147,8 @@ def build(double: Double) -> Starlette:
     def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
         return {
-            "id": prefix + next(ids), "object": kind, "created": int(time.time()), "model": body.get("model", double.name),
+            "id": prefix + next(ids), "object": kind, "created": int(time.time()),
+            "model": body.get("model", double.name),
         }  # fmt: skip
 
     def usage(prompt: list[int], sampled: int) -> dict[str, Any]:

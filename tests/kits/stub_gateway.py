@@ -1,4 +1,5 @@
-"""The control API of a gateway in memory, for tests of the SDK: it opens and completes trajectories and forgets nothing at a restart."""
+"""The control API of a gateway in memory, for tests of the SDK: it opens and completes trajectories and forgets
+nothing at a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NATS's decentralised users made for a test: an operator, an account and a user's credentials file, as `nsc` writes them."""
+"""NATS's decentralised users made for a test: an operator, an account and a user's credentials file, as `nsc` writes
+them."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class GatewayProcess:
 
 @contextmanager
 def standing(folder: Path, vllm_port: int = 0, args: Sequence[str] = ()) -> Iterator[GatewayProcess]:
-    """A gateway before a vLLM and a log of its own, outside of pytest; `vllm_port`: of a vLLM started by hand; `args`: more of
-    the server's."""
+    """A gateway before a vLLM and a log of its own, outside of pytest; `vllm_port`: of a vLLM started by hand;
+    `args`: more of the server's."""
     with contextlib.ExitStack() as stack:
         nats = NatsServer(folder)
         nats.start()
@@ -177,7 +177,8 @@ def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[Sta
 
 @pytest.fixture
 def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
-    """Starts gateways on the test's log without an inference server: model calls that are let in are told `no_replica`."""
+    """Starts gateways on the test's log without an inference server: model calls that are let in are told
+    `no_replica`."""
     started: list[GatewayProcess] = []
 
     def start(*, folder: str = "run", **settings: Any) -> GatewayProcess:

@@ -1,8 +1,7 @@
 """An inference server that some requests kill: a process of its own that ends where a message says so.
 
-`die`: ends at once, with all connections. `die slowly`: as vLLM does whose engine died: answers every call in flight with
-a 500, then ends. `hold`: answers once a `release` has come.
-"""
+`die`: ends at once, with all connections. `die slowly`: as vLLM does whose engine died: answers every call in flight
+with a 500, then ends. `hold`: answers once a `release` has come."""
 
 from __future__ import annotations
 

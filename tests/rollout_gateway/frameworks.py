@@ -34,7 +34,8 @@ def compat_bin() -> Path:
 def node() -> Path:
     """The Node program, with the packages of `agents/node` beside its script."""
     bin_folder = compat_bin()
-    npm = [str(bin_folder / "npm"), "ci", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(_NODE)]  # fmt: skip
+    options = ("--silent", "--no-audit", "--no-fund", "--ignore-scripts")
+    npm = [str(bin_folder / "npm"), "ci", *options, "--prefix", str(_NODE)]
     _once(_NODE / "node_modules", _NODE / "package-lock.json", [npm])
     return bin_folder / "node"
 

@@ -75,8 +75,8 @@ class Mortal:
                 self._counted.notify_all()
 
     def died(self, deaths: int) -> bool:
-        """Wait until it died so many times: the gateway can tell of a death before it is counted here. Return whether it died
-        that often and not more often."""
+        """Wait until it died so many times: the gateway can tell of a death before it is counted here. Return whether
+        it died that often and not more often."""
         with self._counted:
             self._counted.wait_for(lambda: self.deaths >= deaths, 60)
             return self.deaths == deaths

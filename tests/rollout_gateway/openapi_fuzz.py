@@ -2,9 +2,8 @@
 
     python -m tests.rollout_gateway.openapi_fuzz --examples 10000
 
-starts vLLM, NATS and a gateway and sends at least so many requests, valid and not, single and in sequences. Any 5xx, status
-code or body that the document does not know, accepted nonsense and refused sense is a failure.
-"""
+starts vLLM, NATS and a gateway and sends at least so many requests, valid and not, single and in sequences. Any 5xx,
+status code or body that the document does not know, accepted nonsense and refused sense is a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ _ENDLESS = "/v1/policies/events"
 
 
 def fuzz(url: str, examples: int, folder: Path, *, seed: int = 0) -> tuple[int, str]:
-    """How many requests were sent (more than `examples`), and what schemathesis said. Raises `AssertionError` on a finding."""
+    """How many requests were sent (more than `examples`), and what schemathesis said. Raises `AssertionError` on a
+    finding."""
     operations = sum(len(path) for path in document()["paths"].values())
     each = -(-examples // operations) * 5 // 4  # operations that take nothing are soon exhausted
     command = [

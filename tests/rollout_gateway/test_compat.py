@@ -59,8 +59,8 @@ ENDPOINTS = {"anthropic": "/v1/messages", "OpenAI Agents SDK": "/v1/responses"}
 
 
 def environment(opened: dict[str, Any]) -> dict[str, str]:
-    """A URL and a key; and the white space forbidden with which a model that knows no JSON fills it for ever, and an end
-    made likely to texts that it would ramble on with."""
+    """A URL and a key; and the white space forbidden with which a model that knows no JSON fills it for ever, and an
+    end made likely to texts that it would ramble on with."""
     return {
         **os.environ,
         "OPENAI_BASE_URL": opened["base_url"],
@@ -89,7 +89,8 @@ FORCED = ("Codex CLI", "qwen-code")
 
 @pytest.fixture(scope="module")
 def long_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """The same model with room for a coding agent's prompt. While developing, JOURNEYMAN_TEST_VLLM_LONG may hold a port."""
+    """The same model with room for a coding agent's prompt. While developing, JOURNEYMAN_TEST_VLLM_LONG may hold a
+    port."""
     given = os.environ.get("JOURNEYMAN_TEST_VLLM_LONG")
     # The model was made for 1,024 positions; beyond them its rotary embedding has to be computed first.
     long = ("--max-model-len", "32768", "--hf-overrides", '{"max_position_embeddings": 32768}')

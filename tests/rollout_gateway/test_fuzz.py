@@ -19,18 +19,21 @@ from tests.rollout_gateway.kit import ASK, exchanges
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
 ODD: list[Any] = [
-    None, True, -1, 0, 10**30, 1e308, "", "\u0000", "\ud83d\ude00", "x" * 300, "a/b", "*.>", [], [None], [[]], {}, {"a": None},
-    {"role": 3}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": 5}]}], {"type": "json_schema"},
+    None, True, -1, 0, 10**30, 1e308, "", "\u0000", "\ud83d\ude00", "x" * 300, "a/b", "*.>", [], [None], [[]],
+    {}, {"a": None}, {"role": 3}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+    {"type": "json_schema"},
 ]  # fmt: skip
 FIELDS = (
     "model", "messages", "stream", "n", "logprobs", "tools", "tool_choice", "response_format", "metadata", "prompt",
-    "input", "max_tokens", "stop", "id", "group", "reward", "rewards", "metrics", "outcome", "version", "percent", "split",
-    "trajectories", "return_token_ids", "stream_options",
+    "input", "max_tokens", "stop", "id", "group", "reward", "rewards", "metrics", "outcome", "version",
+    "percent", "split", "trajectories", "return_token_ids", "stream_options",
 )  # fmt: skip
+AUTHORIZATIONS = ("", "Bearer", "Bearer jmt-", "Bearer jmt-!!.x", "Basic eA==", "Bearer jmt-AAAA.x")
 URLS = (
     *routes.MODEL_CALLS, *(f"/t/fuzz{path}" for path in routes.MODEL_CALLS), "/v1/trajectories",
     "/v1/trajectories/fuzz-x/complete", "/v1/groups/g/complete", "/v1/policies/tictactoe/split",
-    "/v1/policies/nope/promote", "/v1/trajectories/%00", "/t//v1/chat/completions", "/t/%ff/v1/chat/completions", "/v1/models/%2f",
+    "/v1/policies/nope/promote", "/v1/trajectories/%00", "/t//v1/chat/completions",
+    "/t/%ff/v1/chat/completions", "/v1/models/%2f",
 )  # fmt: skip
 
 
@@ -63,7 +66,7 @@ async def test_a_thousand_malformed_requests(gateway: GatewayProcess, nats_confi
             url = source.choice(URLS)
             headers = {
                 "content-type": source.choice(("application/json", "text/plain", "x")),
-                "authorization": source.choice(("", "Bearer", "Bearer jmt-", "Bearer jmt-!!.x", "Basic eA==", "Bearer jmt-AAAA.x")),
+                "authorization": source.choice(AUTHORIZATIONS),
                 "traceparent": source.choice(("", "00-xyz", "0" * 55)),
                 "x-stainless-retry-count": source.choice(("0", "1", "x")),
             }  # fmt: skip

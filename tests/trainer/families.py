@@ -30,12 +30,13 @@ _LINEAR: dict[str, Any] = {
 _WINDOW: dict[str, Any] = {"sliding_window": 8, "num_hidden_layers": 4}
 
 SHARED: dict[str, dict[str, Any]] = {
-    "qwen2": {}, "qwen3": {}, "llama": {}, "gemma": {}, "olmo2": {}, "glm": {}, "glm4": {}, "stablelm": {}, "seed_oss": {},
-    "smollm3": {"no_rope_layer_interval": 2}, "ernie4_5": {}, "hunyuan_v1_dense": {}, "phi": {}, "gpt_neox": {}, "opt": {
-        "ffn_dim": 64, "word_embed_proj_dim": 32,
-    },
+    "qwen2": {}, "qwen3": {}, "llama": {}, "gemma": {}, "olmo2": {}, "glm": {}, "glm4": {}, "stablelm": {},
+    "seed_oss": {}, "smollm3": {"no_rope_layer_interval": 2}, "ernie4_5": {}, "hunyuan_v1_dense": {}, "phi": {},
+    "gpt_neox": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
-    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    "granite": {
+        "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+    },
     "cohere": {"logit_scale": 0.25},
     "mistral": {"sliding_window": 8}, "ministral": {"sliding_window": 8}, "phi3": {"sliding_window": 8},
     "starcoder2": {"sliding_window": 8},

@@ -144,7 +144,8 @@ def checkpoint_event(step: int, files: Mapping[str, bytes] | None = None) -> Che
     """The event of a checkpoint of `MODEL` that holds `files`."""
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in (files or {}).items()}
     return CheckpointPublished(
-        project="p", at=2, model=MODEL, step=step, version=f"{MODEL}@{step}", parent=f"{MODEL}@{step - 1}", batch_id="b",
+        project="p", at=2, model=MODEL, step=step, version=f"{MODEL}@{step}", parent=f"{MODEL}@{step - 1}",
+        batch_id="b",
         groups=("g",), group_seqs=pack_seqs([1]), group_times=pack_seqs([2]), config_hash="c", base_model="base",
         adapter="a", adapter_sha256="s", adapter_bytes=1, files=digests, metrics={"loss": 0.5}, started_at=1,
     )  # fmt: skip

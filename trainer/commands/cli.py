@@ -28,7 +28,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(args: argparse.Namespace) -> Config:
-    """Return the settings of the run that the arguments name; the newest run if they name none. Raises `ConfigError`."""
+    """Return the settings of the run that the arguments name; the newest run if they name none. Raises
+    `ConfigError`."""
     return run_settings(args.run_dir, args.config, args.overrides)
 
 

@@ -1,9 +1,8 @@
 """How a model attends over a prefix tree: a dense mask for SDPA, or a block mask for FlexAttention.
 
-FlexAttention asks a rule (`Layout.ends_RL`) where the dense mask would be and skips blocks in which no query sees a key, so
-nothing grows with the square of a tree. It is registered with transformers as an attention of ours that does plain SDPA
-wherever it gets no block mask, so padded rows go the usual way.
-"""
+FlexAttention asks a rule (`Layout.ends_RL`) where the dense mask would be and skips blocks in which no query sees a
+key, so nothing grows with the square of a tree. It is registered with transformers as an attention of ours that does
+plain SDPA wherever it gets no block mask, so padded rows go the usual way."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """How many tokens go through the model at once, found out as memory runs out and regained as it does not.
 
-Memory that runs out in a pass of several sequences halves the budget; after `GOOD_STEPS` steps in which it did not run out, the
-budget doubles, up to `trainer.memory.tokens_per_batch`. Where it runs out again at once, twice as many good steps have to follow before
-the next attempt. A sequence that fails alone, twice, is left out of the step: no budget would help it.
-"""
+Memory that runs out in a pass of several sequences halves the budget; after `GOOD_STEPS` steps in which it did not
+run out, the budget doubles, up to `trainer.memory.tokens_per_batch`. Where it runs out again at once, twice as many
+good steps have to follow before the next attempt. A sequence that fails alone, twice, is left out of the step: no
+budget would help it."""
 
 from __future__ import annotations
 

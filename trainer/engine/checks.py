@@ -38,8 +38,9 @@ def sampler_difference(
     packing: Packing,
     budget: int,
 ) -> dict[str, float]:
-    """Mean absolute difference of recorded and recomputed logprobs of some sequences, each recomputed at the version that sampled
-    and in the layout that is trained, in passes of at most `budget` tokens. Empty where no logprob can be compared.
+    """Mean absolute difference of recorded and recomputed logprobs of some sequences, each recomputed at the version
+    that sampled and in the layout that is trained, in passes of at most `budget` tokens. Empty where no logprob can
+    be compared.
 
     A value above about 1e-3 in float32 means that the tokens, the mask or the version are not what was sampled."""
     chosen = [(examples[i].sequence, groups[i]) for i in picked(groups, model.config.check_sequences)]
@@ -71,8 +72,8 @@ def sampler_difference(
 def kl_to_base(
     model: PolicyModel, examples: Sequence[Example], groups: Sequence[int], packing: Packing, budget: int
 ) -> dict[str, float]:
-    """KL of the live policy from the base model over some sequences, in nats per token (k3 estimate): for losses without a KL
-    term, which do not compute the base model's logprobs."""
+    """KL of the live policy from the base model over some sequences, in nats per token (k3 estimate): for losses
+    without a KL term, which do not compute the base model's logprobs."""
     chosen = picked(groups, model.config.check_sequences)
     sequences = [examples[i].sequence for i in chosen]
     if not sequences:

@@ -1,11 +1,11 @@
 """Optimizer steps over one model.
 
-One engine holds one base model. Several policies over it take turns: an adapter is a small dictionary of tensors that is copied
-in before a step and out after it.
+One engine holds one base model. Several policies over it take turns: an adapter is a small dictionary of tensors that
+is copied in before a step and out after it.
 
-A step takes one optimizer update over its batch, or `trainer.optimizer.epochs` times `trainer.optimizer.minibatches` of them, as PPO does. The
-probability ratios of all updates are to the policy before the first one (see `trainer.engine.losses.inputs_of`).
-"""
+A step takes one optimizer update over its batch, or `trainer.optimizer.epochs` times `trainer.optimizer.minibatches`
+of them, as PPO does. The probability ratios of all updates are to the policy before the first one (see
+`trainer.engine.losses.inputs_of`)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ log = get_logger("trainer.engine.engine")
 def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
     """The indices of the examples of each optimizer update of a step; `groups[i]` is the group of example i.
 
-    Minibatches hold whole groups, dealt out anew in every epoch: a group's advantages are relative to each other, and its prefixes
-    are shared. The order depends on the seed and the step alone, so a step that is repeated is the same step."""
+    Minibatches hold whole groups, dealt out anew in every epoch: a group's advantages are relative to each other, and
+    its prefixes are shared. The order depends on the seed and the step alone, so a step that is repeated is the same
+    step."""
     names = list(dict.fromkeys(groups))
     count = min(config.optimizer.minibatches, len(names))
     for epoch in range(config.optimizer.epochs):
@@ -61,16 +62,16 @@ class Engine(GradientEngine):
         return estimate(self, shares_prefixes=trees)
 
     def plan_passes(self) -> Memory:
-        """Measure what memory a step takes. On CUDA the token budget is bounded by what fits; on the CPU, where other processes
-        come and go, the figures are only logged."""
+        """Measure what memory a step takes. On CUDA the token budget is bounded by what fits; on the CPU, where other
+        processes come and go, the figures are only logged."""
         memory = self.memory()
         fits = memory.tokens()
         if self.device.type == "cuda" and fits is not None:
             self.budget.bound(max(1, fits))
         log.info(
-            "memory of a step", model=self.base, device=str(self.device), weights=memory.weights, per_token=memory.per_token,
-            free=memory.free, tokens_that_fit=fits, token_budget=self.budget.tokens, step=memory.step(self.budget.tokens),
-            gradient_checkpointing=self.checkpointing,
+            "memory of a step", model=self.base, device=str(self.device), weights=memory.weights,
+            per_token=memory.per_token, free=memory.free, tokens_that_fit=fits, token_budget=self.budget.tokens,
+            step=memory.step(self.budget.tokens), gradient_checkpointing=self.checkpointing,
         )  # fmt: skip
         return memory
 
@@ -81,7 +82,8 @@ class Engine(GradientEngine):
         return TrainState(0, weights, history={0: weights}, master=None if weights is master else master)
 
     def warm_up(self) -> None:
-        """Take a step over a few tokens and discard it, so that what PyTorch does once is done before the first real step."""
+        """Take a step over a few tokens and discard it, so that what PyTorch does once is done before the first real
+        step."""
         ids = np.arange(4, dtype=np.int32)
         sequence = TokenSequence(
             "warm-up", ids, ids > 0, np.full(4, np.nan, np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
@@ -90,11 +92,12 @@ class Engine(GradientEngine):
             self.step(self.initial_state(), [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
 
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
-        """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` itself stays as it was, so that a
-        step that is abandoned leaves no trace.
+        """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` itself stays as it
+        was, so that a step that is abandoned leaves no trace.
 
-        Sequences that do not fit into memory even alone are left out. Raises `UntrainableError`, and nothing is changed, where none
-        is left, where a gradient is not finite, and where the sampler's logprobs are not the trainer's."""
+        Sequences that do not fit into memory even alone are left out. Raises `UntrainableError`, and nothing is
+        changed, where none is left, where a gradient is not finite, and where the sampler's logprobs are not the
+        trainer's."""
         self.set_threads()
         began = time.perf_counter()
         held = self.budget.tokens
@@ -120,7 +123,8 @@ class Engine(GradientEngine):
             optimizer.zero_grad(set_to_none=True)
             try:
                 fitted = over_what_fits(
-                    self.passes, [examples[i] for i in chosen], [groups[i] for i in chosen], self.budget, self.free, state.step + 1
+                    self.passes, [examples[i] for i in chosen], [groups[i] for i in chosen], self.budget,
+                    self.free, state.step + 1
                 )  # fmt: skip
             except NothingFitsError as error:
                 dropped += error.sequences
@@ -202,9 +206,10 @@ class Engine(GradientEngine):
             found = metrics.get(name, 0.0)
             if not found <= bound:
                 raise SamplerMismatchError(
-                    f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by {found:.3g} nats on average "
-                    f"{what}, and trainer.logprob_bound is {bound:g}. Check that the inference server runs this base model in the "
-                    "same type, with --logprobs-mode processed_logprobs, and serves the adapter that its name says"
+                    f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by {found:.3g} "
+                    f"nats on average {what}, and trainer.logprob_bound is {bound:g}. Check that the inference "
+                    "server runs this base model in the same type, with --logprobs-mode processed_logprobs, and "
+                    "serves the adapter that its name says"
                 )
 
 

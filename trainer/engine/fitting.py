@@ -1,4 +1,5 @@
-"""Passes within the memory that there is: smaller ones where it runs out, and without the sequences that do not fit at all."""
+"""Passes within the memory that there is: smaller ones where it runs out, and without the sequences that do not fit
+at all."""
 
 from __future__ import annotations
 
@@ -50,10 +51,11 @@ def over_what_fits(
     free: Callable[[], None],
     step: int,
 ) -> Fitted[T]:
-    """Do `work` over the examples that memory holds. `free` releases what a failed try holds; `step` is named in messages.
+    """Do `work` over the examples that memory holds. `free` releases what a failed try holds; `step` is named in
+    messages.
 
-    A pass that runs out of memory halves `budget`, and all the work is done again. A sequence that fails alone, twice, is left
-    out. Raises `NothingFitsError` where none is left, and whatever else `work` raises."""
+    A pass that runs out of memory halves `budget`, and all the work is done again. A sequence that fails alone,
+    twice, is left out. Raises `NothingFitsError` where none is left, and whatever else `work` raises."""
     before = budget.tokens
     failed_alone: TokenSequence | None = None
     dropped: list[TokenSequence] = []
@@ -71,8 +73,8 @@ def over_what_fits(
             failed_alone = sequence  # once more, with the memory that is free now
             continue
         log.error(
-            "a sequence is not trained: memory does not hold a pass of it alone; use a shorter limit of tokens for trajectories, "
-            "a smaller LoRA rank, more trainer processes on more GPUs or a GPU with more memory",
+            "a sequence is not trained: memory does not hold a pass of it alone; use a shorter limit of tokens for "
+            "trajectories, a smaller LoRA rank, more trainer processes on more GPUs or a GPU with more memory",
             trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step,
         )  # fmt: skip
         dropped.append(sequence)
@@ -88,7 +90,8 @@ def over_what_fits(
 def check_within(
     budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """The metrics of a check, with smaller passes where memory runs out. A check that does not fit at all is left out."""
+    """The metrics of a check, with smaller passes where memory runs out. A check that does not fit at all is left
+    out."""
     while True:
         try:
             return work()

@@ -1,13 +1,15 @@
-"""The model's own forward pass over a layout, in two halves: trunk under our masks, head as the model's class applies it.
+"""The model's own forward pass over a layout, in two halves: trunk under our masks, head as the model's class applies
+it.
 
-What lies between the last hidden state and the logits differs from family to family: a scale (Granite, Cohere, Falcon-H1), a
-soft cap (Gemma2), nothing (most). So the head is never called by itself: the class's own `forward` runs with a stand-in for
-its trunk that hands out hidden states which are there already. That way logits are computed for the trained positions only,
-in pieces, and whatever the class does to them is done.
+What lies between the last hidden state and the logits differs from family to family: a scale (Granite, Cohere,
+Falcon-H1), a soft cap (Gemma2), nothing (most). So the head is never called by itself: the class's own `forward` runs
+with a stand-in for its trunk that hands out hidden states which are there already. That way logits are computed for
+the trained positions only, in pieces, and whatever the class does to them is done.
 
-Attention sees along a path of the prefix tree. A layer may see all of it, a sliding window of its last tokens, or the tokens
-of one chunk of positions; both are counted in positions along the path, not in columns of the row. Layers that carry a state
-from token to token (linear attention, convolutions) can't share a prefix between branches: there each sequence gets a row.
+Attention sees along a path of the prefix tree. A layer may see all of it, a sliding window of its last tokens, or the
+tokens of one chunk of positions; both are counted in positions along the path, not in columns of the row. Layers that
+carry a state from token to token (linear attention, convolutions) can't share a prefix between branches: there each
+sequence gets a row.
 
 Shape letters as in `trainer.batches.packing`, and D hidden size, V vocabulary, n tokens scored at once.
 """
@@ -32,7 +34,8 @@ _FULL = ("full_attention", "attention", "global_attention")
 
 
 def reaches_of(config: Any) -> dict[str, Reach] | None:
-    """How far the layers of each type see, by `layer_types` of a text configuration; the type is "" where there is only one.
+    """How far the layers of each type see, by `layer_types` of a text configuration; the type is "" where there is
+    only one.
 
     `None` where some layers carry a state."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -169,8 +172,8 @@ class Forward:
         chunk: int,
         entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the targets and entropies, [N] each, in nats; beyond `chunk` positions the logits are held a piece at a
-        time and computed again for the gradient."""
+        """Logprobs of the targets and entropies, [N] each, in nats; beyond `chunk` positions the logits are held a
+        piece at a time and computed again for the gradient."""
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),
@@ -221,8 +224,9 @@ class Forward:
 
 
 def without_noise(model: torch.nn.Module) -> None:
-    """Switch off what is random in training: dropout and the jitter of routers. The sampler has none of it, and the policy's
-    logprobs are the sampler's. Routers give no loss of their own either: TRL would add it to the policy's."""
+    """Switch off what is random in training: dropout and the jitter of routers. The sampler has none of it, and the
+    policy's logprobs are the sampler's. Routers give no loss of their own either: TRL would add it to the
+    policy's."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False

@@ -38,7 +38,8 @@ Scores = dict[int, np.ndarray[Any, Any]]
 def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
-        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank", "lora.alpha",
+        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank",
+        "lora.alpha",
         "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
     )  # fmt: skip
     return {name: operator.attrgetter(name)(config) for name in names}
@@ -104,7 +105,8 @@ class GradientEngine(PolicyModel):
         self.model.train()
 
     def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
-        """Add the gradient of the batch's loss to the live adapter's; returns the metrics of the batch as seen from `step`."""
+        """Add the gradient of the batch's loss to the live adapter's; returns the metrics of the batch as seen from
+        `step`."""
         return self.summary(self.passes(examples, groups), examples, step, 1)
 
     def passes(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:

@@ -59,7 +59,8 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     if config.engine == "unsloth":
         if config.memory.packing == "prefix":
             raise ConfigError(
-                "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or `auto`"
+                "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use "
+                "`padded` or `auto`"
             )
         return _load_unsloth(base, config, device)
     model = AutoModelForCausalLM.from_pretrained(
@@ -83,8 +84,8 @@ def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
 
 
 def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
-    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting is `on` and the
-    model can't."""
+    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting
+    is `on` and the model can't."""
     if not checkpointing_wanted(config, device):
         return False
     try:
@@ -101,10 +102,11 @@ def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool
 
 
 def targets_of(model: Any, config: TrainerConfig) -> list[str]:
-    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora.targets`, or all that can.
+    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora.targets`, or all that
+    can.
 
-    Raises `ConfigError` where a name of the setting is none of them. Routers and experts get none: PEFT would put adapters on
-    the experts' fused weights and on the router, which vLLM does not serve."""
+    Raises `ConfigError` where a name of the setting is none of them. Routers and experts get none: PEFT would put
+    adapters on the experts' fused weights and on the router, which vLLM does not serve."""
     head = model.get_output_embeddings()
     linear = {
         name: m
@@ -131,7 +133,8 @@ def targets_of(model: Any, config: TrainerConfig) -> list[str]:
     possible = {_leaf(name) for name in linear} - left_out
     if unknown := set(config.lora.targets) - possible:
         raise ConfigError(
-            f"trainer.lora.targets: {', '.join(sorted(unknown))} can't have an adapter; there are: {', '.join(sorted(possible))}"
+            f"trainer.lora.targets: {', '.join(sorted(unknown))} can't have an adapter; there are: "
+            f"{', '.join(sorted(possible))}"
         )
     return sorted(config.lora.targets or possible)
 

@@ -91,7 +91,8 @@ def _no_tokenizer() -> PreTrainedTokenizerFast:
 
 
 LOSS_OPTIONS = (
-    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+    "vespo_lambda_neg",
 )  # fmt: skip
 """TRL's constants of single loss types."""
 
@@ -240,8 +241,8 @@ def importance_ratio(
     maximum: float,
     minimum: float | None = None,
 ) -> torch.Tensor:
-    """TRL's sampler correction, [S, K] or [S, 1]: trainer over sampler probability, truncated to `minimum` … `maximum` or
-    masked outside of it.
+    """TRL's sampler correction, [S, K] or [S, 1]: trainer over sampler probability, truncated to `minimum` …
+    `maximum` or masked outside of it.
 
     A token whose sampler logprob is NaN counts as ratio 1."""
     difference = torch.nan_to_num((logprobs_SK.detach() - sampled_SK) * mask_SK, nan=0.0)
@@ -266,9 +267,10 @@ def inputs_of(
 ) -> dict[str, torch.Tensor]:
     """What TRL's loss reads of `examples`, trained tokens only; the forward pass has seen their context.
 
-    Without a sampler correction the clipped probability ratio is to the recorded logprobs. With one it is to the policy before the
-    step's first update (`Example.old_logprobs`), and that policy's ratio to the sampler is the correction: both are the same in every
-    update of the step. In a step of one update the old policy is the present one, and the clipped ratio is 1."""
+    Without a sampler correction the clipped probability ratio is to the recorded logprobs. With one it is to the
+    policy before the step's first update (`Example.old_logprobs`), and that policy's ratio to the sampler is the
+    correction: both are the same in every update of the step. In a step of one update the old policy is the present
+    one, and the clipped ratio is 1."""
     device = logprobs_SK.device
     shape = logprobs_SK.shape
     ids_SK = np.zeros(shape, np.int64)

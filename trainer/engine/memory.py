@@ -1,11 +1,10 @@
 """What memory a training step takes, measured on a short pass and extrapolated.
 
-PyTorch tells what it keeps for the backward pass as it keeps it. A pass over a few tokens and one over twice as many give the
-bytes that each token costs on any architecture, with the type, rank and checkpointing that are set. To these come the weights,
-the adapter with its gradient and Adam's two moments, the logits, of which one piece at a time is held, and the dense masks of a
-prefix tree, which grow with its square. With gradient checkpointing a token costs what all layers keep, and what one layer keeps
-while it is computed again.
-"""
+PyTorch tells what it keeps for the backward pass as it keeps it. A pass over a few tokens and one over twice as many
+give the bytes that each token costs on any architecture, with the type, rank and checkpointing that are set. To these
+come the weights, the adapter with its gradient and Adam's two moments, the logits, of which one piece at a time is
+held, and the dense masks of a prefix tree, which grow with its square. With gradient checkpointing a token costs what
+all layers keep, and what one layer keeps while it is computed again."""
 
 from __future__ import annotations
 
@@ -67,7 +66,8 @@ class Memory:
 
 
 def free_bytes(device: torch.device, share: float = 0.0) -> int | None:
-    """Free memory of the device, of its share for this process where that is not 0; of the host where the device is the CPU."""
+    """Free memory of the device, of its share for this process where that is not 0; of the host where the device is
+    the CPU."""
     if device.type == "cuda":
         free, total = (int(n) for n in torch.cuda.mem_get_info(device))
         used = int(torch.cuda.memory_allocated(device))

@@ -46,8 +46,8 @@ class PolicyModel:
         """Type of the adapter's published weights. `None` publishes them as they are trained."""
 
     def set_threads(self) -> None:
-        """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker threads come and
-        go."""
+        """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker
+        threads come and go."""
         if torch.get_num_threads() != self.config.threads:
             torch.set_num_threads(self.config.threads)
 

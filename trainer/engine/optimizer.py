@@ -19,9 +19,11 @@ _PROGRESS = ("last_epoch", "_step_count")
 def optimizer_of(
     config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer and its learning rate scheduler, as `state` left them, under the settings of `config`. `state` is not changed."""
+    """The optimizer and its learning rate scheduler, as `state` left them, under the settings of `config`. `state` is
+    not changed."""
     optimizer = torch.optim.AdamW(
-        parameters, lr=config.optimizer.learning_rate, betas=config.optimizer.betas, weight_decay=config.optimizer.weight_decay, foreach=True,
+        parameters, lr=config.optimizer.learning_rate, betas=config.optimizer.betas,
+        weight_decay=config.optimizer.weight_decay, foreach=True,
     )  # fmt: skip
     name: str = config.optimizer.schedule
     if name == "constant" and config.optimizer.warmup_steps:
@@ -35,7 +37,8 @@ def optimizer_of(
     if state.optimizer is not None and state.scheduler is not None:
         # The optimizer works on what it is given in place; the state must survive an abandoned step.
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-        # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has come.
+        # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has
+        # come.
         for name in _PROGRESS:
             setattr(scheduler, name, state.scheduler[name])
         for group, base, schedule in zip(

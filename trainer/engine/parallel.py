@@ -2,15 +2,14 @@
 
     accelerate launch --num_processes 4 -m trainer --config runs/x/config.toml     # or trainer.processes = 4
 
-The process of rank 0 is the trainer service; the others hold the same models and do what it sends them (`follow`). A step's
-loss is the sum of its passes' losses, so the sum of their gradients is the step's gradient whoever computed them. The
-launcher's environment is taken over here and hidden from accelerate and TRL, which would otherwise take each pass for a
-share of a batch of equal shares and wait for each other in the middle of it.
+The process of rank 0 is the trainer service; the others hold the same models and do what it sends them (`follow`). A
+step's loss is the sum of its passes' losses, so the sum of their gradients is the step's gradient whoever computed
+them. The launcher's environment is taken over here and hidden from accelerate and TRL, which would otherwise take
+each pass for a share of a batch of equal shares and wait for each other in the middle of it.
 
-Whatever fails in one process fails in all before gradients are exchanged, so nobody waits for one that gave up; memory that
-ran out anywhere halves everyone's budget. A process that dies breaks the connections of the others: the launcher ends them
-all, and the supervisor starts the trainer anew.
-"""
+Whatever fails in one process fails in all before gradients are exchanged, so nobody waits for one that gave up;
+memory that ran out anywhere halves everyone's budget. A process that dies breaks the connections of the others: the
+launcher ends them all, and the supervisor starts the trainer anew."""
 
 from __future__ import annotations
 
@@ -121,9 +120,9 @@ class ProcessGroup:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and join gloo's threads. Every process must call it before the interpreter exits: a gloo thread
-        that releases a tensor asks for the interpreter's lock, and one that asks during finalization aborts the process with
-        "terminate called without an active exception"."""
+        """Close the connections and join gloo's threads. Every process must call it before the interpreter exits: a
+        gloo thread that releases a tensor asks for the interpreter's lock, and one that asks during finalization
+        aborts the process with "terminate called without an active exception"."""
         self._control = None  # the threads of a group end with its last reference
         dist.destroy_process_group()
 
@@ -159,8 +158,8 @@ class ProcessGroup:
     def all_reduce(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter]) -> list[T]:
         """Do `work` in every process and sum the gradients of `parameters`; what each came to, by rank.
 
-        Raises what failed here, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of memory, and
-        `WorkerError`."""
+        Raises what failed here, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of
+        memory, and `WorkerError`."""
         failure: Exception | None = None
         result: T | None = None
         try:

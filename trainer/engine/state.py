@@ -23,8 +23,8 @@ class UntrainableError(ArithmeticError):
 
 
 class SamplerMismatchError(UntrainableError):
-    """The recorded logprobs are not those of the version that is recorded as the sampler: what would be trained is not what was
-    sampled."""
+    """The recorded logprobs are not those of the version that is recorded as the sampler: what would be trained is
+    not what was sampled."""
 
     reason = "sampler_mismatch"
 

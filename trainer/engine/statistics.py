@@ -3,10 +3,10 @@
 | metric | meaning |
 | --- | --- |
 | `loss` | TRL's loss of the whole batch; the mean over the step's updates |
-| `ratio_*` | importance ratio, trainer over sampler probability per token, before the first update: mean, percentiles, largest |
+| `ratio_*` | trainer's over sampler's probability per token, before the first update: mean, percentiles, largest |
 | `ratio_sequence_max` | the largest ratio of a whole sequence, the product of its tokens' |
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
-| `on_policy_logprob_diff`, `_max` | absolute difference of recorded and computed logprobs of the tokens that the present version sampled: mean, largest |
+| `on_policy_logprob_diff`, `_max` | recorded against computed logprob, tokens of the present version: mean, largest |
 | `clip_share` | share of tokens whose ratio exceeds the bound of the sampler correction |
 | `staleness_mean`, `staleness_max` | steps between a token's sampling and its training |
 """
@@ -47,7 +47,8 @@ class BatchStatistics:
         self.steps.append(sequence.steps[sequence.loss_mask])
 
     def summary(self, step: int, largest_ratio: float) -> dict[str, float]:
-        """The metrics of the module's table as seen from `step`; `largest_ratio` is the bound that `clip_share` counts by."""
+        """The metrics of the module's table as seen from `step`; `largest_ratio` is the bound that `clip_share`
+        counts by."""
         recorded = np.concatenate(self.differences)
         differences = np.nan_to_num(recorded.astype(np.float64))
         ratios = np.exp(differences)

@@ -1,9 +1,9 @@
 """Does a model train right? What is trained is compared with the model's own forward pass before the first step.
 
-The reference is `model(...).logits` of one sequence at a time, with eager attention: what the modelling code writes out, with
-nothing that a faster kernel might leave out (SDPA ignores Gemma2's soft cap on attention scores, for example). Against it stand
-the logprobs that a step would compute, of padded rows and of a prefix tree. Where they differ there is no training: a wrong
-mask, position or head trains something, and nothing would notice.
+The reference is `model(...).logits` of one sequence at a time, with eager attention: what the modelling code writes
+out, with nothing that a faster kernel might leave out (SDPA ignores Gemma2's soft cap on attention scores, for
+example). Against it stand the logprobs that a step would compute, of padded rows and of a prefix tree. Where they
+differ there is no training: a wrong mask, position or head trains something, and nothing would notice.
 
 The sequences are random tokens. They reach beyond every sliding window of at most a few thousand tokens.
 """
@@ -41,8 +41,8 @@ class Difference:
     largest: float
 
     def explained(self, config: TrainerConfig, dtype: torch.dtype) -> bool:
-        """Whether rounding explains it. In bfloat16 single tokens differ by whole nats where rounding sends them to another
-        expert, so there the mean is held to the bound."""
+        """Whether rounding explains it. In bfloat16 single tokens differ by whole nats where rounding sends them to
+        another expert, so there the mean is held to the bound."""
         exact = dtype in (torch.float32, torch.float64)
         return (self.largest if exact else self.mean) <= bound_of(config, dtype)
 
@@ -92,7 +92,8 @@ def _sequence(ids: np.ndarray[Any, Any]) -> TokenSequence:
 
 
 def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
-    """Two groups' worth of one: branches off a shared beginning at several depths, one that shares nothing, two alike."""
+    """Two groups' worth of one: branches off a shared beginning at several depths, one that shares nothing, two
+    alike."""
     rng = np.random.default_rng(0)
 
     def some(n: int) -> np.ndarray[Any, Any]:
@@ -154,8 +155,9 @@ def _difference(
 
 
 def verify(model: PolicyModel) -> Verified:
-    """Find out how `engine`'s model can be trained. Leaves the attention implementation and the way of sharing prefixes that
-    were found right in place. Raises `RefusedError` where no layout, or not the one that is set, gives the model's logprobs."""
+    """Find out how `engine`'s model can be trained. Leaves the attention implementation and the way of sharing
+    prefixes that were found right in place. Raises `RefusedError` where no layout, or not the one that is set, gives
+    the model's logprobs."""
     config, forward = model.config, model.forward
     reaches = reaches_of(forward.text) or {}
     reach = max((r.window or r.chunk for r in reaches.values()), default=0)
@@ -176,15 +178,16 @@ def verify(model: PolicyModel) -> Verified:
         rows = _difference(model, padded(chosen), chosen, own)
     if not rows.explained(config, model.dtype):
         raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
-            f"{model.base} ({name}) can't be trained here: the logprobs of a training pass differ from the model's own by "
-            f"{rows}; trainer.logprob_bound is {bound_of(config, model.dtype):g}"
+            f"{model.base} ({name}) can't be trained here: the logprobs of a training pass differ from the model's "
+            f"own by {rows}; trainer.logprob_bound is {bound_of(config, model.dtype):g}"
         )))  # fmt: skip
     packed, why = None, "the engine replaces the attention mask"
     if model.accepts_masks:
         packed, why = _try_ways(model, chosen, own)
     if why and config.memory.packing == "prefix":
         raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
-            f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or `auto`"
+            f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or "
+            "`auto`"
         )))  # fmt: skip
     if why:
         log.info("prefixes are not shared: every sequence gets its own row", model=model.base, why=why)
@@ -194,7 +197,8 @@ def verify(model: PolicyModel) -> Verified:
 def _try_ways(
     model: PolicyModel, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
 ) -> tuple[Difference | None, str]:
-    """The difference under the first way of sharing prefixes that is right, else under the last one and why it is not."""
+    """The difference under the first way of sharing prefixes that is right, else under the last one and why it is
+    not."""
     found: Difference | None = None
     why = "some of its layers carry a state from token to token"
     layout = prefix_shared(chosen, [0] * len(chosen))

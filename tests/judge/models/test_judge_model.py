@@ -1,4 +1,5 @@
-"""Calls of the judge model over HTTP to the scoring server: one set of tests for both clients, then what each has of its own."""
+"""Calls of the judge model over HTTP to the scoring server: one set of tests for both clients, then what each has of
+its own."""
 
 from __future__ import annotations
 

@@ -16,17 +16,28 @@ def test_references_become_what_the_environment_holds(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TENANT", "t-1")
     monkeypatch.setenv("TOKEN", "s3cret")
     params = {
-        "tenant_id": "os.environ/TENANT", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer ${TOKEN}"},
-        "tags": ["${TENANT}", "os.environ"], "top_k": 3,
+        "tenant_id": "os.environ/TENANT", "reasoning_effort": "low",
+        "extra_headers": {"Authorization": "Bearer ${TOKEN}"}, "tags": ["${TENANT}", "os.environ"], "top_k": 3,
     }  # fmt: skip
-    assert resolve_params(JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params)), "azure/x", same_provider=True) == {
+    config = JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params))
+    assert resolve_params(config, "azure/x", same_provider=True) == {
         "tenant_id": "t-1", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer s3cret"},
         "tags": ["t-1", "os.environ"], "top_k": 3,
     }  # fmt: skip
 
 
 def test_a_fallback_elsewhere_gets_its_own_parameters_only() -> None:
-    config = JudgeConfig(model="azure/x", fallbacks=("azure/y", "anthropic/z"), request=JudgeRequestConfig(params={"api_version": "1", "reasoning_effort": "low"}, model_params={"anthropic/z": {"thinking": {"type": "enabled"}}, "azure/y": {"reasoning_effort": "high"}}))  # fmt: skip
+    config = JudgeConfig(
+        model="azure/x",
+        fallbacks=("azure/y", "anthropic/z"),
+        request=JudgeRequestConfig(
+            params={"api_version": "1", "reasoning_effort": "low"},
+            model_params={
+                "anthropic/z": {"thinking": {"type": "enabled"}},
+                "azure/y": {"reasoning_effort": "high"},
+            },
+        ),
+    )
     assert resolve_params(config, "azure/y", same_provider=True) == {
         "api_version": "1",
         "reasoning_effort": "high",

@@ -71,7 +71,11 @@ MEMBERS = [
     completed("b", reward=0.0, rewards={"style": 0.1}, metrics={"speed": 0.8}),
     completed("c", reward=0.5, metrics={}),
 ]
-SAID = {"a": transcript("a", "I win quality=0.9"), "b": transcript("b", "I lose quality=0.2"), "c": transcript("c", "quality=0.4")}  # fmt: skip
+SAID = {
+    "a": transcript("a", "I win quality=0.9"),
+    "b": transcript("b", "I lose quality=0.2"),
+    "c": transcript("c", "quality=0.4"),
+}
 
 
 async def compose(*rewards: RewardConfig, **settings: Any) -> Any:

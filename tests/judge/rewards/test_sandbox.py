@@ -29,7 +29,8 @@ everywhere = pytest.mark.parametrize("isolate", [pytest.param("require", marks=n
 
 
 def function(name: str, isolate: str = "require", **settings: Any) -> RewardFunction:
-    """A function of the tests. Its time limit is for a machine with other work, except where a test is about the limit."""
+    """A function of the tests. Its time limit is for a machine with other work, except where a test is about the
+    limit."""
     config = {
         "name": name,
         "kind": "python",

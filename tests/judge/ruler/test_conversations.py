@@ -29,8 +29,8 @@ def call(
     request = {"messages": messages, **fields.pop("request", {})}
     response = {"choices": [{"message": reply}]} if reply is not None else {}
     return msgspec.structs.replace(
-        exchange("t", ""), seq=seq, choice=choice, request=json.dumps(request).encode(), response=json.dumps(response).encode(),
-        **fields,
+        exchange("t", ""), seq=seq, choice=choice, request=json.dumps(request).encode(),
+        response=json.dumps(response).encode(), **fields,
     )  # fmt: skip
 
 
@@ -54,7 +54,11 @@ def test_every_choice_is_shown_and_the_one_that_was_taken_goes_on() -> None:
     then = call(1, [user("a"), said("c1"), user("b")], said("end"))
     found, last = build_conversations([*first, then])
     assert [texts(c) for c in found] == [["a", "c0"], ["a", "c1", "b", "end"], ["a", "c2"]]
-    assert [c.calls for c in found] == ["call 1, choice 1 of call 1", "calls 1 to 2, choice 2 of call 1", "call 1, choice 3 of call 1"]  # fmt: skip
+    assert [c.calls for c in found] == [
+        "call 1, choice 1 of call 1",
+        "calls 1 to 2, choice 2 of call 1",
+        "call 1, choice 3 of call 1",
+    ]
     assert [c.origins for c in found] == [(None, None), ((0, 0), None, None, None), ((0, 0), None)]
     assert last == 1
 
@@ -144,7 +148,8 @@ def test_a_call_that_is_sampled_twice_shows_both_replies() -> None:
 def completion(seq: int, prompt: Any, text: str, choice: int = 0, **request: Any) -> ExchangeRecorded:
     return msgspec.structs.replace(
         exchange("t", ""), seq=seq, choice=choice, endpoint="/v1/completions",
-        request=json.dumps({"prompt": prompt, **request}).encode(), response=json.dumps({"choices": [{"text": text}]}).encode(),
+        request=json.dumps({"prompt": prompt, **request}).encode(),
+        response=json.dumps({"choices": [{"text": text}]}).encode(),
     )  # fmt: skip
 
 

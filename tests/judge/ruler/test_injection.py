@@ -56,7 +56,8 @@ def test_a_nonce_that_a_text_holds_is_not_used() -> None:
     assert re.search(r"BEGIN [0-9a-f]{16} ", text)
 
 
-# The judge of these tests can be fooled: without a fence that holds, and without breaking up tokens, the same attacks succeed.
+# The judge of these tests can be fooled: without a fence that holds, and without breaking up tokens, the same attacks
+# succeed.
 
 
 def test_control_an_attacker_who_knows_the_nonce_would_succeed() -> None:

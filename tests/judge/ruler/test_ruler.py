@@ -244,7 +244,8 @@ async def test_what_does_not_fit_is_cut_and_the_verdict_says_so() -> None:
 
 
 async def test_a_context_smaller_than_the_setting_is_learned() -> None:
-    """A judge model with a smaller context than `judge.context_tokens` refuses the prompt; the next one is half as long."""
+    """A judge model with a smaller context than `judge.context_tokens` refuses the prompt; the next one is half as
+    long."""
 
     def answer(request: dict[str, Any]) -> Answer:
         size = sum(len(m["content"]) for m in request["messages"])

@@ -86,7 +86,8 @@ def test_every_kind_of_message_is_rendered() -> None:
     ]
     assert rendered(messages) == (
         "[user] see\n(image_url)\n[assistant] (thinking) hm\n(calls look) {\"at\": 1}\n[tool look] a door\n"
-        '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n[assistant] (calls free) text\n[?] '
+        '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n'
+        "[assistant] (calls free) text\n[?] "
     )  # fmt: skip
 
 

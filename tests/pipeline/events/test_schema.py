@@ -1,8 +1,8 @@
 """One schema: classes, columns, reference pages and yesterday's recordings agree.
 
-`recorded/` holds events as an earlier version encoded them. They are never rewritten: what this version can't read any
-more is a log that someone can't read any more. `python -m tests.pipeline.events.test_schema` records kinds not yet recorded.
-"""
+`recorded/` holds events as an earlier version encoded them. They are never rewritten: what this version can't read
+any more is a log that someone can't read any more. `python -m tests.pipeline.events.test_schema` records kinds not
+yet recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Connections to a NATS server that asks who one is: TLS with a CA and client certificates, nkeys, credentials files."""
+"""Connections to a NATS server that asks who one is: TLS with a CA and client certificates, nkeys, credentials
+files."""
 
 from __future__ import annotations
 

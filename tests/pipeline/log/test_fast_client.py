@@ -1,4 +1,5 @@
-"""The short ways beside nats-py, against a real NATS server and with bytes in any portions, and what of nats-py they rely on."""
+"""The short ways beside nats-py, against a real NATS server and with bytes in any portions, and what of nats-py they
+rely on."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ pytestmark = pytest.mark.anyio
     [
         (
             NatsClient(),
-            "_ps _transport _pending _pending_data_size _max_pending_size _connect_to_server _process_info _subs options",
+            "_ps _transport _pending _pending_data_size _max_pending_size _connect_to_server _process_info _subs "
+            "options",
         ),
         (Subscription(NatsClient(), 1, "a"), "_id"),
         (Parser(), "buf state reset parse"),

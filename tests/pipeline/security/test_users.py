@@ -37,10 +37,12 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "gateway": (
         CHECKPOINT, "policy.checkpoint.default.m.9.branch", "policy.retired.default.m", "alive.GROUPS",
         "group.scored.default.m.g.j.1", "dead.POLICY.store-policy",
-        f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.UPDATE.POLICY", f"{API}STREAM.CREATE.MINE",
+        f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.UPDATE.POLICY",
+        f"{API}STREAM.CREATE.MINE",
         f"{API}STREAM.MSG.DELETE.POLICY", "$O.ADAPTERS.C.x", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
         f"{API}CONSUMER.CREATE.POLICY.store-policy", f"{API}CONSUMER.DELETE.POLICY.store-policy",
-        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_judge.x", f"{API}INFO",
+        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_judge.x",
+        f"{API}INFO",
     ),
     "judge": (
         CHECKPOINT, "policy.promoted.default.m", "rollout.completed.default.m.t", "rollout.exchange.default.t",
@@ -73,7 +75,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "operator": (
         f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.DELETE.OBJ_ADAPTERS",
         f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.DELETE.ROLLOUTS.judge", "$O.ADAPTERS.C.x",
-        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_gateway.x", "$SYS.REQ.SERVER.PING",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_gateway.x",
+        "$SYS.REQ.SERVER.PING",
     ),
 }  # fmt: skip
 """What must be refused when it is published, by user."""
@@ -163,8 +166,8 @@ def discarded(by: Any) -> GroupDiscarded:
 
 def checkpoint(branch: str = "main") -> CheckpointPublished:
     return CheckpointPublished(
-        project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=(), config_hash="c", adapter="a",
-        adapter_sha256="s", adapter_bytes=1, branch=branch,
+        project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=(), config_hash="c",
+        adapter="a", adapter_sha256="s", adapter_bytes=1, branch=branch,
     )  # fmt: skip
 
 

@@ -108,7 +108,11 @@ def test_a_body_is_not_read_before_the_key_is_checked(start_front: StartGateway)
     with socket.create_connection(
         address, timeout=30
     ) as client:  # a good key, and more than a control call takes
-        client.sendall(head.replace(b"/nowhere", b"/v1/trajectories").replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer alice\r\n\r\n"))  # fmt: skip
+        client.sendall(
+            head.replace(b"/nowhere", b"/v1/trajectories").replace(
+                b"\r\n\r\n", b"\r\nAuthorization: Bearer alice\r\n\r\n"
+            )
+        )
         assert client.recv(65536)[9:12] == b"413"
 
 
@@ -138,7 +142,9 @@ def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
     for name in ("a1", "a2", "a3"):
         alice.open(id=name, group="g")
     assert bob.about("a1") == [404] * 5
-    assert bob.ask("GET", "/v1/trajectories/a1").text == bob.ask("GET", "/v1/trajectories/none").text.replace("none", "a1")  # fmt: skip
+    assert bob.ask("GET", "/v1/trajectories/a1").text == bob.ask("GET", "/v1/trajectories/none").text.replace(
+        "none", "a1"
+    )
     # Naming a group does not take a run over either: it would be opened, and is there.
     assert bob.call(**{"x-journeyman-trajectory": "a1", "x-journeyman-group": "g"}) == 409
     assert bob.status("POST", "/v1/trajectories", {"model": "tictactoe", "id": "a1", "group": "g"}) == 409
@@ -175,11 +181,18 @@ def test_a_trajectorys_own_key_does_not_grade_it(start_front: StartGateway) -> N
         refused = own.ask("POST", f"/v1/trajectories/{run['id']}/complete", {"reward": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_does_not_complete")
         assert own.about(other["id"]) == [403] * 5
-        for method, path in (("GET", "/v1/trajectories"), ("POST", "/v1/trajectories"), ("GET", "/metrics"), ("POST", "/v1/policies/tictactoe/follow")):  # fmt: skip
+        for method, path in (
+            ("GET", "/v1/trajectories"),
+            ("POST", "/v1/trajectories"),
+            ("GET", "/metrics"),
+            ("POST", "/v1/policies/tictactoe/follow"),
+        ):
             assert own.status(method, path, {"model": "tictactoe"}) == 403
         assert own.status("GET", "/v1/models") == 200
         trusted = alice.open(id=f"{prefix}3", key_completes=True)
-        done = Caller(gateway, trusted["api_key"]).status("POST", f"/v1/trajectories/{trusted['id']}/complete", {"reward": 1})  # fmt: skip
+        done = Caller(gateway, trusted["api_key"]).status(
+            "POST", f"/v1/trajectories/{trusted['id']}/complete", {"reward": 1}
+        )
         assert done == 200
 
 
@@ -201,14 +214,20 @@ def test_a_key_is_for_its_models(start_front: StartGateway) -> None:
     operator_key = key_config("o", role="operator", models=("tictactoe",))
     gateway = start_front(keys=(key_config("a", models=("tictactoe",)), key_config("b"), operator_key))
     key, other = Caller(gateway, "a"), Caller(gateway, "b")
-    assert [key.call(model=m) for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")] == [LET_IN, LET_IN, 403, 403]  # fmt: skip
+    statuses = [key.call(model=m) for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")]
+    assert statuses == [LET_IN, LET_IN, 403, 403]
     assert key.status("POST", "/v1/trajectories", {"model": "chess"}) == 403
     assert other.status("POST", "/v1/trajectories", {"model": "chess"}) == 201
     key.open()
     nowhere = key.ask("POST", "/v1/trajectories", {"model": "nowhere"})
     assert (nowhere.status_code, "chess" in nowhere.text) == (403, False)
-    assert [key.status("GET", f"/v1/models/{m}") for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")] == [200, 200, 404, 404]  # fmt: skip
-    assert key.ask("GET", "/v1/models/chess").text == key.ask("GET", "/v1/models/xxxxx").text.replace("xxxxx", "chess")  # fmt: skip
+    statuses = [
+        key.status("GET", f"/v1/models/{m}") for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")
+    ]
+    assert statuses == [200, 200, 404, 404]
+    assert key.ask("GET", "/v1/models/chess").text == key.ask("GET", "/v1/models/xxxxx").text.replace(
+        "xxxxx", "chess"
+    )
     run = Caller(gateway, key.open()["api_key"])
     for caller in (key, run):
         for path in (
@@ -288,7 +307,8 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
         ("groups/g/complete", {"trajectories": [], "reward": 1}, "reward", "unknown field `reward`"),
         ("groups/g/complete", {"trajectories": [{"id": "r", "rewrad": 1}]}, "trajectories[0].rewrad", "`rewrad`"),
         ("policies/tictactoe/pin", {"versoin": "tictactoe@0"}, "versoin", "unknown field `versoin`"),
-        *(("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts) for n in (1.5, -1, 2**31, "x")),
+        *(("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts)
+          for n in (1.5, -1, 2**31, "x")),
     ):  # fmt: skip
         refused = httpx.post(f"{gateway.url}/v1/{path}", json=body)
         error = refused.json()["error"]

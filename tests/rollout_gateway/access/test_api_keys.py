@@ -78,7 +78,9 @@ def test_an_end_and_a_project_bound_a_key() -> None:
         key_config("there", projects=("q",)),
     )
     api_keys = ApiKeys(GatewayConfig(keys=keys), "p")
-    assert [status(lambda k=k: api_keys.authenticate(k)) for k in ("past", "future", "here", "there")] == [401, 200, 200, 401]  # type: ignore[misc]  # fmt: skip
+    keys = ("past", "future", "here", "there")
+    statuses = [status(lambda k=k: api_keys.authenticate(k)) for k in keys]  # type: ignore[misc]
+    assert statuses == [401, 200, 200, 401]
     assert [status(lambda k=k: api_keys.charge(k, "m")) for k in ("past", "future", "gone")] == [
         401,
         200,
@@ -212,7 +214,9 @@ def test_keys_come_and_go_while_the_gateway_runs(
 
     def call() -> int:
         body = {"model": "tictactoe", "messages": []}
-        return httpx.post(f"{gateway.url}{calls}", json=body, headers={"authorization": f"Bearer {opened['api_key']}"}).status_code  # fmt: skip
+        return httpx.post(
+            f"{gateway.url}{calls}", json=body, headers={"authorization": f"Bearer {opened['api_key']}"}
+        ).status_code
 
     assert call() == 503  # it was let in, and there is no inference server
     assert get(opened["api_key"], f"/v1/trajectories/{opened['id']}") == 200

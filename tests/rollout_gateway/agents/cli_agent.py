@@ -23,8 +23,8 @@ environment = {**os.environ, "HOME": str(home), "NO_COLOR": "1", "GAME_LOG": str
 
 def run(*arguments: str) -> str:
     done = subprocess.run(
-        [node, program, *arguments], cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=150,
+        [node, program, *arguments], cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=150,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(

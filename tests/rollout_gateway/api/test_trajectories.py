@@ -25,7 +25,8 @@ async def test_a_list_is_paged_filtered_and_gives_way() -> None:
     for number in range(3000):
         event = TrajectoryOpened(
             project="test", trajectory=f"t{number}", model="m", group=f"g{number % 2}", at=number,
-            owner="bob" if number % 3 else "alice", metadata=b'{"k": "%b"}' % (b"x" * (400_000 if number > 2995 else 1)),
+            owner="bob" if number % 3 else "alice",
+            metadata=b'{"k": "%b"}' % (b"x" * (400_000 if number > 2995 else 1)),
         )  # fmt: skip
         registry._remember(Trajectory(registry.log, event))
     nothing = cast(Any, None)

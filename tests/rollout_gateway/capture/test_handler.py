@@ -217,7 +217,8 @@ async def test_a_retried_call_is_answered_from_the_log(
 async def test_a_client_that_leaves_is_recorded_as_that(
     gateway: GatewayProcess, nats_config: NatsConfig
 ) -> None:
-    """A client that is starved of processor time may leave only after the whole answer was sent: it tries again then."""
+    """A client that is starved of processor time may leave only after the whole answer was sent: it tries again
+    then."""
     asked: Any = {**ASK, "max_tokens": 200, "n": 32, "extra_body": {"ignore_eos": True}}
     async with Broker.connect(nats_config) as broker:
         for attempt in range(30):

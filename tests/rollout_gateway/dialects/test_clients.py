@@ -84,7 +84,8 @@ async def test_a_response_can_be_fetched_while_it_says_so(gateway: GatewayProces
     events = client.responses.create(model="tictactoe", input="b1=x", max_output_tokens=4, stream=True)
     second = next(e.response for e in events if e.type in ("response.completed", "response.incomplete"))
     assert client.responses.retrieve(second.id).model_dump()["output"] == second.model_dump()["output"]
-    assert client.responses.create(model="tictactoe", input="x", max_output_tokens=1, store=False).model_dump()["store"] is False  # fmt: skip
+    unstored = client.responses.create(model="tictactoe", input="x", max_output_tokens=1, store=False)
+    assert unstored.model_dump()["store"] is False
     nobody = gateway.client(max_retries=0)
     alone = nobody.responses.create(model="tictactoe", input="x", max_output_tokens=1)
     assert alone.model_dump()["store"] is False

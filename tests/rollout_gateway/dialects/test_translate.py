@@ -68,15 +68,16 @@ async def test_anthropic_errors_read_as_theirs(gateway: GatewayProcess) -> None:
     assert refused.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     with pytest.raises(anthropic.BadRequestError, match="max_model_len"):
         client.messages.create(model="tictactoe", **{**ask, "max_tokens": 9999})
+    video: Any = [{"role": "user", "content": [{"type": "video"}]}]
     with pytest.raises(anthropic.BadRequestError, match="video"):
-        client.messages.create(model="tictactoe", max_tokens=5, messages=[{"role": "user", "content": [{"type": "video"}]}])  # type: ignore[list-item,typeddict-item]  # fmt: skip
+        client.messages.create(model="tictactoe", max_tokens=5, messages=video)
 
 
 async def test_a_responses_agent_with_a_tool(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
     client = gateway.agent(gateway.open(id="codex"), max_retries=0)
     asked: Any = {
-        "model": "tictactoe", "max_output_tokens": 150, "extra_body": NO_SPACE, "instructions": "Play.", "tools": [RESPONSE_TOOL],
-        "tool_choice": {"type": "function", "name": "move"},
+        "model": "tictactoe", "max_output_tokens": 150, "extra_body": NO_SPACE, "instructions": "Play.",
+        "tools": [RESPONSE_TOOL], "tool_choice": {"type": "function", "name": "move"},
     }  # fmt: skip
     history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "a1=."}]}]
     first = client.responses.create(**asked, input=history)

@@ -120,7 +120,9 @@ async def test_a_body_in_many_small_chunks_is_whole() -> None:
         request.answer(200, request.body)
 
     async with serve(back) as port:
-        assert answers(await spoken(port, CHUNKED.replace(b"Host: x", b"Host: x\r\nConnection: close") + sent)) == [b"200 " + body]  # fmt: skip
+        assert answers(
+            await spoken(port, CHUNKED.replace(b"Host: x", b"Host: x\r\nConnection: close") + sent)
+        ) == [b"200 " + body]
 
 
 # -- clients that half-close -----------------------------------------------------------------------------------------

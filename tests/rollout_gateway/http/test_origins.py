@@ -110,7 +110,10 @@ PUBLIC = "https://gw.example/jm"
         (LOOPBACK, {"host": "in", "x_forwarded_host": "evil/../"}, "http://in"),
         (LOOPBACK, {"host": "in", "x_forwarded_host": "gw.example:99999"}, "http://in"),
         (LOOPBACK, {"host": "in", "x_forwarded_proto": "https", "peer": "10.0.0.1"}, "http://in"),
-        (GatewayConfig(http=HttpConfig(trusted_proxies=("10.0.0.0/8",))), {"host": "in", "x_forwarded_proto": "https", "peer": "::ffff:10.0.0.1"}, "https://in"),
+        (
+            GatewayConfig(http=HttpConfig(trusted_proxies=("10.0.0.0/8",))),
+            {"host": "in", "x_forwarded_proto": "https", "peer": "::ffff:10.0.0.1"}, "https://in",
+        ),
         (GatewayConfig(http=HttpConfig(trusted_proxies=())), {"host": "in", "x_forwarded_proto": "https"}, "http://in"),
         (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in", "x_forwarded_proto": "http"}, PUBLIC),
     ],

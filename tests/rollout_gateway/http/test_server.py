@@ -15,7 +15,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_requests_sent_ahead_are_answered_in_order() -> None:
-    last = b"POST /c HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+    last = (
+        b"POST /c HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+    )
     asked = (
         b"GET /a?q=1 HTTP/1.1\r\nHost: x\r\n\r\nPOST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
         + last

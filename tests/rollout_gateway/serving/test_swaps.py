@@ -1,4 +1,5 @@
-"""What `benchmarks.gateway_swaps` measures at length, as a test: no stream fails or blocks, every exchange tells the truth."""
+"""What `benchmarks.gateway_swaps` measures at length, as a test: no stream fails or blocks, every exchange tells the
+truth."""
 
 from __future__ import annotations
 
@@ -23,6 +24,6 @@ async def test_swaps_under_64_streams(start_gateway: StartGateway, nats_config: 
     assert (labels["mislabelled"], labels["versions"]) == (0, SWAPS + 1)
     assert labels["exchanges"] == seen["requests"] >= STREAMS
     assert labels["logprob_diff_own_max"] < 1e-3 < labels["logprob_diff_next_version_min"]
-    # A new version does not wait until the streams of the old one have ended. How long the gaps between chunks are is measured
-    # by `benchmarks.gateway_swaps` on a quiet machine.
+    # A new version does not wait until the streams of the old one have ended. How long the gaps between chunks are is
+    # measured by `benchmarks.gateway_swaps` on a quiet machine.
     assert streams.beside

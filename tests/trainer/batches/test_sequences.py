@@ -27,7 +27,8 @@ def test_a_prompt_that_extends_the_conversation_continues_its_sequence() -> None
 def test_tool_and_user_turns_are_context() -> None:
     tool_result = [20, 21, 22]
     (sequence,) = build(
-        "t", [exchange("t", 0, [5], [7]), exchange("t", 1, [5, 7, *tool_result], [8]), exchange("t", 2, [5, 7, *tool_result, 8, 30], [9])]
+        "t", [exchange("t", 0, [5], [7]), exchange("t", 1, [5, 7, *tool_result], [8]),
+        exchange("t", 2, [5, 7, *tool_result, 8, 30], [9])]
     )  # fmt: skip
     assert trained(sequence) == [7, 8, 9]
     assert not np.isin(sequence.ids[sequence.loss_mask], [*tool_result, 30, 5]).any()

@@ -45,8 +45,8 @@ async def publish(broker: Broker, step: int, branch: str = "main") -> Checkpoint
     name = f"p/tiny@{step}/{branch}"
     await broker.put_object("ADAPTERS", name, b"adapter" * 100)
     event = CheckpointPublished(
-        project="p", model="tiny", step=step, version=V[step], parent=V[step - 1], batch_id="b", groups=(), branch=branch,
-        config_hash="", adapter=name, adapter_sha256="", adapter_bytes=700,
+        project="p", model="tiny", step=step, version=V[step], parent=V[step - 1], batch_id="b", groups=(),
+        branch=branch, config_hash="", adapter=name, adapter_sha256="", adapter_bytes=700,
     )  # fmt: skip
     await broker.publish(event)
     return event

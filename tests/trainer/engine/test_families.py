@@ -1,4 +1,5 @@
-"""Every family of causal LM trains right, whatever its head, its windows and its layers, or is refused with the reason."""
+"""Every family of causal LM trains right, whatever its head, its windows and its layers, or is refused with the
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every loss and correction against its literal formula: loss and gradient with respect to each token's logprob, in float64.
+"""Every loss and correction against its literal formula: loss and gradient with respect to each token's logprob, in
+float64.
 
 `test_grpo.py` compares with TRL's trainer, whose code is in both sides; here nothing is shared."""
 

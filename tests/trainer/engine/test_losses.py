@@ -1,12 +1,11 @@
 """Parity: on the same tokens our loss and gradients are those of TRL's GRPOTrainer over a padded batch.
 
-The reference below is TRL's trainer with TRL's own tensors (prompts padded on the left, completions on the right, tool
-tokens masked) and arguments that each case spells out by TRL's names, so that a setting of ours that is mapped wrongly shows.
-Only its fused LM head, a GPU kernel, is replaced by plain logits.
+The reference below is TRL's trainer with TRL's own tensors (prompts padded on the left, completions on the right,
+tool tokens masked) and arguments that each case spells out by TRL's names, so that a setting of ours that is mapped
+wrongly shows. Only its fused LM head, a GPU kernel, is replaced by plain logits.
 
-Both sides compute in float64. A loss is a small difference of large terms: in float32 two correct orders of summation differ
-by more than any tolerance that would still find a mistake, and by how much depends on the processor.
-"""
+Both sides compute in float64. A loss is a small difference of large terms: in float32 two correct orders of summation
+differ by more than any tolerance that would still find a mistake, and by how much depends on the processor."""
 
 from __future__ import annotations
 
@@ -235,7 +234,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             },
         },
         ON | {
-            "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 2.5,
+            "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0,
+            "vespo_lambda_neg": 2.5,
         },
     ),
 ]  # fmt: skip
@@ -406,8 +406,8 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
 
 
 def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp_path: Path) -> None:
-    """The fault that was: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that it is in four
-    bits."""
+    """The fault that was: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that
+    it is in four bits."""
     engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
     before = engine.weights()
     engine.model.is_loaded_in_4bit = True

@@ -64,8 +64,8 @@ def per_layer(folder: Path, eighths: int, **memory_settings: Any) -> int:
 def test_a_layer_of_qwen3_8b_keeps_what_was_measured_of_it(
     tmp_path: Path, checkpointing: str, expected: int
 ) -> None:
-    """All that is kept is proportional to a width or to the rank, so two widths give the third. The figure without checkpointing was
-    measured outside of the project; with it, a layer keeps its input."""
+    """All that is kept is proportional to a width or to the rank, so two widths give the third. The figure without
+    checkpointing was measured outside of the project; with it, a layer keeps its input."""
     one, two = (per_layer(tmp_path, n, gradient_checkpointing=checkpointing) for n in (1, 2))
     assert one + 7 * (two - one) == expected
 
@@ -85,7 +85,8 @@ def test_with_checkpointing_a_token_costs_one_layer_in_full(tmp_path: Path) -> N
     everything, inputs = memory._per_token(off), memory._per_token(on)
     assert inputs < everything / 4
     assert off.memory().per_token == everything
-    # Of two layers; under checkpointing the embeddings' output has a gradient too, so the first layer's norm keeps its input.
+    # Of two layers; under checkpointing the embeddings' output has a gradient too, so the first layer's norm keeps
+    # its input.
     width = 32 * 4
     assert everything // 2 <= on.memory().per_token - inputs <= everything // 2 + width
     assert memory._per_token(on) == inputs  # switched on again

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(400)
 
 def launched(base: str, out: Path, *how: str) -> list[dict[str, Any]]:
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
         "--module", "tests.trainer.parallel_child", base, str(out), *how,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -38,8 +38,8 @@ def launched(base: str, out: Path, *how: str) -> list[dict[str, Any]]:
 
 
 def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], share: float = 1e-6) -> None:
-    """To `share` of the largest value. Computed in float64: Adam's first steps are of one size however small a gradient is,
-    so rounding in a gradient near 0 shows in a weight."""
+    """To `share` of the largest value. Computed in float64: Adam's first steps are of one size however small a
+    gradient is, so rounding in a gradient near 0 shows in a weight."""
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         scale = float(theirs[name].abs().max())

@@ -102,7 +102,8 @@ def test_the_clip_acts_from_the_second_update_on(engine: Engine, configured: Any
 def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
     engine: Engine, configured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory holds the pass without gradients and not the one with them; with a minibatch to itself there is nothing to update."""
+    """Memory holds the pass without gradients and not the one with them; with a minibatch to itself there is nothing
+    to update."""
     configured({"optimizer.epochs": 2, "optimizer.minibatches": 3, "memory.packing": "padded"})
     state = engine.initial_state()
     examples = batch(engine, state)
@@ -124,8 +125,8 @@ def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
 def test_rounded_adapters_are_what_is_trained_and_small_updates_add_up(
     tiny_base: str, tmp_path: Path
 ) -> None:
-    """With `lora.dtype` = bfloat16 the trainer's logprobs are those of the published weights, and float32 weights take updates that
-    are smaller than a step of bfloat16."""
+    """With `lora.dtype` = bfloat16 the trainer's logprobs are those of the published weights, and float32 weights
+    take updates that are smaller than a step of bfloat16."""
     config = TrainerConfig(
         lora=LoraConfig(rank=4, dtype="bfloat16"),
         optimizer=OptimizerConfig(learning_rate=2e-5),
@@ -151,9 +152,12 @@ def test_rounded_adapters_are_what_is_trained_and_small_updates_add_up(
 
 
 def test_without_a_master_the_policy_would_not_be_the_published_one(tiny_base: str, tmp_path: Path) -> None:
-    """What rounding is worth: the same sequences under the float32 weights differ measurably from those under the rounded."""
+    """What rounding is worth: the same sequences under the float32 weights differ measurably from those under the
+    rounded."""
     engine = Engine(
-        tiny_base, TrainerConfig(lora=LoraConfig(rank=4, dtype="bfloat16"), optimizer=OptimizerConfig(learning_rate=1e-2)), tmp_path
+        tiny_base,
+        TrainerConfig(lora=LoraConfig(rank=4, dtype="bfloat16"), optimizer=OptimizerConfig(learning_rate=1e-2)),
+        tmp_path,
     )  # fmt: skip
     state = engine.initial_state()
     for i in range(3):

@@ -1,4 +1,5 @@
-"""The trainer against the real sampler: same tokens, same logprobs, and an adapter that really changes what is sampled."""
+"""The trainer against the real sampler: same tokens, same logprobs, and an adapter that really changes what is
+sampled."""
 
 from __future__ import annotations
 
