@@ -7,14 +7,14 @@
         ...
         run.reward = 1.0
 
-    groups = jm.gather("policy", tasks, play)          # play(run, task) lets your agent work and returns the reward
+    groups = jm.gather("policy", tasks, play)          # play(run, task) runs your agent and returns the reward
     print(jm.compare("policy@0", "policy", held_out, play).difference)
 
-| module | what lives there |
+| module | contents |
 | --- | --- |
-| `client` | the gateway over HTTP, blocking and asynchronous |
-| `trajectory` | one run as agent code holds it |
-| `gathering` | many runs at once, evaluation, comparison of versions |
+| `client` | HTTP clients of the gateway, blocking and asynchronous |
+| `trajectory` | one agent run and its result |
+| `gathering` | concurrent runs, evaluation, comparison of versions |
 | `statistics` | means with 95 % intervals |
 
 Agents in other languages use the HTTP API that docs/gateway.md describes.

@@ -1,8 +1,10 @@
 """Open and complete trajectories over HTTP, blocking and asynchronous.
 
-The client names each trajectory, so every call can be repeated safely; it is repeated for up to `wait_s` seconds
-while the gateway restarts. Then it raises `GatewayUnavailableError`. A refusal raises `JourneymanError` with the
-gateway's status, code and message."""
+Requests are retried for up to `wait_s` seconds while the gateway is unreachable or overloaded; after that they raise
+`GatewayUnavailableError`. A retry is safe: the client chooses the trajectory's id, so a repeated request opens or
+completes the same trajectory. If the gateway refuses a request, `JourneymanError` is raised with the gateway's status,
+code and message.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ from journeyman.trajectory import CompleteOptions, OpenOptions, Trajectory
 
 Result = TypeVar("Result")
 
-_RETRIED = (429, 502, 503, 504)
+_RETRIED_STATUSES = (429, 502, 503, 504)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_PROBLEM_CHARACTERS = 200
+"""Characters of a response's body that an error message quotes."""
 
 
 class JourneymanError(Exception):
@@ -39,26 +43,43 @@ class JourneymanError(Exception):
 
 
 class GatewayUnavailableError(JourneymanError):
-    """No gateway answered in time."""
+    """The gateway was unreachable or overloaded until `wait_s` was over."""
 
 
-class _Pauses:
-    """Growing pauses until `wait_s` are over."""
+class _Backoff:
+    """Exponential backoff, for at most `wait_s` seconds."""
 
     def __init__(self, wait_s: float) -> None:
-        self._end, self._pause = time.monotonic() + wait_s, _FIRST_PAUSE_S
+        self._wait_s, self._pause_s = wait_s, _FIRST_PAUSE_S
+        self._end = time.monotonic() + wait_s
 
-    def next(self, problem: str) -> float:
-        if time.monotonic() > self._end:
-            raise GatewayUnavailableError(f"the gateway does not answer: {problem}")
-        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE_S)
-        return pause
+    def next_pause(self, last_problem: str, retry_after_s: float = 0.0) -> float:
+        """Return the seconds to wait before the next attempt: at least `retry_after_s`, but not beyond the end.
+
+        Raises `GatewayUnavailableError` with `last_problem` if `wait_s` is over."""
+        left = self._end - time.monotonic()
+        if left < 0:
+            raise GatewayUnavailableError(f"gave up after {self._wait_s:g} s; last problem: {last_problem}")
+        pause, self._pause_s = self._pause_s, min(self._pause_s * 2, _LONGEST_PAUSE_S)
+        return max(pause, min(retry_after_s, left))
+
+
+def _retry_after_s(reply: httpx.Response) -> float:
+    """Return the seconds in the header `Retry-After`; 0 without the header, or if it holds a date."""
+    value = reply.headers.get("retry-after", "").strip()
+    return float(value) if value.isdecimal() else 0.0
+
+
+def _status_problem(reply: httpx.Response) -> str:
+    return f"status {reply.status_code}: {reply.text[:_PROBLEM_CHARACTERS]}"
 
 
 def _url(url: str | None) -> str:
     found = url or os.environ.get("JOURNEYMAN_URL")
     if not found:
         raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYMAN_URL")
+    if not found.startswith(("http://", "https://")):
+        raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://")
     return found.rstrip("/")
 
 
@@ -68,8 +89,8 @@ def _read(reply: httpx.Response) -> dict[str, Any]:
     except ValueError as invalid:
         kind = reply.headers.get("content-type", "no content type")
         raise JourneymanError(
-            f"{reply.url} answered {reply.status_code} with {kind}, not JSON: is this URL the gateway's? "
-            f"{reply.text[:200]!r}",
+            f"{reply.url} returned status {reply.status_code} with {kind}, not JSON: is this the gateway's URL? "
+            f"The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
             status=reply.status_code,
         ) from invalid
     if reply.is_success:
@@ -115,18 +136,19 @@ class Journeyman:
 
     def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
         """Open a trajectory of `model`. Raises `JourneymanError` when the gateway refuses it."""
-        return _opened(self._call("POST", "/v1/trajectories", _opening(model, options)))
+        return _opened(self._request("POST", "/v1/trajectories", _opening(model, options)))
 
     def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
-        """Complete a trajectory. Repeating the call with the same result changes nothing."""
-        return self._call("POST", _complete_path(trajectory), {**result})
+        """Complete a trajectory. A second call with the same result has no effect; another result raises
+        `JourneymanError` (409)."""
+        return self._request("POST", _complete_path(trajectory), {**result})
 
     def get(self, trajectory: str) -> dict[str, Any]:
-        return self._call("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
+        return self._request("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
 
     def policies(self) -> list[dict[str, Any]]:
-        """Per model: what its name stands for now, and what is loaded."""
-        return list(self._call("GET", "/v1/policies")["data"])
+        """For each model: the version its name currently resolves to, and the loaded versions."""
+        return list(self._request("GET", "/v1/policies")["data"])
 
     def gather(
         self,
@@ -139,7 +161,7 @@ class Journeyman:
         pinned: str = "",
         **options: Unpack[GatherOptions],
     ) -> list[TaskGroup[Task]]:
-        """Play `group_size` attempts at each task at once. See `journeyman.gathering.gather`."""
+        """Run `group_size` attempts per task concurrently. See `journeyman.gathering.gather`."""
         return self._in_loop(
             gathering.gather,
             model,
@@ -177,8 +199,9 @@ class Journeyman:
         return self._in_loop(gathering.compare, first, second, tasks, rollout, attempts=attempts, **options)
 
     def _in_loop(self, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
-        """Run an asynchronous function of `gathering` in an event loop of its own thread, so that notebooks can call
-        it too."""
+        """Run a coroutine function of `journeyman.gathering` in an event loop in another thread.
+
+        The calling thread may have a running event loop already, for example in a notebook."""
 
         async def run() -> Result:
             async with AsyncJourneyman(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
@@ -189,8 +212,9 @@ class Journeyman:
 
     @contextmanager
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
-        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and
-        is raised."""
+        """Open a trajectory, and complete it when the `with` block ends.
+
+        If the block raises, the trajectory is completed with the outcome `no_result` and the exception is re-raised."""
         run = self.open(model, **options)
         try:
             yield run
@@ -200,22 +224,27 @@ class Journeyman:
             raise
         self.complete(run.id, **run.result())
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        pauses = _Pauses(self._wait_s)
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
+
+        Raises `GatewayUnavailableError` if this lasts longer than `wait_s`, and `JourneymanError` if the gateway
+        refuses the request."""
+        backoff = _Backoff(self._wait_s)
         while True:
+            retry_after_s = 0.0
             try:
                 reply = self._http.request(method, path, json=body)
             except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
+                last_problem = str(error) or type(error).__name__
             else:
-                if reply.status_code not in _RETRIED:
+                if reply.status_code not in _RETRIED_STATUSES:
                     return _read(reply)
-                problem = reply.text
-            time.sleep(pauses.next(problem))
+                last_problem, retry_after_s = _status_problem(reply), _retry_after_s(reply)
+            time.sleep(backoff.next_pause(last_problem, retry_after_s))
 
 
 class AsyncJourneyman:
-    """As `Journeyman`, for asyncio or trio."""
+    """`Journeyman` for asyncio or trio, with the same methods as coroutines."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
         self.url, self._wait_s = _url(url), wait_s
@@ -233,18 +262,19 @@ class AsyncJourneyman:
 
     async def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
         """Open a trajectory of `model`. Raises `JourneymanError` when the gateway refuses it."""
-        return _opened(await self._call("POST", "/v1/trajectories", _opening(model, options)))
+        return _opened(await self._request("POST", "/v1/trajectories", _opening(model, options)))
 
     async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
-        """Complete a trajectory. Repeating the call with the same result changes nothing."""
-        return await self._call("POST", _complete_path(trajectory), {**result})
+        """Complete a trajectory. A second call with the same result has no effect; another result raises
+        `JourneymanError` (409)."""
+        return await self._request("POST", _complete_path(trajectory), {**result})
 
     async def get(self, trajectory: str) -> dict[str, Any]:
-        return await self._call("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
+        return await self._request("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
 
     async def policies(self) -> list[dict[str, Any]]:
-        """Per model: what its name stands for now, and what is loaded."""
-        return list((await self._call("GET", "/v1/policies"))["data"])
+        """For each model: the version its name currently resolves to, and the loaded versions."""
+        return list((await self._request("GET", "/v1/policies"))["data"])
 
     async def gather(
         self,
@@ -257,7 +287,7 @@ class AsyncJourneyman:
         pinned: str = "",
         **options: Unpack[GatherOptions],
     ) -> list[TaskGroup[Task]]:
-        """Play `group_size` attempts at each task at once. See `journeyman.gathering.gather`."""
+        """Run `group_size` attempts per task concurrently. See `journeyman.gathering.gather`."""
         return await gathering.gather(
             self, model, tasks, rollout, group_size=group_size, split=split, pinned=pinned, **options
         )
@@ -289,8 +319,9 @@ class AsyncJourneyman:
 
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
-        """Open a run and complete it when the block ends. An exception in the block completes it as `no_result` and
-        is raised."""
+        """Open a trajectory, and complete it when the `with` block ends.
+
+        If the block raises, the trajectory is completed with the outcome `no_result` and the exception is re-raised."""
         options = {**options, "id": options.get("id") or _new_id()}
         try:
             run = await self.open(model, **options)
@@ -308,15 +339,17 @@ class AsyncJourneyman:
             raise
         await self.complete(run.id, **run.result())
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        pauses = _Pauses(self._wait_s)
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As `Journeyman._request`."""
+        backoff = _Backoff(self._wait_s)
         while True:
+            retry_after_s = 0.0
             try:
                 reply = await self._http.request(method, path, json=body)
             except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
+                last_problem = str(error) or type(error).__name__
             else:
-                if reply.status_code not in _RETRIED:
+                if reply.status_code not in _RETRIED_STATUSES:
                     return _read(reply)
-                problem = reply.text
-            await anyio.sleep(pauses.next(problem))
+                last_problem, retry_after_s = _status_problem(reply), _retry_after_s(reply)
+            await anyio.sleep(backoff.next_pause(last_problem, retry_after_s))

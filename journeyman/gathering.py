@@ -1,8 +1,9 @@
-"""Run many attempts at many tasks at once, and compare policy versions on held-out tasks.
+"""Run several attempts per task concurrently, and compare policy versions on held-out tasks.
 
-A rollout is a function of yours: it gets an open `Trajectory` and a task, lets your agent work, and returns the
-reward (or sets `trajectory.reward`, or leaves it to the judge). An exception in a rollout completes its trajectory as
-`no_result`, is kept in the result, and never becomes a reward."""
+A rollout is a function that you write: it takes an open `Trajectory` and a task, runs your agent, and returns the
+reward. It may instead set `trajectory.reward`, or do neither and leave the reward to the judge. If a rollout raises,
+its trajectory is completed with the outcome `no_result` and gets no reward; the exception is kept in the `TaskGroup`.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
 
 
 class Client(Protocol):
-    """What is needed of `AsyncJourneyman`."""
+    """The part of `AsyncJourneyman` that this module uses."""
 
     def trajectory(
         self, model: str, **options: Unpack[OpenOptions]
     ) -> contextlib.AbstractAsyncContextManager[Trajectory]:
-        """Open a run that is completed when the block ends."""
+        """Open a trajectory that is completed when the `with` block ends."""
 
 
 class GatherOptions(TypedDict, total=False):
-    """Options of `gather` that `evaluate` and `compare` hand on."""
+    """Options of `gather` that `evaluate` and `compare` accept too."""
 
     concurrency: int
     max_exceptions: float
@@ -43,27 +44,27 @@ class GatherOptions(TypedDict, total=False):
 
 
 class TooManyExceptionsError(Exception):
-    """More rollouts failed than `max_exceptions` allows. `exceptions` holds what they raised; the first is the
-    cause."""
+    """More rollouts raised than `max_exceptions` allows. `exceptions` holds all exceptions; the first is the cause."""
 
     def __init__(self, exceptions: Sequence[Exception], done: int, allowed: float) -> None:
         super().__init__(
-            f"{len(exceptions)} of {done} rollouts raised, and max_exceptions allows {allowed:g}; the first: "
-            f"{exceptions[0]!r}"
+            f"{len(exceptions)} of {done} rollouts raised, but max_exceptions allows {allowed:g}; "
+            f"the first exception: {exceptions[0]!r}"
         )
         self.exceptions = tuple(exceptions)
 
 
 @dataclass
 class TaskGroup(Generic[Task]):
-    """The attempts at one task, in the order of their numbers."""
+    """The attempts at one task."""
 
     task: Task
     name: str
     """The group's name on the log."""
     trajectories: list[Trajectory] = field(default_factory=list)
+    """In the order of the attempt numbers."""
     exceptions: list[Exception] = field(default_factory=list)
-    """What rollouts of this task raised. Their trajectories are `no_result`."""
+    """Exceptions raised by rollouts of this task. Their trajectories have the outcome `no_result`."""
 
     @property
     def rewards(self) -> list[float]:
@@ -73,31 +74,30 @@ class TaskGroup(Generic[Task]):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one model or policy version reached on some tasks."""
+    """Rewards of one model or policy version on a list of tasks."""
 
     model: str
     score: Estimate
-    """Mean over the tasks' mean rewards."""
+    """Mean over tasks of the mean reward of each task."""
     rewards: tuple[float | None, ...]
-    """Mean reward for each task in their order; `None` where no attempt had a result."""
+    """Mean reward of each task, in the order of the tasks; `None` if no attempt at the task has a reward."""
     failed: int
-    """Attempts that raised."""
+    """Number of attempts that raised."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations on the same tasks. `difference` is second minus first over the tasks that both have a reward
-    for."""
+    """Two evaluations on the same tasks."""
 
     first: Evaluation
     second: Evaluation
     difference: Estimate
+    """Mean of (second minus first), over the tasks for which both evaluations have a reward."""
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function that counts one more rollout. The bar needs a terminal and the package rich; without them
-    nothing is shown."""
+    """Yield a function to call after each rollout. Nothing is shown without a terminal or without the package rich."""
     bar: Any = None
     if shown:
         with contextlib.suppress(ImportError):
@@ -130,16 +130,15 @@ async def gather(
     pinned: str = "",
     progress: bool = True,
 ) -> list[TaskGroup[Task]]:
-    """Play `group_size` attempts at each task, `concurrency` at once, and return one `TaskGroup` for each task in
-    their order.
+    """Run `group_size` attempts per task, at most `concurrency` at a time. Returns one `TaskGroup` per task, in order.
 
-    `rollout` may be a coroutine function, or a plain function that is then run in a thread. `name` gives a group's
-    name; by default a name that no other call gives. `describe` gives the text of the task that the judge reads.
-    `pinned` is a policy version. `max_exceptions` is a count (1 or more) or a share of all attempts (below 1). Raises
-    `TooManyExceptionsError` beyond it, after the rollouts in flight were cancelled and completed as `no_result`;
-    `ValueError` for a group or concurrency below 1."""
+    `rollout` is a coroutine function, or a plain function, which runs in a thread. `name` returns the group name of a
+    task; by default the name is random. `describe` returns the description of a task that the judge reads. `pinned` is
+    the policy version that answers every call. `max_exceptions` is a count (1 or more) or a share of all attempts
+    (below 1). If more rollouts raise, the others are cancelled and completed as `no_result`, and
+    `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or `concurrency` is below 1."""
     if group_size < 1 or concurrency < 1:
-        raise ValueError(f"group_size and concurrency are at least 1, not {group_size} and {concurrency}")
+        raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
     prefix = f"g-{secrets.token_hex(5)}"
     groups = [TaskGroup(task, name(task) if name else f"{prefix}-{n}") for n, task in enumerate(tasks)]
     total = len(groups) * group_size
@@ -165,7 +164,7 @@ async def gather(
                     reward = await found if inspect.isawaitable(found) else found
                 if reward is not None:
                     run.reward = reward
-        except Exception as error:  # noqa: BLE001  # whatever an agent raises is a result of its rollout; it is kept and counted
+        except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
             raised.append(error)
         finally:
@@ -198,10 +197,9 @@ async def evaluate(
     attempts: int = 1,
     **options: Unpack[GatherOptions],
 ) -> Evaluation:
-    """Play held-out tasks with a model or a pinned version (`support@12`; `support@0` is the base model) and return
-    its score.
+    """Run held-out tasks with a model or a pinned version (`support@12`; `support@0` is the base model).
 
-    The trajectories have the split `val`, so nothing of them is trained. `options` as for `gather`."""
+    The trajectories have the split `val`, so they are never trained on. `options` are those of `gather`."""
     name, at, _ = model.partition("@")
     groups = await gather(
         client, name, tasks, rollout, group_size=attempts, split="val", pinned=model if at else "", **options

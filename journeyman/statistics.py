@@ -1,7 +1,9 @@
 """Means with 95 % intervals, for evaluations. Standard library only.
 
 `wilson` is the score interval of E. B. Wilson (1927), "Probable inference, the law of succession, and statistical
-inference". The intervals of means use the normal approximation: use them from about 30 values on."""
+inference".
+The intervals of means use the normal approximation, which needs about 30 values or more.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Estimate:
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Return the mean of `values`. The interval of a single value has no bounds."""
+    """Return the mean of `values`. For a single value the interval is infinite."""
     count = len(values)
     if not count:
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -39,13 +41,12 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """Return the mean of `after - before` over the same tasks in the same order. Raises `ValueError` for unequal
-    lengths."""
+    """Return the mean of `after - before` over the same tasks in the same order. Unequal lengths raise `ValueError`."""
     return mean_of([b - a for a, b in zip(before, after, strict=True)])
 
 
 def wilson(successes: int, trials: int) -> Estimate:
-    """Return the share of successes with its score interval; from 0 to 1 when there were no trials."""
+    """Return the share of successes with its score interval. Without trials the interval is 0 to 1."""
     if not trials:
         return Estimate(math.nan, 0.0, 1.0, 0)
     share, z2 = successes / trials, _Z95**2

@@ -1,4 +1,4 @@
-"""One agent run, as agent code holds it, and what can be said of it when it is opened and completed."""
+"""A trajectory (one agent run) as the client sees it, and the options for opening and completing it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ Outcome = Literal["scored", "no_result", "masked"]
 
 
 class OpenOptions(TypedDict, total=False):
-    """What `open` and `trajectory` take besides the model. docs/gateway.md describes each."""
+    """Options of `open` and `trajectory`. docs/gateway.md describes each."""
 
     id: str
-    """Name of the trajectory. The client draws one if it is left out."""
+    """Id of the trajectory. By default the client chooses a random one."""
     group: str
-    """Trajectories of one group are compared with each other. A trajectory without a group gets one of its own."""
+    """Rewards are compared within a group. A trajectory opened without a group forms a group of one."""
     group_size: int
-    """How many trajectories the group has; the judge waits for that many."""
+    """Number of trajectories in the group; the judge waits for that many before it scores the group."""
     attempt: int
     """Number of the attempt within the group, from 1."""
     task: str
-    """What the group is about, as the judge reads it."""
+    """Description of the task that the judge reads."""
     split: Literal["train", "val"]
-    """`val` trajectories are kept and never trained. Default: `train`."""
+    """`val` trajectories are recorded but never trained on. Default: `train`."""
     metadata: dict[str, Any]
     pinned: str
     """A policy version that answers every call of the trajectory, such as `support@12`."""
     key_completes: bool
-    """Whether the trajectory's own key may complete it, and so grade it. Default: false."""
+    """Whether the API key of the trajectory may complete it, and so set its reward. Default: false."""
 
 
 class CompleteOptions(TypedDict, total=False):
-    """How a trajectory ended, for `complete`."""
+    """Options of `complete`: the result of a trajectory."""
 
     reward: float | None
     rewards: dict[str, float]
@@ -42,7 +42,7 @@ class CompleteOptions(TypedDict, total=False):
 
 @dataclass
 class Trajectory:
-    """One agent run. Point any OpenAI client at `base_url` with `api_key`; then say how it went."""
+    """One agent run. Call the model with any OpenAI client at `base_url` with `api_key`, then set the result."""
 
     id: str
     model: str
@@ -50,20 +50,21 @@ class Trajectory:
     base_url: str
     api_key: str
     reward: float | None = None
-    """What the run was worth. `None` lets the judge assign the reward."""
+    """`None` lets the judge assign the reward."""
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     outcome: Outcome = "scored"
-    """`no_result`: infrastructure failed, so the run says nothing of the policy; `masked`: keep it, do not train."""
+    """`no_result`: the infrastructure failed, so the run does not reflect the policy. `masked`: keep the run, but do
+    not train on it."""
 
     @property
     def openai(self) -> dict[str, Any]:
-        """Arguments for `openai.OpenAI(**run.openai)`; retries outlast a gateway that restarts."""
+        """Arguments for `openai.OpenAI(**run.openai)`, with enough retries to survive a restart of the gateway."""
         return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 8}
 
     def result(self) -> CompleteOptions:
-        """Return how the run went, as `complete` takes it."""
+        """Return the options of `complete` for this result."""
         return {
             "reward": self.reward,
             "rewards": self.rewards,

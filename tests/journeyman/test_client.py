@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import anyio
 import anyio.to_thread
+import httpx
 import openai
 import pytest
 
+import journeyman.client as client_module
 from journeyman import AsyncJourneyman, GatewayUnavailableError, Journeyman, JourneymanError
 from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
 from tests.rollout_gateway.kit import ASK
@@ -50,3 +54,40 @@ async def test_calls_wait_for_a_gateway_that_restarts(gateway: GatewayProcess) -
 async def test_no_gateway_is_said_so() -> None:
     with Journeyman("http://127.0.0.1:9", wait_s=0.1) as jm, pytest.raises(GatewayUnavailableError):
         jm.policies()
+
+
+@pytest.mark.parametrize("client", [Journeyman, AsyncJourneyman])
+def test_a_url_without_a_scheme_fails_at_once(client: type[Journeyman] | type[AsyncJourneyman]) -> None:
+    """httpx reports such a URL as a transport error, which would be retried for `wait_s`."""
+    with pytest.raises(ValueError, match=r"'localhost:8000' must begin with http:// or https://"):
+        client("localhost:8000")
+
+
+async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overloaded(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(503, text="x" * 1000, headers={"retry-after": "7"})
+
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    async def sleep_async(seconds: float) -> None:
+        sleep(seconds)
+
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
+    message = rf"^gave up after 10 s; last problem: status 503: x{{{200}}}$"
+    with Journeyman("http://gateway", wait_s=10) as jm:
+        jm._http = httpx.Client(base_url=jm.url, transport=httpx.MockTransport(overloaded))
+        with pytest.raises(GatewayUnavailableError, match=message):
+            jm.policies()
+    assert pauses[:2] == [7.0, 3.0]
+    now[0], pauses[:] = 0.0, []
+    async with AsyncJourneyman("http://gateway", wait_s=10) as ajm:
+        await ajm._http.aclose()
+        ajm._http = httpx.AsyncClient(base_url=ajm.url, transport=httpx.MockTransport(overloaded))
+        with pytest.raises(GatewayUnavailableError, match=message):
+            await ajm.policies()
+    assert pauses[:2] == [7.0, 3.0]

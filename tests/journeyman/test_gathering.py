@@ -144,6 +144,6 @@ async def test_what_can_t_be_gathered_is_said_so(stub: StubGateway) -> None:
         return 1.0
 
     async with AsyncJourneyman(stub.url) as client:
-        with pytest.raises(ValueError, match="group_size and concurrency are at least 1, not 0 and 64"):
+        with pytest.raises(ValueError, match="group_size and concurrency must be at least 1, not 0 and 64"):
             await client.gather("m", [1], rollout, group_size=0)
         assert await client.gather("m", [], rollout, progress=False) == []
