@@ -1,9 +1,9 @@
-"""What the gateway costs a call, beside other proxies, on this machine in this run: `make bench-gateway`.
+"""Benchmark of the gateway's cost per call and per streamed chunk, next to other proxies: `make bench-gateway`.
 
 An instant inference server and a closed-loop client, both in C (`gateway_load.c`), on one core; the proxy on another.
 Bodies are 2 KB. Figures per core are calls (or chunks) per second of the proxy's own CPU time, all its processes
-counted, so a client that can't keep a proxy busy does not flatter or punish it; `*_rps` is what went through by the
-clock. Latency is measured with all of them on one core, and with the proxy on its own. Each proxy is run five times,
+counted, so a client that can't keep a proxy busy does not flatter or punish it; `*_rps` is throughput by wall-clock
+time. Latency is measured with all of them on one core, and with the proxy on its own. Each proxy is run five times,
 in turn with the others, and the best run counts. Streams come at two rates: 50 chunks a second each, which is more
 than one core passes on, and 20, which it is not.
 
@@ -96,8 +96,7 @@ async def open_trajectories(config: Config, count: int) -> None:
 
 
 async def acknowledged_p50_ms(url: str, count: int = 3000) -> float:
-    """The median time of one acknowledged publish after another, as large as a captured call: what capture can't go
-    below."""
+    """Median milliseconds of an acknowledged publish of a captured call's size: the lower bound for capture."""
     took = []
     async with Broker.connect(NatsConfig(url=url), provision=False) as broker:
         for number in range(count):
@@ -111,7 +110,7 @@ async def acknowledged_p50_ms(url: str, count: int = 3000) -> float:
 
 @contextlib.contextmanager
 def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Proxy]]:
-    """The gateway without capture and with it, and so many trajectories opened there."""
+    """Start a gateway without capture and one with capture, and open `trajectories` trajectories on the latter."""
     with (
         gateway(bench, url, "off", "plain") as (plain, plain_port, _),
         gateway(bench, url, "acked", "acked") as (captures, port, config),
@@ -126,7 +125,7 @@ def ours(bench: Bench, url: str, trajectories: int) -> Iterator[tuple[Proxy, Pro
 
 @contextlib.contextmanager
 def all_proxies(bench: Bench, peers: Path, trajectories: int) -> Iterator[tuple[list[Proxy], str]]:
-    """Ours, vLLM's router, nginx and none at all before one server; and the log's address."""
+    """Start the gateway, vLLM's router and nginx before one server; yield them, no proxy, and the log's address."""
     with (
         bench.upstream(), nats(bench) as url, ours(bench, url, trajectories) as (plain, captures),
         vllm_router(bench, peers) as router, nginx(bench) as fast,
@@ -295,7 +294,7 @@ def bench_swaps(bench: Bench, out: dict[str, Any]) -> None:
 
 
 class Progress(dict[str, Any]):
-    """Results that are said as they come, so that a run that breaks off has not been for nothing."""
+    """Prints each result when it is measured, so that an interrupted run still shows something."""
 
     def __ior__(self, other: Any) -> Progress:  # type: ignore[override,misc]
         sys.stderr.write("".join(f"{name} {value}\n" for name, value in dict(other).items()))

@@ -1,4 +1,4 @@
-"""Other proxies, to be measured as `benchmarks.gateway` measures ours. One that is not installed is none."""
+"""Other proxies for `benchmarks.gateway` to compare with. A proxy that is not installed is skipped."""
 
 from __future__ import annotations
 

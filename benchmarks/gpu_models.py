@@ -1,8 +1,7 @@
-"""Models of Qwen3's shapes with random weights, made on the machine that measures: nothing is downloaded.
+"""Models in Qwen3's shapes with random weights, made on the measuring machine: nothing is downloaded.
 
-Speed and memory depend on shapes alone. So that logprobs have something to differ by, the head (which is the
-embedding too in the small models) is drawn wide enough for logits with a standard deviation of about 3, as trained
-models have."""
+Speed and memory depend on shapes only. The head (in the small models also the embedding) has weights large enough
+for logits with a standard deviation of about 3, as in trained models. Otherwise all logprobs would be nearly equal."""
 
 from __future__ import annotations
 
@@ -33,17 +32,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """The published configurations of Qwen3-0.6B, -4B and -8B."""
 BYTES = {"0.6b": 1.2e9, "4b": 8.1e9, "8b": 16.4e9}
-"""Of the weights in bfloat16."""
+"""Bytes of the weights in bfloat16."""
 _TINY = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096,
 }  # fmt: skip
-"""What `--tiny` puts in place of a shape's sizes."""
+"""Sizes that replace those of the shape with `--tiny`."""
 
 
 def make(size: str, folder: Path, *, tiny: bool, device: str) -> str:
-    """Write a model of shape `size` with a tokenizer of a word for each id; returns the folder. One that is there
-    stays."""
+    """Write a model of shape `size`, with a tokenizer of one word per id. An existing model is kept. Returns the
+    folder."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

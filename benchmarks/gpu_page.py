@@ -1,4 +1,4 @@
-"""The page that is made of the GPU proof's results: docs/gpu.md.
+"""Writes docs/gpu.md from the results of the GPU proof.
 
 python -m benchmarks.gpu_page [RESULTS.json] [PAGE.md]
 """
@@ -17,7 +17,7 @@ SIZES = ("0.6b", "4b", "8b")
 
 
 def tests_of(file: Path) -> dict[str, Any]:
-    """Counts of a JUnit file, the names of what failed and the reasons of what was skipped."""
+    """The counts of a JUnit file, the names of failed tests and the reasons of skipped ones."""
     if not file.exists():
         return {}
     counts = {"passed": 0, "failed": 0, "skipped": 0}

@@ -1,5 +1,4 @@
-"""The sampler's part of the GPU proof: does vLLM's bfloat16 agree with the trainer's, and what does an adapter swap
-cost?
+"""The GPU proof's measurements with vLLM: agreement with the trainer's logprobs in bfloat16, and adapter swaps.
 
 Run by `benchmarks.gpu`, in processes of their own. Both use the 0.6B shape and a real vLLM; `swaps` is
 `benchmarks.gateway_swaps` with that model, through the gateway, with 256 streams."""
@@ -17,12 +16,12 @@ from benchmarks import gpu_models
 from benchmarks.gpu_machine import Partial
 
 STREAMS = {False: 256, True: 4}
-"""By `tiny`."""
+"""Number of concurrent streams, by `tiny`."""
 RANK = 16
 
 
 def _server_args(device: str, tiny: bool) -> list[str]:
-    """What differs from the server of the tests; vLLM takes the last of two arguments of a name."""
+    """Arguments that differ from those of the tests' server. Of a repeated argument, vLLM uses the last."""
     args = ["--max-model-len", "4096", "--max-lora-rank", str(RANK)]
     if device == "cuda":
         args += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.45", "--no-enforce-eager"]

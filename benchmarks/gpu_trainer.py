@@ -1,7 +1,7 @@
-"""The trainer's part of the GPU proof: speed, MFU and memory of one Qwen3 shape, and TRL's trainer on the same batches.
+"""The GPU proof's measurements of the trainer: speed, MFU and memory of one Qwen3 shape, and of TRL's trainer.
 
-Run by `benchmarks.gpu`, in a process of its own for each size. What is measured is written as soon as it is there,
-and what a run before has written is not measured again."""
+Run by `benchmarks.gpu`, in a process of its own for each size. Every result is written at once; results
+of an earlier run are kept and not measured again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data_sheet_tflops(name: str) -> float | None:
 
 
 def measured_tflops(device: Any, tiny: bool) -> float:
-    """What one large matrix product reaches, in the type that is trained in."""
+    """TFLOP/s of one large matrix product in the training type."""
     import torch
 
     n = 256 if tiny else 8192
@@ -90,7 +90,7 @@ def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
 
 
 def _timed(step: Callable[[], Any], device: Any, rounds: int) -> tuple[float, list[Any]]:
-    """Median seconds of a step after one that warms up, and what each step returned."""
+    """Median seconds of a step, after a warm-up step, and the steps' return values."""
     seconds, results = [], []
     for _ in range(rounds + 1):
         _wait(device)
@@ -116,7 +116,7 @@ def ours(
     passes = micro_batches(sequences, groups, engine.budget.tokens, packing, engine.cost)
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Forward, and backward through activations only: the base model's weights take no gradient.
-    flops = 4 * engine._size * metrics["tokens_forward"] / seconds
+    flops = 4 * engine.size * metrics["tokens_forward"] / seconds
     formula = memory.step(largest)
     return {
         "seconds": seconds, "layout": packing, "passes": len(passes), "tokens_of_largest_pass": largest,
@@ -171,7 +171,7 @@ def theirs(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: P
 def measure(
     size: str, into: Path, models: Path, scratch: Path, *, device: str, tiny: bool, rounds: int
 ) -> None:
-    """One size, whole."""
+    """All measurements of one model size."""
     import math
     import os
 

@@ -1,11 +1,11 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - a benchmark waits for other processes, and polls what it measures
-"""How fast and how trustworthy the judge is: writes benchmarks/results/judge.json.
+"""Benchmark of the judge's speed and robustness; writes benchmarks/results/judge.json.
 
     python -m benchmarks.judge [--groups 1000] [--concurrency 2] [--out benchmarks/results/judge.json]
 
 A real NATS server, the judge as a process, and the scoring server (no language model: it answers in 50 ms
 what the trajectories' own text says) as another process. Every group has 8 trajectories and is judged twice, in
-different orders. `ideal_groups_per_s` is what the limit on calls at once allows: concurrency / (2 x 50 ms). A second
+different orders. `ideal_groups_per_s` is the maximum that the concurrency allows: concurrency / (2 x 50 ms). A second
 run kills the judge with SIGKILL in the middle. Position bias and injection are measured with the same judge code in
 this process.
 """
@@ -45,7 +45,7 @@ JUDGINGS = 2
 
 
 async def play(broker: Broker, groups: int) -> None:
-    """Every trajectory on the log, groups one after the other."""
+    """Publish every trajectory, group by group."""
     limiter = anyio.CapacityLimiter(128)
 
     async def one(group: int) -> None:
@@ -66,7 +66,7 @@ async def play(broker: Broker, groups: int) -> None:
 async def process(
     *argv: str, log: Path, ready: bool = False
 ) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
-    """A process and the first line it says."""
+    """Start a process; yield it and its first line of output."""
     reading, writing = os.pipe()
     more = ["--ready-fd", str(writing)] if ready else []
     with log.open("ab") as errors:
@@ -103,7 +103,7 @@ async def scored(broker: Broker) -> list[GroupScored]:
 
 
 def memory_mb(pid: int) -> float:
-    """Peak resident set of a process."""
+    """Peak resident memory of a process, in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
@@ -117,7 +117,7 @@ def cpu_s(pid: int) -> float:
 
 
 def resident_mb(pid: int) -> float:
-    """What a process and its children hold now."""
+    """Resident memory of a process and its children, in MB."""
     process = psutil.Process(pid)
     return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 
@@ -189,8 +189,7 @@ async def measure(groups: int, concurrency: int, kill: bool) -> dict[str, Any]:
 
 
 async def position_bias(groups: int = 100) -> dict[str, float]:
-    """What being first gains a trajectory, with a judge that adds 0.3 to the first place: of one judging, and
-    merged."""
+    """The score gained by the first place with a judge that adds 0.3 to it: after one pass, and after aggregation."""
     judge = ruler(Model(Scorer(first_bonus=0.3)))
     merged, single = [], []
     for number in range(groups):
@@ -207,8 +206,7 @@ async def position_bias(groups: int = 100) -> dict[str, float]:
 
 
 async def injections() -> tuple[int, int]:
-    """How many attacks gained anything from a judge that obeys what stands outside the fences, and how many there
-    were."""
+    """Number of attacks that raised a score of a judge that obeys text outside the fences, and number of attacks."""
     gained = 0
     for attack in ATTACKS:
         honest = [transcript(f"h{i}", f"quality={0.5 + i / 10}") for i in range(3)]

@@ -1,4 +1,4 @@
-"""A proxy under load: the instant inference server, the closed-loop client, and the CPU time of what lies between.
+"""Puts a proxy under load between an instant inference server and a closed-loop client, and measures its CPU time.
 
 Server and client are one program in C (`gateway_load.c`).
 """
@@ -25,7 +25,7 @@ CONNECTIONS = 32
 STREAMS = 1000
 PATH = "/v1/chat/completions"
 TRIES = 5
-"""Runs of which the best counts: what else a machine does makes a run slower, and nothing makes it faster."""
+"""Number of runs. The best one counts, because other work on the machine can only slow a run down."""
 
 
 def free_port() -> int:
@@ -60,7 +60,7 @@ class Measured:
 
     @property
     def whole(self) -> bool:
-        """Something was answered and nothing failed."""
+        """Whether some calls were answered and none failed."""
         load = self.load
         return bool(load["requests"] or load["chunks"]) and not load["failed"] and not load["closed"]
 
@@ -87,7 +87,7 @@ class Proxy:
     process: psutil.Process | None = None
     path: str = PATH
     peer: bool = True
-    """Another's: what it does not manage is its own affair."""
+    """Whether the proxy is another project's. Its failed calls do not end the benchmark."""
 
 
 class Bench:
@@ -110,8 +110,8 @@ class Bench:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All that is started meanwhile shares one core: where one call goes round, one process works at a time, and
-        the figure holds no waking-up of a core that slept."""
+        """Within the context, all started processes share one core. With one call in flight only one process works at
+        a time, and the figure does not include waking up an idle core."""
         self._together = True
         try:
             yield
@@ -119,14 +119,14 @@ class Bench:
             self._together = False
 
     def core(self, core: int) -> int:
-        """The core to use where `core` is meant."""
+        """The core that a process gets if it asks for `core`."""
         return 0 if self._together else core
 
     @contextlib.contextmanager
     def process(
         self, command: list[str], *, core: int, ready: str, env: dict[str, str] | None = None
     ) -> Iterator[psutil.Process]:
-        """A process that answers `ready` (an URL, or host:port), ended afterwards."""
+        """Start a process, wait until `ready` (a URL, or host:port) answers, and end it afterwards."""
         log = self.folder / f"{Path(command[0]).name}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
@@ -181,8 +181,8 @@ class Bench:
     def race(
         self, proxies: Sequence[Proxy], *, warm_s: float = 1.0, **options: Any
     ) -> dict[str, list[Measured]]:
-        """The runs of each proxy, by name: warmed up, then all in turn several times over, so that what else the
-        machine does meets all alike. A peer's run in which calls failed is left out; one of ours raises."""
+        """The runs of each proxy, by name. After a warm-up the proxies take turns, so that other work on the machine
+        affects all of them. A peer's run with failed calls is left out; a failed run of the gateway raises."""
         for proxy in proxies:
             self.load(proxy.port, **{**options, "path": proxy.path, "seconds": warm_s})
         runs: dict[str, list[Measured]] = {proxy.name: [] for proxy in proxies}
@@ -197,7 +197,7 @@ class Bench:
 
 
 def cpu_seconds(process: psutil.Process | None) -> float:
-    """CPU time of a process and all below it."""
+    """CPU seconds of a process and its descendants."""
     if process is None:
         return 0.0
     total = 0.0

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 - the search path is put right before our own packages are imported
-"""How much staleness costs, and what each correction gives back: reward after equal samples at forced version lags.
+"""Benchmark of staleness and its corrections: reward after equal numbers of samples at forced version lags.
 
     python benchmarks/staleness.py [--steps 40] [--lags 0 1 2 4 8] [--seeds 0 1 2] [--workers 1]
                                    [--out benchmarks/results/staleness.json]
@@ -46,8 +46,8 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 class Table:
     """Games that go on side by side over one key-value cache.
 
-    A legal move is one token, an illegal one ends the game: so all games that go on have the same number of tokens,
-    and the cache is a plain rectangle."""
+    A legal move is one token and an illegal one ends the game. So all running games have the same number of tokens,
+    and the cache is rectangular."""
 
     def __init__(self, arena: Arena, seeds: list[str], random: torch.Generator) -> None:
         self.arena, self.random = arena, random
@@ -72,14 +72,14 @@ class Table:
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def _first(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same where nothing is cached yet: the few openings that there are go through the model once each."""
+        """The same with an empty cache. There are few different openings; each goes through the model once."""
         unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
         logits = self._logits(unique)
         self.cache.batch_select_indices(inverse)
         return logits[inverse]
 
     def turn(self) -> list[tuple[int, list[int], list[int], list[float]]]:
-        """One move in every game that goes on: its number, the prompt, the reply and the reply's logprobs."""
+        """Sample one move in every running game: its number, the prompt, the reply and the reply's logprobs."""
         prompts = [self.ids[i] + self.arena.turn_ids(self.games[i].board) for i in self.live]
         rows = torch.tensor([p[self.cached :] for p in prompts])
         logits = self._logits(rows) if self.cached else self._first(rows)
@@ -233,7 +233,7 @@ def paired(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 class Worker:
-    """A process's engine."""
+    """The engine of one worker process."""
 
     here: Worker
 
@@ -255,8 +255,8 @@ class Worker:
 
     @classmethod
     def run(cls, keys: tuple[str, ...]) -> dict[str, dict[str, float]]:
-        """The runs `keys`: one, or a truncating one and its masking twin, which is the same where no ratio of the first
-        was ever beyond the bound and is not computed again then."""
+        """Compute the runs `keys`: one run, or a truncating run and its masking twin. If no ratio of the truncating run
+        exceeded the bound, the twin is the same and is not computed."""
         first, *twin = keys
         out = {first: cls.here.one(first)}
         for key in twin:
@@ -267,7 +267,7 @@ class Worker:
 
 
 def wanted(args: argparse.Namespace) -> list[str]:
-    """The runs in their order, as correction/lag/seed."""
+    """The keys of all runs, correction/lag/seed, in the order in which they are computed."""
     return [
         f"{correction}/{lag}/{seed}"
         for seed in args.seeds

@@ -1,4 +1,4 @@
-"""Figures of the store: `python -m benchmarks.store` (or `make bench-store`) writes benchmarks/results/store.json.
+"""Benchmark of the store: `python -m benchmarks.store` (or `make bench-store`) writes benchmarks/results/store.json.
 
     fetch_floor_events_per_s  the first `--events` events of the backlog (4 KB exchanges), fetched and acknowledged
                               by nats-py and nothing else
@@ -9,7 +9,7 @@
     lineage_s                 the view `lineage` for one checkpoint over `--trajectories` trajectories
     files_after_compaction    exchange files left of `files_before_compaction` after the background work
 
-`--small` takes a tenth or less of everything, to see that it runs.
+`--small` takes a tenth or less of everything, as a quick test.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def fill_log(broker: Broker, events: int, names: str) -> int:
 
 
 async def fetch_floor(broker: Broker, events: int) -> float:
-    """Events a second by nats-py's pull_subscribe, fetch and ack."""
+    """Events per second with nats-py's pull_subscribe, fetch and ack only."""
     spec = dataclasses.replace(
         streams.consumer("store-rollouts"), name="floor", subjects=("rollout.>",), max_ack_pending=200_000
     )
@@ -158,7 +158,7 @@ def _files(run_dir: Path) -> list[str]:
 
 
 def compaction(run_dir: Path) -> dict[str, Any]:
-    """Merge what the writing left behind, as the background work of the store does."""
+    """Compact the files that writing left, as the store's background task does."""
     target = LocalTarget(run_dir / "store")
     before = len(_files(run_dir))
     config = StoreConfig(compact_grace_s=0.0, compact_files=4)

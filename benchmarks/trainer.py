@@ -34,10 +34,10 @@ from typing import Any
 
 SHAPES = ("short", "shared_prefix", "multiturn")
 IMPLEMENTATIONS = ("trl", "journeyman", "journeyman_unchecked")
-"""`journeyman` takes steps as the service does, with the checks against the sampler's logprobs and the base model;
-the last one leaves them out, to tell what they cost."""
+"""`journeyman` takes steps as the service does, with the checks against the sampler's logprobs and the base model.
+`journeyman_unchecked` leaves the checks out, to measure their cost."""
 SMALL_PASSES = "journeyman_small_passes"
-"""Ours in passes of as many tokens as TRL's 8 padded rows of the short shape have, to tell what memory is due to."""
+"""`journeyman` with passes as large as TRL's 8 padded rows of the short shape, to compare memory at equal pass size."""
 VOCAB = 4096
 
 
@@ -56,7 +56,7 @@ def model_folder(folder: Path) -> str:
 
 
 def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[int]]:
-    """Examples and the group of each; `groups` in place of the shape's own number of them."""
+    """Examples and the group of each; `groups` overrides the shape's number of groups."""
     import numpy as np
 
     from trainer.batches.groups import Example

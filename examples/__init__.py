@@ -1,4 +1,4 @@
-"""Worked examples: each folder is one task, with its agent and what it needs; nothing here is part of the product.
+"""Worked examples: each folder holds one task and its agent. Nothing here is part of the product.
 
 | folder | what it shows |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""From an HTTP request to its answer: its key, its route or its model call, and its errors."""
+"""Answers HTTP requests: checks the key, runs the route or the model call, maps errors."""
 
 from __future__ import annotations
 

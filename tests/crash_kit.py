@@ -73,7 +73,7 @@ GROUP, TURNS, LANES = 2, 2, 4
 GARBAGE = b"\xc1"
 PATIENCE_S = 12.0
 MISSES = 3
-"""How often lives of a service may miss the same stop point before it is given up."""
+"""Number of lives of a service that may miss a stop point before the point is skipped."""
 
 _PUBLISHES = ("broker.before_publish", "broker.after_publish")
 _ACKS = ("broker.before_ack", "broker.after_ack")
@@ -163,7 +163,7 @@ class Nursery:
         self._lives: dict[int, Life] = {0: Life(self, 0, "")}
 
     async def listen(self) -> None:
-        """Pass on what it says, until it ends."""
+        """Forward the output of a life until it ends."""
         assert self._process.stdout is not None
         while line := await anyio.to_thread.run_sync(self._process.stdout.readline, abandon_on_cancel=True):
             facts = json.loads(line)
@@ -190,7 +190,7 @@ class Nursery:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kill what lives."""
+        """Kill all running processes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -219,7 +219,7 @@ class Life:
 
 @dataclass(eq=False)
 class Deaths:
-    """How the lives ended."""
+    """How the lives ended, counted."""
 
     at: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(service, stop point) to the deaths there."""
@@ -234,7 +234,7 @@ class Deaths:
 
 
 class Fleet:
-    """Agents of two turns each, in groups, that repeat every call until it is answered."""
+    """Agents in groups, with two turns each. They repeat every call until it is answered."""
 
     def __init__(self, url: str, client: httpx.AsyncClient) -> None:
         self._url, self._client = url, client
@@ -291,19 +291,19 @@ class Fleet:
 
 
 class Matrix:
-    """The schedules, played."""
+    """Runs the services through their schedules of deaths."""
 
     def __init__(self, nursery: Nursery, lives: Mapping[str, int], may_give_up: int = 0) -> None:
-        """`lives`: by service, how many are to die. `may_give_up`: how often a service may exit by itself, all
-        together."""
+        """`lives` is the number of deaths by service. `may_give_up` is the number of exits with an error that are
+        allowed in all."""
         self.nursery, self.lives, self.may_give_up = nursery, lives, may_give_up
         self.deaths = Deaths()
         self.last: dict[str, Life] = {}
-        """By service, the life that is to go on."""
+        """By service, the life that is not killed."""
 
     async def service(self, name: str, *, task_status: TaskStatus[anyio.Event]) -> None:
-        """As many lives as `lives` says, each to die at a seeded point, and one more until it is told to stop; the
-        event is set when that one has begun."""
+        """Start the number of lives in `lives`, each of which dies at a seeded point, and then one that lives until
+        it is stopped. The event is set when the last one has begun."""
         last = anyio.Event()
         task_status.started(last)
         rng = random.Random(f"{SEED}/{name}")
@@ -352,7 +352,8 @@ class Matrix:
 
 
 async def throw_garbage(broker: Broker) -> None:
-    """Now and then a message that is no event, on each stream: a dead letter, and nobody's end."""
+    """Publish a message that is not an event on each stream from time to time. It must become a dead letter and stop no
+    service."""
     subjects = (
         "rollout.exchange.p.garbage{}",
         "policy.checkpoint.p.tiny.9{}",
@@ -419,7 +420,7 @@ def guarded(folder: Path) -> str:
 
 
 def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
-    """Of all services; the inference server's address is not in them yet. The NATS server has the users of
+    """The settings of all services, without the inference server's address. The NATS server has the users of
     `guarded`."""
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
@@ -483,7 +484,7 @@ async def play(
 async def check(
     broker: Broker, config: Config, fleet: Fleet, upstream: Upstream, least: tuple[int, int]
 ) -> None:
-    """Log and files tell one story, and it is the agents'."""
+    """Check that log and files agree with each other and with what the agents received."""
     log = await in_log(broker)
     found = stored_events(LocalTarget(config.path("store")))
     assert {k: n for k, n in found.items() if n != 1} == {}

@@ -18,7 +18,7 @@ class ModelQueue:
     learner: Learner
     histories: Histories
     waiting: deque[TrainingGroup] = field(default_factory=deque)
-    """In stream order."""
+    """The waiting groups, in stream order."""
     batch: list[TrainingGroup] = field(default_factory=list)
     """The groups of the step that is being filled, computed or committed."""
 

@@ -1,9 +1,9 @@
-"""One agent that plays one game, and a fleet of them: an OpenAI client and nothing of Journeyman's.
+"""An agent that plays one game, and a fleet of agents. They use an OpenAI client and no code of Journeyman.
 
-What makes these agents trainable is in three calls: opening a trajectory (which says what group the run belongs to and
-answers with a base URL of its own), the game's chat completions at that URL, and completing the trajectory with its
-reward. A request that fails for good is counted in `Fleet.failed`; its run is completed as `no_result`, so that no
-infrastructure failure is ever taken for a lost game.
+Three kinds of call make these agents trainable: opening a trajectory, which names the group of the run and returns a
+base URL; chat completions at that URL; and completing the trajectory with its reward. A request that fails after all
+retries is counted in `Fleet.failed`, and its run is completed as `no_result`, so that a failure of infrastructure
+never counts as a lost game.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from openai.types.chat import ChatCompletionMessageParam
 from examples.tictactoe.game import Game, Result, describe
 
 MAX_TOKENS = 1
-"""A cell's name is one token and a whole move, so the end of the turn need not be sampled."""
+"""A cell's name is one token and a complete move, so the end of the turn is not sampled."""
 
 
 def prompt(messages: Iterable[Mapping[str, str]]) -> str:
-    """What the model's chat template makes of a conversation whose next turn is the model's."""
+    """The conversation in the model's chat template, ready for the model's next turn."""
     return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A game that ended. `step`: the policy step that made its last move; `result` None: no result for want of an
-    answer."""
+    """A game that ended. `step` is the policy step that made its last move. `result` is `None` if a call was not
+    answered."""
 
     id: str
     group: str
@@ -47,13 +47,13 @@ class Fleet:
     client: openai.AsyncOpenAI
     model: str
     concurrency: int = 24
-    """httpx's pool costs more a call the more connections it holds: 4 ms of CPU at 16, 11 ms at 64."""
+    """Games at once. httpx's pool needs more CPU time per call with more connections: 4 ms at 16, 11 ms at 64."""
     calls: int = 0
     failed: int = 0
-    """Requests that failed in spite of the client's own retries."""
+    """Requests that failed after the client's own retries."""
     last_error: str = ""
     latency_s: float = 0.0
-    """Summed over all calls."""
+    """Seconds, summed over all calls."""
     completed: list[str] = field(default_factory=list)
     """Ids of the trajectories that were completed."""
 
@@ -69,7 +69,7 @@ class Fleet:
     async def play_all(
         self, seeds: Iterable[str], *, group: str, split: str = "train", pinned: str = ""
     ) -> list[Finished]:
-        """Play a game per seed at once, as the attempts of one group; in the order of `seeds`."""
+        """Play one game per seed concurrently, as the members of one group. Returns games in the order of `seeds`."""
         listed = list(seeds)
         async with asyncio.TaskGroup() as tasks:
             games = [
@@ -129,8 +129,9 @@ class Fleet:
             return await self._complete(run["id"], group, game, step)
 
     async def play_together(self, seeds: Sequence[str], *, group: str, pinned: str) -> list[Finished]:
-        """Play held-out games, all moves of a round in one call: as much inference at a fraction of the HTTP. The
-        batch is one trajectory of the split `val`, whose reward is the games' mean; in the order of `seeds`."""
+        """Play held-out games, all moves of a round in one call: the same inference with far fewer requests. The
+        batch is one trajectory of the split `val`, and its reward is the mean over the games. Returns games in the
+        order of `seeds`."""
         games = [Game(seed) for seed in seeds]
         talks: list[list[dict[str, str]]] = [[] for _ in games]
         opening = {
@@ -196,7 +197,8 @@ class Fleet:
         return Finished(trajectory, group, game.result, reward, step)
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """The gateway's control API through the same client; None, counted, where it fails for good."""
+        """Call the gateway's control API with the same client. Returns `None` and counts the failure if all retries
+        fail."""
         try:
             return await self.client.post(path, cast_to=object, body=body)
         except openai.APIError as error:

@@ -1,11 +1,10 @@
-"""`make demo`: the whole loop on this machine, from a base model to one that wins measurably more.
+"""`make demo`: trains a base model on this machine until it wins measurably more games.
 
     python -m examples.tictactoe.demo --seed 0 --run-dir runs/demo
 
 Starts `journeyman up` with `journeyman.toml`, plays the held-out games with the base model, lets the fleet play while
-the trainer trains, plays the same held-out games with the last version, stops everything in order, asks the history
-what happened and writes `<run-dir>/report.json`. Exits 1 where the run broke off.
-"""
+the trainer trains, plays the same held-out games with the last version, stops everything in order, queries the store
+and writes `<run-dir>/report.json`. Exits with 1 if the run failed."""
 
 from __future__ import annotations
 
@@ -33,24 +32,24 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path(__file__).with_name("journeyman.toml")
 MODEL = "tictactoe"
 LOOK_EVERY_S = 0.25
-"""Between two looks at the policy version that the gateway serves."""
+"""Seconds between two reads of the policy version that the gateway serves."""
 GOAL = 0.70
 EVAL_BATCH = 40
 """Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the
 square."""
 EVAL_BATCHES = 4
-"""Such trajectories at once."""
+"""Number of such trajectories at once."""
 
 console = Console(highlight=False)
 
 
 class DemoError(Exception):
-    """The run broke off; the message says where to look."""
+    """The run failed. The message says where to look."""
 
 
 @dataclass
 class Progress:
-    """What the view shows."""
+    """The values that the view shows."""
 
     phase: str = "starting"
     steps: int = 0
@@ -60,7 +59,7 @@ class Progress:
     games: int = 0
     recent: deque[Finished] = field(default_factory=lambda: deque(maxlen=256))
     staleness: deque[int] = field(default_factory=lambda: deque(maxlen=256))
-    """Steps that the policy went on while a game was played, of recent games."""
+    """Policy steps taken while a game was played, for recent games."""
     curve: list[dict[str, float]] = field(default_factory=list)
     """Win rate of recent training games by step and time."""
     goal_s: float | None = None
@@ -163,7 +162,7 @@ class Installation:
         return sum(service["restarts"] for service in state["services"].values())
 
     def stop(self) -> None:
-        """An orderly stop, which ends once the store holds what the log holds."""
+        """Stop the installation after the store has written everything that the log holds."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -184,14 +183,14 @@ class Training:
         self.fleet, self.progress, self.args = fleet, progress, args
         self._installation = installation
         self._useful = 0
-        """Finished groups whose rewards differ; others train nothing and are no part of a batch."""
+        """Finished groups with different rewards. Groups with equal rewards train nothing and are not in a batch."""
         self._playing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._began = time.monotonic()
         self._moved = self._began
-        """When something last went forward."""
+        """Time of the last progress."""
         self._skipped = 0
-        """Groups given up waiting for: a trainer that discards one would else be waited for in vain."""
+        """Groups that are no longer waited for, because the trainer may have discarded them."""
 
     @property
     def lead(self) -> int:
@@ -200,7 +199,7 @@ class Training:
         return len(self._playing) + self._useful - self._skipped - trained
 
     async def run(self) -> None:
-        """Until the budget of steps or of time is used up and every game that was begun has ended."""
+        """Play until the budget of steps or of time is used up and all games have ended."""
         group = 0
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch())
@@ -268,7 +267,7 @@ async def evaluate(fleet: Fleet, progress: Progress, version: str, games: int) -
 
 
 async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
-    """Everything between a started and a stopped installation; what of the report the agents know."""
+    """Evaluate, train and evaluate again on a running installation. Returns the agents' part of the report."""
     view = View(progress)
     showing = asyncio.create_task(view.run())
     try:

@@ -1,4 +1,4 @@
-"""Rules, the seeded opponent, what the model sees of the board and what a game is worth.
+"""The rules, the seeded opponent, the board as text, and the rewards.
 
 The agent plays `x`, the opponent `o`; who begins is drawn from the game's seed. A board is a string of nine characters,
 cells `a1 b1 c1 a2 … c3`, each `x`, `o` or `.`. The model sees one word a cell (`b2=x`) and answers with a cell's name.
@@ -23,7 +23,7 @@ LINES: tuple[tuple[int, int, int], ...] = (
 EMPTY = "." * 9
 
 REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal": -1.0}
-"""What a game is worth to the agent."""
+"""The agent's reward for each result."""
 
 
 def has_won(board: str, mark: str) -> bool:
@@ -65,7 +65,7 @@ class Game:
     board: str = EMPTY
     result: Result | None = None
     moves: int = 0
-    """How many the agent has made."""
+    """Number of moves that the agent has made."""
     _orders: list[list[int]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,9 +80,8 @@ class Game:
         self.board = put(self.board, next(i for i in order if self.board[i] == "."), "o")
 
     def play(self, move: str | None) -> Result | None:
-        """The agent's move, as the model wrote it, and the opponent's answer; the result once there is one.
-
-        What names no free cell ends the game as `illegal`."""
+        """Play the agent's move, as the model wrote it, and the opponent's answer. Returns the result if the game has
+        ended. Text that does not name a free cell ends the game as `illegal`."""
         if self.result is not None:
             raise ValueError(f"the game is over: {self.result}")
         cell = CELLS.index(move) if move in CELLS else None

@@ -4,10 +4,10 @@
 
 The teacher decides each move anew: `STRONG` of the time it plays the move with the best prospects against the
 opponent's random play (the whole tree of the game is searched), a little of the time it names a taken cell, and
-otherwise it plays as one who sees no lines: any cell but those that would win or block. The model that imitates it
-wins about 0.43 of its games, and the best move has a fair share of its probability in every position: skill that is
-there but rarely used, which is what GRPO needs to find. How well the model knows its teacher bounds what it can be
-trained to (docs/negative-results.md), so it is trained until 0.02 nats a move are left."""
+otherwise it plays a random cell that neither wins nor blocks. The model that imitates it wins about 0.43 of its
+games, and the best move has a considerable probability in every position, so GRPO can find and reinforce it. The
+better the model imitates its teacher, the better it can become by RL (docs/negative-results.md), so it is trained to
+a divergence of 0.02 nats per move."""
 
 # ruff: noqa: N806 - tensors' names end in their shape: B games, T tokens, D width, N moves, V vocabulary
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 MARKS = "xo."
 
 STRONG = 0.33
-"""Share of the teacher's moves that are best ones."""
+"""Share of the teacher's moves that are the best move."""
 ILLEGAL = 0.01
 """Share of the teacher's moves that name a taken cell, where there is one."""
 
@@ -151,8 +151,8 @@ def imitation(
     games: list[tuple[list[dict[str, str]], list[list[float]]]],
 ) -> tuple[torch.Tensor, float]:
     """The loss over games of `taught_game`: cross entropy against the teacher's distribution of each move, and
-    against the end token after it. And what a perfect imitation would save of it: the divergence from the teacher in
-    nats a move."""
+    against the end token after it. Also returns the divergence from the teacher in nats per move, which a perfect
+    imitation would reduce to 0."""
     assistant, end = tokenizer.convert_tokens_to_ids([ROLES[2], END])
     cell_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(CELLS)))
     texts = tokenizer.apply_chat_template([chat for chat, _ in games], tokenize=False)

@@ -1,4 +1,4 @@
-"""What the demo says at its end: win rates with intervals, and what the history knows of the run, by SQL."""
+"""The demo's report: win rates with intervals, and the results of SQL queries over the run's store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def win_rate(games: Iterable[Finished]) -> dict[str, Any]:
 
 
 def difference(before: Sequence[Finished], after: Sequence[Finished]) -> dict[str, Any]:
-    """How much more often the games of `after` were won, with its 95 % interval. The two lists hold the same games in
+    """Difference of the win rates of `after` and `before`, with its 95 % interval. The two lists hold the same games in
     the same order, so the interval is that of the mean difference per game; games without a result in either are left
     out."""
     pairs = [
@@ -83,7 +83,7 @@ def difference(before: Sequence[Finished], after: Sequence[Finished]) -> dict[st
 
 
 def ask(run_dir: Path, query: str, form: str = "json") -> str:
-    """`journeyman sql` over the run; raises `CalledProcessError` where it fails."""
+    """Run `journeyman sql` on the run. Raises `CalledProcessError` if it fails."""
     command = [JOURNEYMAN, "sql", "--run-dir", str(run_dir), "--format", form, query]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 

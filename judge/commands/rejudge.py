@@ -49,7 +49,7 @@ class RejudgeReport:
     failed: int = 0
     gone: int = 0
     rescued: int = 0
-    """Of those rejudged, the groups that had been discarded."""
+    """Number of rejudged groups that the judge had discarded."""
     pairs: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
     """Old and new rewards of each group."""
 

@@ -30,7 +30,7 @@ _TOO_LONG = re.compile(
     r"|maximum number of tokens|exceeds? .{0,40}tokens|tokens exceed|prompt is too long",
     re.I,
 )
-"""What servers say of a prompt that their model's context does not hold (vLLM, SGLang, TGI, llama.cpp, OpenAI)."""
+"""Matches errors about a prompt that exceeds the model's context (vLLM, SGLang, TGI, llama.cpp, OpenAI)."""
 
 
 class OpenAiClient:

@@ -31,7 +31,7 @@ _MAX_MESSAGE = 16 << 20
 """Bytes of an answer of 1 MB and the printed text, both with every character escaped."""
 _WORKER = str(Path(__file__).with_name("sandbox_worker.py"))
 _START_S = 30.0
-"""For importing the function's module, which is not part of the first call's time limit."""
+"""Seconds for importing the function's module, which the first call's time limit does not include."""
 _GRACE_S = 10.0
 """The worker enforces the time limits itself; one that is later than this is broken."""
 _STOP_S = 5.0

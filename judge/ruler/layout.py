@@ -1,4 +1,4 @@
-"""What a judge's prompt shows where: text that the trajectories have in common once, the rest with each trajectory.
+"""The layout of a judge's prompt: text common to the trajectories once, the rest with each trajectory.
 
 In common are the tools and messages with which all of them begin, the beginning of the first message that differs,
 and any long message that occurs more than once. Such a message is then replaced by a reference, with an id drawn for

@@ -79,7 +79,7 @@ class Usage:
 
 @dataclass
 class JudgeStatistics:
-    """What a judge has done so far, and how well its judgings agree."""
+    """Counts of a judge's work so far, and how well its passes agree."""
 
     groups: int = 0
     failed_judgings: int = 0

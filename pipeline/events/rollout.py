@@ -66,7 +66,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     sampled_ids: TokenIds
     """Sampled token ids, as vLLM returned them, including the end-of-turn token where one was sampled."""
     logprobs: Logprobs
-    """Of `sampled_ids`, under the distribution they were sampled from."""
+    """Logprobs of `sampled_ids`, under the distribution they were sampled from."""
     forced: TokenMask = b""
     """1 where a grammar constrained the choice; such tokens are never trained. Empty: no token was constrained."""
     finish_reason: str = ""
@@ -105,7 +105,7 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     outcome: Outcome = "scored"
     """`no_result`: infrastructure failed, never becomes a reward; `masked`: kept, never trained."""
     reward: float | None = None
-    """What the agent says the run was worth; none: the judge decides."""
+    """The agent's reward for the run; `null` if the judge decides."""
     rewards: dict[str, float] = {}
     """Named components, for composed rewards."""
     metrics: dict[str, float] = {}

@@ -50,7 +50,7 @@ _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 _HEADERS_MARGIN = 4096
 _OTHER_SERVERS_S = 0.5
-"""After one server of a cluster refused the user: time for the others."""
+"""Seconds to try the other servers of a cluster after one refused the user."""
 
 
 async def _connect(config: NatsConfig, name: str) -> FastClient:

@@ -134,7 +134,8 @@ class Consumption:
                 yield delivery
 
     async def keep_alive(self) -> None:
-        """For ever: tell the server that work on the held deliveries goes on, so that it does not redeliver them."""
+        """Tell the server regularly, until cancelled, that the held deliveries are in work, so that it does not
+        redeliver them."""
         while True:
             await anyio.sleep(self.spec.ack_wait_s / 3)
             for delivery in list(self.held):

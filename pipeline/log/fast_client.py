@@ -200,7 +200,7 @@ class FastClient(Client):  # type: ignore[misc]
         self._ps: _Parser = _Parser(self)
         self._inbox = b""
         self.ack_prefix = b"MSG without an inbox"
-        """What the command of an acknowledgement begins with; matches none before `start_publishing`."""
+        """Prefix of an acknowledgement's command; matches nothing before `start_publishing`."""
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """Last token of the reply subject to the acknowledgement and the time at which to give up on it."""
         self._unsent: list[bytes] = []

@@ -32,7 +32,7 @@ from pipeline.log.retry import retry_while_unavailable
 T = TypeVar("T")
 
 LAST_SEQ = 2**63 - 1
-"""No sequence is higher."""
+"""The highest possible sequence."""
 _BATCH = 1000
 _PAGE_BYTES = 8 * 1024 * 1024
 _NO_MESSAGE = 10037

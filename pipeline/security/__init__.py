@@ -1,4 +1,4 @@
-"""Who may do what on the log, and who made a checkpoint.
+"""Permissions on the log, and signatures of checkpoints.
 
 | module | what lives there |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""Who may do what. This room imports `http` and no other room.
+"""API keys and trajectory tokens. This room imports `http` and no other room.
 
 | module | what lives there |
 | --- | --- |

@@ -23,7 +23,7 @@ class ControlRequest:
     route: Route
     access: Access
     values: list[str]
-    """Of the path's parameters."""
+    """Values of the path's parameters."""
     trajectory: str | None = None
     """The trajectory of a URL that begins with `/t/<trajectory>`."""
 

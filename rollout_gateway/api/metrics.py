@@ -20,12 +20,12 @@ _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 
 
 class Metrics(Collector):
-    """What the gateway counts."""
+    """The gateway's counters."""
 
     def __init__(self, fleet: Fleet, registry: Registry) -> None:
         self._fleet, self._registry = fleet, registry
         self._calls: Counter[tuple[str, int]] = Counter()
-        """By endpoint and status."""
+        """Number of requests by endpoint and status."""
         self._buckets = [0] * (len(_BOUNDS_S) + 1)
         self._seconds = 0.0
         self.loads = 0

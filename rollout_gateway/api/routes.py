@@ -22,7 +22,7 @@ class Route:
     method: str
     path: str
     name: str
-    """Of the handler in `App`."""
+    """Name of the handler in `App`."""
     summary: str
     body: type[Any] | None = None
     answer: type[Any] | None = None

@@ -1,4 +1,4 @@
-"""Where a streamed answer goes: to the client as it is, or translated into another API's events."""
+"""Outputs of a streamed answer: to the client unchanged, or translated into another API's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model calls: whose they are, who answers them, and how they reach the log with their exact tokens.
+"""Model calls: finds their trajectory, has them answered, and records them on the log with their exact tokens.
 
 | module | what lives there |
 | --- | --- |

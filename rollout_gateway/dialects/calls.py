@@ -161,7 +161,8 @@ class Call:
         return b"\x01" * (len(choice.ids) // 4)
 
     def _grammar(self) -> Literal["", "calls", "all"]:
-        """What a grammar decides: nothing, tool calls if there are any (`strict` tools), or the whole reply."""
+        """Which part of the reply a grammar constrains: nothing, tool calls if there are any (`strict` tools), or the
+        whole reply."""
         fields = self.fields
         if not _GRAMMAR_FIELDS.isdisjoint(fields) and not all(
             is_null(fields.get(n)) for n in _GRAMMAR_FIELDS

@@ -72,7 +72,7 @@ class MessagesTranslation:
         self._index = 0
         """Index of the content block that is being streamed."""
         self._block = ""
-        """Its type. Empty between blocks."""
+        """Type of the open block. Empty between blocks."""
         self._tool = -1
         """Index of the tool call that is being streamed."""
         self._stop_reason = "end_turn"

@@ -71,7 +71,8 @@ class RequestParser:
         self._url = b""
 
     def feed(self, data: bytes) -> None:
-        """Parse what arrived. The receiver is told of what it completes, and of the error where it is not HTTP."""
+        """Parse received bytes. Calls the receiver for each part of a request that is complete, and for a parse
+        error."""
         if self.head_done:
             self._silent += len(data)
         else:

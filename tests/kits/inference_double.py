@@ -33,7 +33,7 @@ CONTEXT = 256
 """Tokens of prompt and reply together, as the tests' vLLM is started with."""
 MAX_ADAPTERS = 4
 _END_EVERY = 12
-"""One token in so many ends the reply."""
+"""On average, one token in 12 ends the reply."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Token:
 
 
 class RefusalError(Exception):
-    """What the server answers instead of a completion."""
+    """An error answer instead of a completion."""
 
     def __init__(
         self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None
@@ -128,7 +128,7 @@ class Double:
 
 
 def _finish(tokens: list[Token], end: int) -> tuple[str, str]:
-    """Return text and finish reason of a reply that is whole."""
+    """Return text and finish reason of a complete reply."""
     ended = bool(tokens) and tokens[-1].id == end
     return "".join(t.text for t in tokens[: -1 if ended else None]), "stop" if ended else "length"
 

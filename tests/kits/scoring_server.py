@@ -44,7 +44,7 @@ class Scorer:
     first_bonus: float = 0.0
     """Added to the trajectory shown first."""
     obedient: bool = False
-    """Give 1.0 to whom any text outside a fence asks to favour."""
+    """Give 1.0 to the trajectory that text outside a fence asks to favour."""
 
     def __call__(self, request: Request) -> Answer:
         messages = request["messages"]
@@ -76,8 +76,8 @@ def blocks(prompt: str, nonce: str) -> list[tuple[str, str]]:
 
 
 def favoured(prompt: str, nonce: str, ids: list[str]) -> list[str]:
-    """Whom instructions outside the fences ask to favour. A chat template's turn token counts as outside wherever it
-    stands, because a tokenizer reads it before any fence."""
+    """Ids that instructions outside the fences ask to favour. A chat template's turn token counts as outside wherever
+    it stands, because a tokenizer reads it before any fence."""
     out = []
     for block in _fence(nonce).finditer(prompt):
         turn = _TURN_TOKEN.search(block.group(3))
@@ -102,14 +102,14 @@ class ScoringServer:
     answer: Callable[[Request], Answer] = field(default_factory=Scorer)
     delay_s: float = 0.0
     refusal: str = "told to fail"
-    """The message of an answer that is a status."""
+    """The message of an error answer."""
     host: str = "127.0.0.1"
     port: int = 0
     finish_reason: str = "stop"
     requests: list[Request] = field(default_factory=list)
-    """What was asked, newest last; only where `keep` is set."""
+    """The requests, newest last; only if `keep` is set."""
     headers: list[dict[str, str]] = field(default_factory=list)
-    """Of the same requests, with lower-case names."""
+    """Headers of the same requests, with lower-case names."""
     keep: bool = False
     calls: int = 0
     now: int = 0

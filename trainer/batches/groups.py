@@ -1,4 +1,4 @@
-"""A scored group on its way from its event to a training batch: which members count, and what each of them is worth.
+"""A scored group on its way from its event to a training batch: which members are trained, and their advantages.
 
 Baseline and spread come from the scored members of the training split only. Members that infrastructure broke,
 masked members and validation members are not trained and do not move the baseline.

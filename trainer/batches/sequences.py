@@ -56,7 +56,7 @@ class _Builder:
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
-        """Of every addition: loss mask, logprobs, steps, temperatures and cuts."""
+        """Loss mask, logprobs, steps, temperatures and cuts of every part added."""
 
     def is_prefix_of(self, prompt: npt.NDArray[np.int32]) -> bool:
         return len(self.ids) <= len(prompt) and np.array_equal(self.ids, prompt[: len(self.ids)])

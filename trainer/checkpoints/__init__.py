@@ -1,4 +1,4 @@
-"""What a step leaves behind, on disk and on the log.
+"""Checkpoints of steps, on disk and on the log.
 
 | module | what lives there |
 | --- | --- |

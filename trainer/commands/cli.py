@@ -1,4 +1,4 @@
-"""What the trainer's commands share: the run that they mean, and their exit codes."""
+"""Shared by the trainer's commands: the selection of a run, and exit codes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How a model attends over a prefix tree: a dense mask for SDPA, or a block mask for FlexAttention.
+"""Attention over a prefix tree: a dense mask for SDPA, or a block mask for FlexAttention.
 
-FlexAttention asks a rule (`Layout.ends_RL`) where the dense mask would be and skips blocks in which no query sees a
-key, so nothing grows with the square of a tree. It is registered with transformers as an attention of ours that does
-plain SDPA wherever it gets no block mask, so padded rows go the usual way."""
+FlexAttention evaluates a rule (`Layout.ends_RL`) instead of a dense mask and skips blocks in which no query sees a
+key, so memory does not grow with the square of a tree. It is registered with transformers as an attention
+implementation that uses SDPA if it gets no block mask, as for padded rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _compiled: Any = None
 
 
 def _flex(device: torch.device) -> Any:
-    """Compiled on a GPU; the plain version on CPU, which is for comparing results: it has no gradients."""
+    """FlexAttention, compiled on a GPU. On CPU the plain version, which has no gradients and is for comparing
+    results."""
     global _compiled
     if device.type == "cpu":
         return flex_attention
@@ -59,7 +60,8 @@ AttentionMaskInterface.register(FLEX, sdpa_mask)
 
 
 def implementation(config: TrainerConfig, device: torch.device) -> str | None:
-    """What to load the model with; none: its own choice. Raises `ConfigError` where the device can't train so."""
+    """The attention implementation to load the model with; `None` leaves the choice to transformers. Raises
+    `ConfigError` if it does not work on the device."""
     if config.memory.attention == "sdpa":
         return None
     if config.engine != "transformers":
@@ -70,7 +72,7 @@ def implementation(config: TrainerConfig, device: torch.device) -> str | None:
 
 
 def mask_of(layout: Layout, flex: bool, reach: Reach = FULL) -> torch.Tensor | BlockMask | None:
-    """What layers that see as far as `reach` are to be given as their attention mask. `None` means plain causal."""
+    """The attention mask for layers that see as far as `reach`. `None` means causal attention."""
     if layout.ends_RL is None or layout.positions_RL is None or not flex:
         return layout.dense_mask(reach)
     ends_RL, at_RL = layout.ends_RL, layout.positions_RL

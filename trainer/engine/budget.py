@@ -1,9 +1,9 @@
-"""How many tokens go through the model at once, found out as memory runs out and regained as it does not.
+"""The number of tokens in one pass: halved when memory runs out, and doubled again after enough good steps.
 
 Memory that runs out in a pass of several sequences halves the budget; after `GOOD_STEPS` steps in which it did not
-run out, the budget doubles, up to `trainer.memory.tokens_per_batch`. Where it runs out again at once, twice as many
-good steps have to follow before the next attempt. A sequence that fails alone, twice, is left out of the step: no
-budget would help it."""
+run out, the budget doubles, up to `trainer.memory.tokens_per_batch`. If memory runs out again at once, the next
+attempt comes after twice as many good steps. A sequence that fails alone, twice, is left out of the step, since no
+budget would help."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Budget:
         self._good = 0
         self._wait = GOOD_STEPS
         self._grew = False
-        """Whether it has grown since memory ran out last."""
+        """Whether the budget has grown since memory last ran out."""
 
     def allow(self, most: int) -> None:
-        """Take over the setting: the budget is never larger. What memory was found to hold stays."""
+        """Apply the setting as the upper bound. A lower budget that memory enforced stays."""
         self._set = most
         most = min(most, self._fits)
         if most == self._most:
@@ -63,7 +63,7 @@ class Budget:
         self.tokens = most if unlimited else min(self.tokens, most)
 
     def bound(self, fits: int) -> None:
-        """So many tokens fit into memory by the formula: the budget is never larger."""
+        """Bound the budget by the number of tokens that fit into memory by the formula."""
         self._fits = fits
         self.allow(self._set)
 
@@ -76,11 +76,11 @@ class Budget:
         self._grew = False
 
     def restore(self, tokens: int) -> None:
-        """Undo what a sequence did that has been left out since."""
+        """Go back to `tokens`, the budget before a sequence that is now left out had halved it."""
         self.tokens = min(tokens, self._most)
 
     def step_taken(self) -> bool:
-        """Take note of a step during which memory sufficed. True where the budget grew."""
+        """Count a step without running out of memory. Returns whether the budget grew."""
         if self.tokens >= self._most:
             return False
         self._good += 1

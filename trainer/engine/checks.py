@@ -1,4 +1,4 @@
-"""Forward passes over some sequences of a step, to measure what the loss does not show."""
+"""Checks of a step by forward passes over some of its sequences: difference to the sampler, KL to the base model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.state import TrainState
 
 _PER_GROUP = 4
-"""Sequences that are checked of one group where there are many groups: what they share is shared in the check too."""
+"""Sequences checked per group if there are many groups. Their shared prefix is computed once in the check too."""
 
 
 def picked(groups: Sequence[int], wanted: int) -> list[int]:
-    """Indices of about `wanted` sequences from groups all over the batch, several of each group."""
+    """Indices of about `wanted` sequences: several from each of some groups spread over the batch."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)

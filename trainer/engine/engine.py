@@ -41,8 +41,8 @@ log = get_logger("trainer.engine.engine")
 def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
     """The indices of the examples of each optimizer update of a step; `groups[i]` is the group of example i.
 
-    Minibatches hold whole groups, dealt out anew in every epoch: a group's advantages are relative to each other, and
-    its prefixes are shared. The order depends on the seed and the step alone, so a step that is repeated is the same
+    Minibatches hold whole groups, shuffled in every epoch: a group's advantages are relative to each other, and its
+    prefixes are shared. The order depends on the seed and the step alone, so a step that is repeated is the same
     step."""
     names = list(dict.fromkeys(groups))
     count = min(config.optimizer.minibatches, len(names))
@@ -57,7 +57,7 @@ class Engine(GradientEngine):
     """A model that can be trained."""
 
     def memory(self) -> Memory:
-        """What memory a step takes, measured on short passes."""
+        """The memory of a step, measured on short passes."""
         trees = self.verified.layout == "prefix" and self.config.memory.packing != "padded"
         return estimate(self, shares_prefixes=trees)
 
@@ -82,7 +82,7 @@ class Engine(GradientEngine):
         return TrainState(0, weights, history={0: weights}, master=None if weights is master else master)
 
     def warm_up(self) -> None:
-        """Take a step over a few tokens and discard it, so that what PyTorch does once is done before the first real
+        """Take a step over a few tokens and discard it, so that PyTorch's one-time work is done before the first real
         step."""
         ids = np.arange(4, dtype=np.int32)
         sequence = TokenSequence(
@@ -92,8 +92,8 @@ class Engine(GradientEngine):
             self.step(self.initial_state(), [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
 
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
-        """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` itself stays as it
-        was, so that a step that is abandoned leaves no trace.
+        """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so
+        an abandoned step leaves no trace.
 
         Sequences that do not fit into memory even alone are left out. Raises `UntrainableError`, and nothing is
         changed, where none is left, where a gradient is not finite, and where the sampler's logprobs are not the
@@ -216,6 +216,6 @@ class Engine(GradientEngine):
 def _without(
     examples: Sequence[Example], dropped: Sequence[TokenSequence], indices: Sequence[int]
 ) -> list[int]:
-    """Those of `indices` whose example is none of `dropped`."""
+    """The `indices` without those of the `dropped` sequences."""
     gone = {id(s) for s in dropped}
     return [i for i in indices if id(examples[i].sequence) not in gone]

@@ -1,5 +1,5 @@
-"""Passes within the memory that there is: smaller ones where it runs out, and without the sequences that do not fit
-at all."""
+"""Fits passes into memory: passes get smaller when memory runs out, and sequences that do not fit alone are left
+out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NothingFitsError(UntrainableError):
 
 @dataclass(frozen=True, eq=False)
 class Fitted(Generic[T]):
-    """What came of some work over the examples that memory holds."""
+    """The result of work over the examples that fit into memory."""
 
     result: T
     examples: Sequence[Example]

@@ -1,15 +1,15 @@
 """The model's own forward pass over a layout, in two halves: trunk under our masks, head as the model's class applies
 it.
 
-What lies between the last hidden state and the logits differs from family to family: a scale (Granite, Cohere,
-Falcon-H1), a soft cap (Gemma2), nothing (most). So the head is never called by itself: the class's own `forward` runs
-with a stand-in for its trunk that hands out hidden states which are there already. That way logits are computed for
-the trained positions only, in pieces, and whatever the class does to them is done.
+The way from the last hidden state to the logits differs between families: a scale (Granite, Cohere, Falcon-H1), a
+soft cap (Gemma2), in most only the head. So the head is never called directly. The class's own `forward` runs with a
+stand-in for its trunk that returns hidden states computed before. So logits are computed for the trained positions
+only, in pieces, with all operations of the class.
 
 Attention sees along a path of the prefix tree. A layer may see all of it, a sliding window of its last tokens, or the
 tokens of one chunk of positions; both are counted in positions along the path, not in columns of the row. Layers that
-carry a state from token to token (linear attention, convolutions) can't share a prefix between branches: there each
-sequence gets a row.
+carry a state from token to token (linear attention, convolutions) can't share a prefix between branches, so each
+sequence of such a model gets its own row.
 
 Shape letters as in `trainer.batches.packing`, and D hidden size, V vocabulary, n tokens scored at once.
 """
@@ -75,7 +75,7 @@ def ways_of(config: Any) -> list[Way]:
 
 
 class _Given(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
-    """Stands in for a trunk whose output is known; what else a head reads of its trunk, it reads of that trunk."""
+    """Replaces the trunk and returns a known output. All other attributes are those of the real trunk."""
 
     def __init__(self, trunk: torch.nn.Module) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Forward:
         self._given = _Given(self.trunk)
         self._output: Any = None
         self.way: Way | None = None
-        """How prefix trees are run; `None`: they are not."""
+        """How prefix trees are run; `None` if they are not used."""
 
     @property
     def attention(self) -> str:
@@ -172,8 +172,8 @@ class Forward:
         chunk: int,
         entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the targets and entropies, [N] each, in nats; beyond `chunk` positions the logits are held a
-        piece at a time and computed again for the gradient."""
+        """Logprobs of the targets and entropies, [N] each, in nats; for more than `chunk`
+        positions, logits are computed piece by piece, and again for the gradient."""
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),
@@ -224,9 +224,8 @@ class Forward:
 
 
 def without_noise(model: torch.nn.Module) -> None:
-    """Switch off what is random in training: dropout and the jitter of routers. The sampler has none of it, and the
-    policy's logprobs are the sampler's. Routers give no loss of their own either: TRL would add it to the
-    policy's."""
+    """Switch off dropout and the jitter of routers: the sampler has neither, and the trainer's logprobs have to equal
+    the sampler's. Also switch off the routers' auxiliary loss, which TRL would add to the policy's loss."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False

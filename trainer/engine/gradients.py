@@ -29,7 +29,7 @@ from trainer.engine.verify import verify
 log = get_logger("trainer.engine.gradients")
 
 _LEAST_BUDGET = 64
-"""Tokens below which passes are not cut smaller to give each process one."""
+"""Passes are not cut below this number of tokens in order to give each process one."""
 
 Scores = dict[int, np.ndarray[Any, Any]]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
@@ -47,7 +47,7 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """What one process computed of one update, beside its gradients."""
+    """One process's results of one update, besides its gradients."""
 
     statistics: BatchStatistics
     trl: dict[str, list[float]]
@@ -65,15 +65,15 @@ class GradientEngine(PolicyModel):
         self._scratch = scratch
         self._trainers: dict[str, losses.CapturedGRPOTrainer] = {}
         self.number = 0
-        """Its place among the engines of the trainer, the same in each of its processes."""
+        """Index of this engine among the trainer's engines, equal in all processes."""
         self.process_group: ProcessGroup | None = None
-        """The processes that share this engine's passes; `None` where there is one."""
+        """The processes that share this engine's passes; `None` if there is only one."""
         self.budget = Budget(config.memory.tokens_per_batch)
         self.configure(config)
         text = self.forward.text
         embedding = self.model.get_base_model().get_input_embeddings().weight
         self.size = sum(p.numel() for p in self.model.parameters()) - embedding.numel()
-        """Parameters without the input embeddings, which take no multiplications."""
+        """Number of parameters without the input embeddings, which need no multiplications."""
         heads = getattr(text, "num_attention_heads", None) or 1
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         self.cost = Cost.of(self.size, text.num_hidden_layers, width)
@@ -81,7 +81,7 @@ class GradientEngine(PolicyModel):
         """How the layouts compare with the model's own forward pass."""
 
     def configure(self, config: TrainerConfig) -> None:
-        """Go on under other settings over the same model.
+        """Apply other settings to the same model.
 
         Raises `ConfigError` where they contradict each other, or change what the model was loaded with."""
         if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):

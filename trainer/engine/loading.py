@@ -1,4 +1,4 @@
-"""Loading a base model and putting a fresh adapter on it: the two engines.
+"""Loads a base model and adds a fresh adapter, with either engine.
 
 `transformers` serves CPU and CUDA. `unsloth` (CUDA only) patches the model's code: it is faster and can hold the base
 in four bits, but it replaces the attention mask by a plain causal one, so prefixes are never shared on that path.
@@ -38,7 +38,7 @@ class LoadedModel:
 
 
 def device_for(config: TrainerConfig) -> torch.device:
-    """Raises `ConfigError` where the engine can't run on this machine."""
+    """The device that the engine runs on. Raises `ConfigError` if the engine can't run on this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.engine == "unsloth" and device.type != "cuda":
         raise ConfigError("trainer.engine: unsloth needs a CUDA GPU; `transformers` runs everywhere")
@@ -84,8 +84,8 @@ def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
 
 
 def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
-    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting
-    is `on` and the model can't."""
+    """Enable gradient checkpointing if the settings ask for it. Returns whether it is enabled. Raises `ConfigError`
+    where the setting is `on` and the model can't."""
     if not checkpointing_wanted(config, device):
         return False
     try:

@@ -31,9 +31,8 @@ from trainer.batches.groups import Example
 
 @contextmanager
 def without_vllm() -> Iterator[None]:
-    """TRL imports all of vLLM where it is installed; the trainer never samples, so it saves the seconds and the memory.
-
-    An entry of None is Python's way of saying that a module is not there."""
+    """Hide vLLM while TRL is imported. TRL imports it if it is installed, and the trainer, which never samples, saves
+    the seconds and the memory. An entry of `None` in `sys.modules` makes Python treat a module as missing."""
     loaded = sys.modules.get("vllm")
     sys.modules["vllm"] = None  # type: ignore[assignment]
     try:
@@ -47,7 +46,7 @@ def without_vllm() -> Iterator[None]:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """For importing from TRL: what the libraries warn of while they are imported is not ours to fix."""
+    """Ignore warnings while TRL and its libraries are imported."""
     with warnings.catch_warnings(), without_vllm():
         warnings.simplefilter("ignore")
         yield
@@ -76,13 +75,13 @@ RELIED_ON = {
     'inputs["ref_per_token_logps"]': "is the base model's, for the KL term",
     'inputs["num_items_in_batch"]': "is the whole batch's token count, by which three losses divide",
 }
-"""What of the inside of `GRPOTrainer._compute_loss` this module relies on, beside TRL's documented interface."""
+"""Internals of `GRPOTrainer._compute_loss` that this module relies on, besides TRL's documented interface."""
 
 _PAD = "<pad>"
 
 
 def _no_tokenizer() -> PreTrainedTokenizerFast:
-    """TRL wants a tokenizer; nothing is ever tokenised here, so it gets one that knows a single token."""
+    """A tokenizer with a single token: TRL requires one, and nothing is tokenized here."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({_PAD: 0}, unk_token=_PAD)),
         pad_token=_PAD,
@@ -114,11 +113,12 @@ def check_settings(config: TrainerConfig) -> None:
 
 
 CISPO_EPSILON_HIGH = 5.0
-"""The bound on the ratio that CISPO's paper and TRL's guide have; as an addition to 1 it would mean nothing there."""
+"""CISPO's bound on the ratio, from its paper and TRL's guide. For CISPO, epsilon is the bound itself, not added to
+1."""
 
 
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
-    """Our settings in TRL's words. Raises `ConfigError` where they contradict each other."""
+    """TRL's configuration from the trainer's settings. Raises `ConfigError` where they contradict each other."""
     check_settings(config)
     high = config.loss.epsilon_high
     return GRPOConfig(
@@ -265,7 +265,7 @@ def inputs_of(
     items_in_batch: int,
     reference_SK: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """What TRL's loss reads of `examples`, trained tokens only; the forward pass has seen their context.
+    """The inputs of TRL's loss for `examples`: the trained tokens only, since the forward pass has used the context.
 
     Without a sampler correction the clipped probability ratio is to the recorded logprobs. With one it is to the
     policy before the step's first update (`Example.old_logprobs`), and that policy's ratio to the sampler is the
@@ -320,7 +320,7 @@ def inputs_of(
 def micro_batch_share(
     loss_type: str, sequences: int, all_sequences: int, tokens: int, all_tokens: int
 ) -> float:
-    """What part of the batch's loss a micro-batch's loss is, so that the parts add up to the loss of one pass."""
+    """Weight of a micro-batch's loss in the batch's loss. With it the losses add up to that of one single pass."""
     if loss_type in ("dapo", "cispo", "vespo"):
         return 1.0  # divided by the whole batch's token count already
     if loss_type == "bnpo":

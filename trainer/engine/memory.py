@@ -1,10 +1,10 @@
-"""What memory a training step takes, measured on a short pass and extrapolated.
+"""The memory of a training step, measured on short passes and extrapolated.
 
-PyTorch tells what it keeps for the backward pass as it keeps it. A pass over a few tokens and one over twice as many
-give the bytes that each token costs on any architecture, with the type, rank and checkpointing that are set. To these
-come the weights, the adapter with its gradient and Adam's two moments, the logits, of which one piece at a time is
-held, and the dense masks of a prefix tree, which grow with its square. With gradient checkpointing a token costs what
-all layers keep, and what one layer keeps while it is computed again."""
+PyTorch reports every tensor that it saves for the backward pass. A pass over a few tokens and one over twice as many
+give the bytes per token for any architecture, with the type, rank and checkpointing of the settings. The total also
+has the weights, the adapter with its gradient and Adam's two moments, one piece of the logits, and the dense masks of
+a prefix tree, which grow with the square of its size. With gradient checkpointing, the bytes per token are those that
+all layers save, and those of one layer while it is computed again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKENS = 32
 _COPIES_OF_LOGITS = 4
 """Logits in the model's type and in float32, their log-softmax, and the gradient."""
 _TRANSIENT = 1.1
-"""What the backward pass needs beside what was kept for it: measured at up to a tenth."""
+"""Factor for temporary memory of the backward pass: up to a tenth was measured."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Memory:
     per_token: int
     """Kept for the backward pass, for each token of a pass."""
     logits: int
-    """Of the piece of the logits that is held at once, for a full pass."""
+    """The piece of the logits that is held at once, for a full pass."""
     per_pair: int
-    """Of a pass's dense masks, for each pair of its tokens: a tree may fill the pass."""
+    """Dense masks, per pair of tokens in a pass; one tree may fill the whole pass."""
     free: int | None
-    """Free on the device before a step, the weights being there already; `None` where it can't be told."""
+    """Free memory of the device before a step, with the weights loaded; `None` if it is unknown."""
 
     def step(self, tokens: int) -> int:
         """Peak of a step whose passes hold `tokens` tokens."""
@@ -66,8 +66,8 @@ class Memory:
 
 
 def free_bytes(device: torch.device, share: float = 0.0) -> int | None:
-    """Free memory of the device, of its share for this process where that is not 0; of the host where the device is
-    the CPU."""
+    """Free memory of the device, or of the host if the device is the CPU. A `share` other than 0 limits this process
+    to that share of the device."""
     if device.type == "cuda":
         free, total = (int(n) for n in torch.cuda.mem_get_info(device))
         used = int(torch.cuda.memory_allocated(device))
@@ -112,7 +112,7 @@ def _per_token(model: PolicyModel) -> int:
 
 @contextmanager
 def _without_checkpointing(model: PolicyModel) -> Iterator[None]:
-    """Without gradient checkpointing for a while."""
+    """Switch gradient checkpointing off within the context."""
     switched = [m for m in model.model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     for module in switched:
         module.gradient_checkpointing = False
@@ -135,7 +135,7 @@ def _peak_per_token(model: PolicyModel) -> int:
 
 
 def estimate(model: PolicyModel, *, shares_prefixes: bool) -> Memory:
-    """What a step of `model` takes; `shares_prefixes` says whether its passes may be prefix trees."""
+    """The memory of a step of `model`; `shares_prefixes` says whether its passes may be prefix trees."""
     adapter = sum(p.numel() * p.element_size() for p in model.parameters)
     pieces = min(model.config.memory.tokens_per_batch, model.logits_at_once)
     itemsize = torch.promote_types(model.dtype, torch.float32).itemsize

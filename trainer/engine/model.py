@@ -1,4 +1,4 @@
-"""A base model with one LoRA adapter: its adapter weights in and out, and the logprobs that it gives.
+"""A base model with one LoRA adapter: get and set its adapter weights, compute its logprobs.
 
 Everything here computes and blocks; the service calls it in a thread.
 """
@@ -20,7 +20,8 @@ from trainer.engine.loading import device_for, load
 from trainer.engine.state import Weights
 
 _VOCAB_CHUNK = 32_000_000
-"""Most logits (tokens times vocabulary) that are held at once; beyond it they are computed again for the gradient."""
+"""Maximum of logits (tokens times vocabulary) in memory. Larger ones are computed in pieces, and again for the
+gradient."""
 
 
 class PolicyModel:
@@ -43,7 +44,7 @@ class PolicyModel:
         self.dtype: torch.dtype = self.forward.trunk.dtype
         self.vocabulary = int(inner.get_input_embeddings().weight.shape[0])
         self.adapter_dtype = _adapter_dtype(config, self.dtype)
-        """Type of the adapter's published weights. `None` publishes them as they are trained."""
+        """Type of the adapter's published weights. `None` publishes them in the training type."""
 
     def set_threads(self) -> None:
         """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker
@@ -58,7 +59,7 @@ class PolicyModel:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._live.items()}
 
     def published(self, weights: Weights) -> Weights:
-        """`weights` rounded to the type in which adapters are published; `weights` itself where that rounds nothing."""
+        """`weights` rounded to the type in which adapters are published; `weights` itself if no rounding is needed."""
         if self.adapter_dtype is None:
             return weights
         return {name: tensor.to(self.adapter_dtype) for name, tensor in weights.items()}

@@ -1,4 +1,4 @@
-"""AdamW and its schedule for one step: made anew from the settings of now and the state that the state carries."""
+"""AdamW and its schedule for one step, made from the current settings and the saved optimizer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config import TrainerConfig
 from trainer.engine.state import TrainState
 
 _PROGRESS = ("last_epoch", "_step_count")
-"""Of a scheduler's state, how far it has come; the rest is its settings."""
+"""The keys of a scheduler's state that hold its progress. The others hold its settings."""
 
 
 def optimizer_of(

@@ -1,15 +1,15 @@
-"""Several processes, one step: the passes of a batch are shared out, gradients are summed, one process commits.
+"""Data-parallel steps: the processes share the passes of a batch and sum their gradients, and one process commits.
 
     accelerate launch --num_processes 4 -m trainer --config runs/x/config.toml     # or trainer.processes = 4
 
-The process of rank 0 is the trainer service; the others hold the same models and do what it sends them (`follow`). A
-step's loss is the sum of its passes' losses, so the sum of their gradients is the step's gradient whoever computed
-them. The launcher's environment is taken over here and hidden from accelerate and TRL, which would otherwise take
-each pass for a share of a batch of equal shares and wait for each other in the middle of it.
+The process of rank 0 is the trainer service. The others hold the same models and do the jobs that it sends
+(`worker_loop`). A step's loss is the sum of its passes' losses, so the step's gradient is the sum of their gradients,
+however the passes are distributed. The launcher's environment variables are hidden from accelerate and TRL.
+Otherwise these would expect equal shares of a batch in all processes and wait for each other within a pass.
 
-Whatever fails in one process fails in all before gradients are exchanged, so nobody waits for one that gave up;
-memory that ran out anywhere halves everyone's budget. A process that dies breaks the connections of the others: the
-launcher ends them all, and the supervisor starts the trainer anew."""
+An error in one process is raised in all before gradients are exchanged, so no process waits for one that failed.
+If one runs out of memory, all halve their budgets. If a process dies, the connections of the others break, the
+launcher ends all of them, and the supervisor restarts the trainer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ log = get_logger("trainer.engine.parallel")
 T = TypeVar("T")
 
 LAUNCHER = "JOURNEYMAN_LAUNCHER"
-"""Environment variable: the launcher's process id; its file descriptors are where the supervisor's are."""
+"""Environment variable with the process id of the launcher, which has the supervisor's file descriptors."""
 _PATIENCE = timedelta(days=365)
-"""Between two steps the others wait for as long as no groups come."""
+"""Timeout of a worker's wait for the next job, which comes only when there are groups."""
 
 
 class WorkerError(RuntimeError):
@@ -48,7 +48,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Work that the first process shares with the others."""
+    """Work that rank 0 distributes to all processes."""
 
     engine: int
     """`Engine.number`."""
@@ -73,7 +73,7 @@ class ProcessGroup:
 
     @classmethod
     def join(cls) -> ProcessGroup:
-        """Meet the other processes that the launcher started, by its environment variables."""
+        """Connect to the other processes of the launcher, with the addresses in its environment variables."""
         names = (
             "RANK",
             "WORLD_SIZE",
@@ -129,7 +129,7 @@ class ProcessGroup:
     # -- orders --------------------------------------------------------------------------------------------------
 
     def send(self, job: Job | None) -> None:
-        """To all others; none: there will be no more."""
+        """Send a job to all other processes. `None` ends their loops."""
         dist.broadcast_object_list([job], src=0, group=self._control)
 
     def receive(self) -> Job | None:
@@ -138,14 +138,14 @@ class ProcessGroup:
         return box[0]
 
     def worker_loop(self, do: Callable[[Job], None]) -> None:
-        """Do what the first process sends until it says that there is no more."""
+        """Do the jobs that rank 0 sends until it sends `None`."""
         while (job := self.receive()) is not None:
             do(job)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def partition(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """This process's passes: the same division is found in every process. Large ones are dealt out first."""
+        """This process's passes. All processes compute the same division. Large passes are assigned first."""
         load = [0.0] * self.size
         mine = []
         for batch in sorted(batches, key=_size, reverse=True):
@@ -156,9 +156,9 @@ class ProcessGroup:
         return mine
 
     def all_reduce(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter]) -> list[T]:
-        """Do `work` in every process and sum the gradients of `parameters`; what each came to, by rank.
+        """Do `work` in every process and sum the gradients of `parameters`. Returns the results by rank.
 
-        Raises what failed here, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of
+        Raises the error of `work`, `PassTooLargeError` or `torch.OutOfMemoryError` where another process ran out of
         memory, and `WorkerError`."""
         failure: Exception | None = None
         result: T | None = None
@@ -212,7 +212,7 @@ def launch(processes: int, arguments: Sequence[str]) -> None:
 
 
 def adopt_ready_fd(arguments: list[str]) -> list[str]:
-    """`arguments` with the launcher's `--ready-fd` opened here: a launcher does not hand its descriptors down."""
+    """`arguments` with the launcher's `--ready-fd` opened in this process, since child processes do not inherit it."""
     launcher = os.environ.pop(LAUNCHER, "")
     if not launcher or "--ready-fd" not in arguments:
         return arguments

@@ -23,8 +23,8 @@ class UntrainableError(ArithmeticError):
 
 
 class SamplerMismatchError(UntrainableError):
-    """The recorded logprobs are not those of the version that is recorded as the sampler: what would be trained is
-    not what was sampled."""
+    """The recorded logprobs are not those of the version that is recorded as the sampler, so the batch would train
+    tokens that this version did not sample."""
 
     reason = "sampler_mismatch"
 
@@ -37,13 +37,13 @@ class TrainState:
     weights: Weights
     """The adapter as it is published, in the published type: what samplers load."""
     optimizer: dict[str, Any] | None = None
-    """`None` where nothing was trained yet, or the state was lost."""
+    """`None` if nothing was trained yet, or the state was lost."""
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
     history: dict[int, Weights] = field(default_factory=dict)
     """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""
     master: Weights | None = None
-    """The weights that the optimizer updates, where `weights` are rounded; `None` where they are the same."""
+    """The weights that the optimizer updates, if `weights` are rounded; `None` if both are the same."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What a step measures of itself, over all its passes.
+"""Metrics of a step, over all its passes.
 
 | metric | meaning |
 | --- | --- |

@@ -1,9 +1,9 @@
-"""Does a model train right? What is trained is compared with the model's own forward pass before the first step.
+"""Verifies before the first step that a training pass gives the logprobs of the model's own forward pass.
 
-The reference is `model(...).logits` of one sequence at a time, with eager attention: what the modelling code writes
-out, with nothing that a faster kernel might leave out (SDPA ignores Gemma2's soft cap on attention scores, for
-example). Against it stand the logprobs that a step would compute, of padded rows and of a prefix tree. Where they
-differ there is no training: a wrong mask, position or head trains something, and nothing would notice.
+The reference is `model(...).logits` of one sequence at a time, with eager attention, because faster kernels may
+leave something out (SDPA ignores Gemma2's soft cap on attention scores, for example). It is compared with the
+logprobs that a step would compute, of padded rows and of a prefix tree. If they differ, the model is refused: with a
+wrong mask, position or head, training would run without an error and train the wrong function.
 
 The sequences are random tokens. They reach beyond every sliding window of at most a few thousand tokens.
 """
@@ -35,14 +35,14 @@ _LONGEST = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the logprobs of a training pass from the model's own, absolute, in nats."""
+    """Absolute difference, in nats, of the logprobs of a training pass and the model's own."""
 
     mean: float
     largest: float
 
     def explained(self, config: TrainerConfig, dtype: torch.dtype) -> bool:
-        """Whether rounding explains it. In bfloat16 single tokens differ by whole nats where rounding sends them to
-        another expert, so there the mean is held to the bound."""
+        """Whether rounding explains the difference. In bfloat16, single tokens differ by whole nats if rounding
+        routes them to another expert, so the bound applies to the mean there."""
         exact = dtype in (torch.float32, torch.float64)
         return (self.largest if exact else self.mean) <= bound_of(config, dtype)
 
@@ -52,19 +52,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verified:
-    """What came out."""
+    """The result of `verify`."""
 
     padded: Difference
     packed: Difference | None
-    """`None` where prefixes can't be shared, or are not to be."""
+    """`None` if prefixes can't be shared, or the settings forbid it."""
     layout: Literal["prefix", "padded"]
     """What `trainer.memory.packing` = `auto` may use; `prefix` allows both."""
     attention: str
-    """The attention implementation that was found right."""
+    """The attention implementation that gave the right logprobs."""
     why_padded: str = ""
     """Why prefixes are not shared."""
     refused: str = ""
-    """Why the model can't be trained under these settings; empty: it can."""
+    """Why the model can't be trained under these settings; empty if it can."""
 
 
 class RefusedError(ConfigError):
@@ -92,8 +92,7 @@ def _sequence(ids: np.ndarray[Any, Any]) -> TokenSequence:
 
 
 def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
-    """Two groups' worth of one: branches off a shared beginning at several depths, one that shares nothing, two
-    alike."""
+    """Test sequences: branches from a shared prefix at several depths, one that shares nothing, and two equal ones."""
     rng = np.random.default_rng(0)
 
     def some(n: int) -> np.ndarray[Any, Any]:
@@ -115,7 +114,7 @@ def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
 
 @contextmanager
 def _reference(model: PolicyModel, eager: bool) -> Iterator[None]:
-    """The model as it is for inference, with eager attention where that can be had."""
+    """The model in inference mode, with eager attention if the model supports it."""
     inner = model.model.get_base_model()
     kept = model.forward.attention
     model.model.eval()
@@ -155,9 +154,9 @@ def _difference(
 
 
 def verify(model: PolicyModel) -> Verified:
-    """Find out how `engine`'s model can be trained. Leaves the attention implementation and the way of sharing
-    prefixes that were found right in place. Raises `RefusedError` where no layout, or not the one that is set, gives
-    the model's logprobs."""
+    """Find out how `model` can be trained. Leaves it with the attention implementation and the way of sharing
+    prefixes that gave the right logprobs. Raises `RefusedError` if no layout, or not the one in the settings, gives
+    them."""
     config, forward = model.config, model.forward
     reaches = reaches_of(forward.text) or {}
     reach = max((r.window or r.chunk for r in reaches.values()), default=0)
@@ -197,8 +196,7 @@ def verify(model: PolicyModel) -> Verified:
 def _try_ways(
     model: PolicyModel, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
 ) -> tuple[Difference | None, str]:
-    """The difference under the first way of sharing prefixes that is right, else under the last one and why it is
-    not."""
+    """The difference with the first way of sharing prefixes that is right, or with the last one and why it is wrong."""
     found: Difference | None = None
     why = "some of its layers carry a state from token to token"
     layout = prefix_shared(chosen, [0] * len(chosen))
