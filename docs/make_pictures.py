@@ -31,7 +31,7 @@ mpl.rcParams.update(
 )
 
 GAMES = """
-SELECT epoch_us(completed_at) / 1e6 AS at, reward FROM trajectories
+SELECT reward FROM trajectories
 WHERE split = 'train' AND outcome = 'scored' AND reward IS NOT NULL ORDER BY completed_at
 """
 
@@ -124,7 +124,6 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
     Raises `FileNotFoundError` where the run has no report, `CalledProcessError` where the store can't be asked."""
     report = json.loads((run_dir / "report.json").read_text())
     games = rows(run_dir, GAMES)
-    began = games[0]["at"]
     points = []
     for first in range(0, len(games) - GAMES_A_POINT + 1, GAMES_A_POINT):
         block = games[first : first + GAMES_A_POINT]
@@ -132,7 +131,7 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
         low, high = wilson(wins, len(block))
         points.append(
             {
-                "seconds": round(block[-1]["at"] - began, 1),
+                "games": first + len(block),
                 "rate": round(wins / len(block), 4),
                 "ci95": [round(low, 4), round(high, 4)],
             }
@@ -153,7 +152,7 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
 
 def draw_curve(curve: dict[str, Any]) -> str:
     figure, axes = plt.subplots(figsize=(4.2, 2.9), dpi=100, layout="constrained")
-    at = [p["seconds"] for p in curve["training"]]
+    at = [p["games"] for p in curve["training"]]
     axes.fill_between(
         at,
         [p["ci95"][0] for p in curve["training"]],
@@ -179,9 +178,7 @@ def draw_curve(curve: dict[str, Any]) -> str:
             f"{held['rate']:.3f}", (x, held["rate"]), xytext=(8 if when == "before" else -8, 8),
             textcoords="offset points", ha="left" if when == "before" else "right", color=ORANGE, weight="bold",
         )  # fmt: skip
-    axes.set(
-        xlabel="seconds since the first training game", ylabel="win rate, 95 % intervals", ylim=(0.3, 1.0)
-    )
+    axes.set(xlabel="training games", ylabel="win rate, 95 % intervals", ylim=(0.3, 1.0))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right", fontsize=8)
     return as_svg(figure)
