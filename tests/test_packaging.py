@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that the SDK in it needs no more than it says."""
+"""The contents of the wheel, and the dependencies of the SDK in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/security.md promises nothing that no test holds."""
+"""Every promise of docs/security.md names a test that exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JOURNEYMAN_TEST_SHUFFLE: files in another order, the tests of a file together and in theirs."""
+"""JOURNEYMAN_TEST_SHUFFLE shuffles the files; the tests of a file stay together and in order."""
 
 from __future__ import annotations
 

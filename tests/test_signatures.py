@@ -1,4 +1,4 @@
-"""Signed checkpoints, from the trainer that signs to the gateway that serves nothing else."""
+"""Checkpoints that the trainer signs are served; others are not."""
 
 from __future__ import annotations
 

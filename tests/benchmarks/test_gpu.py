@@ -1,4 +1,4 @@
-"""The GPU proof's command, on a CPU: what it runs, skips, cuts off and goes on with, and the page it writes."""
+"""The GPU proof's command on a CPU: parts that run, are skipped, are interrupted and continue, and the page."""
 
 from __future__ import annotations
 

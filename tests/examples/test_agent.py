@@ -1,4 +1,4 @@
-"""Held-out games that are played together, in front of a stand-in for the gateway."""
+"""Held-out games that are played together, with a stub of the gateway."""
 
 from __future__ import annotations
 

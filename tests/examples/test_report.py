@@ -1,4 +1,4 @@
-"""Figures at the end of the demo."""
+"""The figures of the demo's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trajectories say to raise their own score."""
+"""Texts with which trajectories try to raise their own score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the judge's tests share."""
+"""Helpers of the judge's tests."""
 
 from __future__ import annotations
 

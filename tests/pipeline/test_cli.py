@@ -1,4 +1,4 @@
-"""The `journeyman` command: what a user meets first."""
+"""The `journeyman` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identifiers survive the way into a subject and back."""
+"""Identifiers can be read back from subjects."""
 
 from __future__ import annotations
 

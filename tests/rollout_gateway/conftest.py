@@ -1,4 +1,4 @@
-"""A gateway process of a test's own, and adapters to publish."""
+"""Fixtures: a gateway process for each test, and adapters to publish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An inference server of a test's own, and a gateway without its HTTP front."""
+"""A scriptable inference server in the test's process, and a gateway without its HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the gateway share: requests, reads of the log, and waits."""
+"""Helpers of the gateway's tests: requests, reads of the log, and waits."""
 
 from __future__ import annotations
 

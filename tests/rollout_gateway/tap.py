@@ -1,4 +1,4 @@
-"""A wire tap between gateway and vLLM: passes every byte on as it came, and knows afterwards what vLLM said."""
+"""A proxy between gateway and vLLM that passes all bytes on unchanged and keeps vLLM's replies for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store in this process, and object storage for it."""
+"""Fixtures: a store in this process, and object storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of every kind, stores that hold them, and what a store holds."""
+"""Helpers of the store's tests: events of every kind, stores with them, and reads of a store."""
 
 from __future__ import annotations
 

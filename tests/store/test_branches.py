@@ -1,4 +1,4 @@
-"""A branch is of use: what was replayed onto it is judged again and trained on, and `main` notices nothing."""
+"""A replayed branch is judged and trained, and `main` is not affected."""
 
 from __future__ import annotations
 

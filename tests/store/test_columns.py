@@ -1,4 +1,4 @@
-"""Events to Arrow and back: nothing changes on the way."""
+"""Events to Arrow and back without a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/store.md says what the views are; docs/questions.md asks ten questions that work."""
+"""docs/store.md describes the views; the ten queries of docs/questions.md work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""History onto a branch, and what two verdict sets differ in."""
+"""`journeyman replay` and `journeyman diff`."""
 
 from __future__ import annotations
 

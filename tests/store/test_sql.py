@@ -1,4 +1,4 @@
-"""The documented views, over a store that a real log filled."""
+"""The documented views, over a store written from a real log."""
 
 from __future__ import annotations
 

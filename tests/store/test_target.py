@@ -1,4 +1,4 @@
-"""One contract for every place that files can go to: a folder of this machine, and S3-compatible object storage."""
+"""One contract for all places for files: a local folder, and S3-compatible object storage."""
 
 from __future__ import annotations
 

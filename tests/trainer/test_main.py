@@ -1,4 +1,4 @@
-"""The trainer as processes: `python -m trainer` under a supervisor, `journeyman train` by hand."""
+"""The trainer's processes: `python -m trainer` under a supervisor, and `journeyman train`."""
 
 from __future__ import annotations
 

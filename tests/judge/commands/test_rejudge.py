@@ -1,4 +1,4 @@
-"""History judged again, on a branch of its own."""
+"""`journeyman rejudge`: history is scored again, on another branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios from a description."""
+"""`journeyman scenarios`: training tasks from a description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One group scored from a file: `journeyman judge score`."""
+"""`journeyman judge score`: one group from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`judge.request.params`: everything litellm takes, and no secret in the settings."""
+"""`judge.request.params`: any parameter of litellm, with secrets from the environment only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward function can't do: reach the network or a socket, read secrets, answer for others, outlive its call."""
+"""A reward function can't reach the network or a socket, read secrets, answer other calls, or outlive its call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a prompt's room is shared."""
+"""How the space of a prompt is shared between texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trajectories of a call have in common is shown once."""
+"""Text that the trajectories of a call have in common is shown once."""
 
 from __future__ import annotations
 

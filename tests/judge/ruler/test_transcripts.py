@@ -1,4 +1,4 @@
-"""What a judge reads of a trajectory."""
+"""Trajectories as text for the judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: what is wrong is named."""
+"""Settings: an error names the setting that is wrong."""
 
 from __future__ import annotations
 

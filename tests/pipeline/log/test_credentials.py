@@ -1,5 +1,4 @@
-"""Connections to a NATS server that asks who one is: TLS with a CA and client certificates, nkeys, credentials
-files."""
+"""Connections to a NATS server with authentication: TLS with a CA and client certificates, nkeys, credentials files."""
 
 from __future__ import annotations
 

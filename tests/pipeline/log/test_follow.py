@@ -1,4 +1,4 @@
-"""What every gateway follows, through a power cut that takes the end of the log."""
+"""Following a stream through a power cut that takes the end of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of the log where a replica answers that has not got everything yet."""
+"""Reads of the log that a lagging replica answers."""
 
 from __future__ import annotations
 

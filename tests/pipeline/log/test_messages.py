@@ -1,4 +1,4 @@
-"""A number in a stream may stand for another event after a power cut."""
+"""After a power cut, the same sequence may belong to another event."""
 
 from __future__ import annotations
 

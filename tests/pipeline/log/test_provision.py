@@ -1,4 +1,4 @@
-"""The table of streams is the truth: changed limits reach a server that holds data."""
+"""A change of the table of streams changes the limits of streams that hold data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A typed read asks for the very subjects that events are published to."""
+"""A typed read uses exactly the subjects that events are published to."""
 
 from __future__ import annotations
 

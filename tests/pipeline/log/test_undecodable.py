@@ -1,4 +1,4 @@
-"""A message that is no event: every reader passes it by, and it is a dead letter, once."""
+"""A message that is not an event is skipped by every reader and becomes a dead letter once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which environment variables a process gets."""
+"""The environment variables that each process gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hangs is noticed and restarted: services, servers, and a log whose disk was full."""
+"""Processes that hang are detected and restarted: services, servers, and a log whose disk was full."""
 
 from __future__ import annotations
 

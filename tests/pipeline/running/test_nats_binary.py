@@ -1,4 +1,4 @@
-"""The NATS server is the file that the wheel of the lock installed."""
+"""The NATS server that is started is the file of the locked wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run a command means, and how it finds the run's log."""
+"""The run that a command selects, and how it finds the run's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may touch whose run, with which key, and what someone without a good key learns and costs."""
+"""Access to runs by key, and what a caller without a valid key learns and costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway does what its own document says: a fuzzer compares the two. `openapi_fuzz` does it at length."""
+"""A fuzzer compares the gateway with its OpenAPI document. `openapi_fuzz` runs longer."""
 
 from __future__ import annotations
 

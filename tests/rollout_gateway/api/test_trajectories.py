@@ -1,4 +1,4 @@
-"""Lists of trajectories: in pages, filtered, with turns for other tasks."""
+"""Lists of trajectories: paged, filtered, and without blocking other tasks."""
 
 from __future__ import annotations
 

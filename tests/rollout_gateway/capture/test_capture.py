@@ -1,4 +1,4 @@
-"""`gateway.capture = "async"` and `"off"`: what a run may rely on all the same, and completions by other replicas."""
+"""`gateway.capture = "async"` and `"off"`: which guarantees of a run remain, and completions by other replicas."""
 
 from __future__ import annotations
 

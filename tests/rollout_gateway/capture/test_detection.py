@@ -1,4 +1,4 @@
-"""Runs that are inferred belong to the key whose calls began them."""
+"""Detected runs belong to the key whose calls began them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose call it is: keys and roles, headers and body, inference; and how many groups may be ahead."""
+"""The trajectory of a call: by key and role, headers, body, detection; and pacing of groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading runs: a bounded piece at a time, with turns for everyone else, and only what is the run's own."""
+"""Reading runs in bounded pieces that let other tasks run, and without events of other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as a replica knows them: lists that give turns to everyone else, and calls recorded through power cuts."""
+"""Trajectories of one replica: lists that let other tasks run, and calls recorded through power cuts."""
 
 from __future__ import annotations
 

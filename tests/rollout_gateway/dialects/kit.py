@@ -1,4 +1,4 @@
-"""What tests of the translated APIs share: tools, and Anthropic's client."""
+"""Helpers for tests of the translated APIs: tools, and Anthropic's client."""
 
 from __future__ import annotations
 

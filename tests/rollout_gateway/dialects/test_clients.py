@@ -1,4 +1,4 @@
-"""What clients ask for beside completions, and how their tools, bodies and errors come through."""
+"""Requests other than completions, and tools, bodies and errors with the official clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream's chunks cut by their pattern and the same chunks decoded: the same record, the same for the client."""
+"""Chunks cut by the pattern and the same chunks decoded give the same record and the same output."""
 
 from __future__ import annotations
 

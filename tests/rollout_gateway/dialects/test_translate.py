@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/responses` with the official clients: what they get, and exact tokens on the log."""
+"""`/v1/messages` and `/v1/responses` with the official clients: their answers, and exact tokens on the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of HTTP share: a server of a handler, raw requests, and replies in chunked coding without a socket."""
+"""Helpers for HTTP tests: a server of a handler, raw requests, and chunked replies without a socket."""
 
 from __future__ import annotations
 

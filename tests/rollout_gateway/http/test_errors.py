@@ -1,4 +1,4 @@
-"""The table of error codes in docs/gateway.md is the codes that the gateway's source uses, with their statuses."""
+"""The error codes in docs/gateway.md are those in the gateway's source, with their statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, calls at once, sizes of bodies: each a setting, each with its own error, each recorded as what it was."""
+"""Limits on time, concurrent calls and body sizes: each has a setting, an error of its own, and a correct record."""
 
 from __future__ import annotations
 

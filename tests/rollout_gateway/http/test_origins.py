@@ -1,4 +1,4 @@
-"""Where a request comes from: names, web pages, proxies; and what its path means."""
+"""Checks of a request's origin: host names, web pages, proxies; and the meaning of its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on the gateway's disk: what was published, whoever else can write there, and for the owner only."""
+"""Adapters on the gateway's disk: verified content, safe in shared folders, readable by the owner only."""
 
 from __future__ import annotations
 

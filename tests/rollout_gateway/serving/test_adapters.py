@@ -1,4 +1,4 @@
-"""From a checkpoint on the log to a version that real vLLM provably serves."""
+"""A checkpoint on the log becomes a version that real vLLM serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway relies on in an inference server: one contract for real vLLM and for its double."""
+"""The gateway's requirements of an inference server, tested with real vLLM and with its double."""
 
 from __future__ import annotations
 

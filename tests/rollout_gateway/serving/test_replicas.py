@@ -1,4 +1,4 @@
-"""Several inference servers behind one gateway: who takes a call, who is left out, what each must prove first."""
+"""Several inference servers behind one gateway: choice, exclusion, and the checks before a server gets calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meaning pinned: who counts and what it is worth. Do not change an expectation here without a decision record."""
+"""Pinned semantics: which members count, and their advantages. A change here needs a decision record."""
 
 from __future__ import annotations
 

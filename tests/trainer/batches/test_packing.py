@@ -1,4 +1,4 @@
-"""The seam to the model: whatever the layout, a trained token's logprob is that of its sequence alone."""
+"""In every layout, a trained token's logprob equals that of its sequence alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a token was sampled, from the request and the server's defaults; what can be followed is, the rest is counted."""
+"""How a token was sampled, by the request and the server's defaults; unsupported settings are counted."""
 
 from __future__ import annotations
 

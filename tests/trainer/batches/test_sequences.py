@@ -1,4 +1,4 @@
-"""Meaning pinned: which tokens train. Do not change an expectation here without a decision record."""
+"""Pinned semantics: which tokens train. A change here needs a decision record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there."""
+"""Checkpoints on disk are complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that nothing needs go, and nothing that serves or may have to serve is ever removed."""
+"""Adapters that nothing needs are removed; those that serve or may serve are kept."""
 
 from __future__ import annotations
 

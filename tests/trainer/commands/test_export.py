@@ -1,4 +1,4 @@
-"""`journeyman export`: what it writes loads elsewhere."""
+"""`journeyman export` writes folders that other programs load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journeyman sft`: what is learned are the assistant's turns, and the model gets better at them."""
+"""`journeyman sft` trains the assistant's turns, and the model gets better at them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a pass may be, as memory runs out and suffices."""
+"""The token budget of a pass, as memory runs out or suffices."""
 
 from __future__ import annotations
 

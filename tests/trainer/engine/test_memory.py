@@ -1,4 +1,4 @@
-"""The memory formula, and gradient checkpointing, which it knows of."""
+"""The memory formula, also with gradient checkpointing."""
 
 from __future__ import annotations
 

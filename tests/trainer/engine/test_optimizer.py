@@ -1,4 +1,4 @@
-"""The optimizer and its schedule, as a step finds them."""
+"""The optimizer and its schedule."""
 
 from __future__ import annotations
 

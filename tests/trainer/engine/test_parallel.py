@@ -1,4 +1,4 @@
-"""Two processes take the step that one would take; on CPU, over gloo."""
+"""Two processes take the same step as one; on CPU, over gloo."""
 
 from __future__ import annotations
 
