@@ -79,7 +79,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
     from tests.conftest import VllmServer
     from trainer.checkpoints import checkpoint
     from trainer.engine.engine import Engine
-    from trainer.engine.verify import bound_of
+    from trainer.engine.verify import logprob_bound_for
 
     out = Partial(into)
     base = gpu_models.make("0.6b", models / "qwen3-0.6b", tiny=tiny, device=device)
@@ -113,7 +113,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
             steps.append(
                 {"version": version, "logprob_mean": logprob / found["tokens"]} | {n: found[n] for n in names}
             )
-            out.put("bound", bound_of(config, engine.dtype))
+            out.put("bound", logprob_bound_for(config, engine.dtype))
             out.put("dtype", str(engine.dtype).removeprefix("torch."))
             out.put("steps", steps)
             folder = scratch / f"adapter-{step + 1}"

@@ -20,7 +20,7 @@ from trainer.batches.sequences import TokenSequence
 from trainer.engine import model as model_module
 from trainer.engine.engine import Engine
 from trainer.engine.memory import free_bytes
-from trainer.engine.verify import bound_of
+from trainer.engine.verify import logprob_bound_for
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +124,7 @@ def test_families_compute_what_their_own_forward_pass_computes(
     make_engine: MakeEngine, family: str, dtype: str
 ) -> None:
     engine = make_engine(family, dtype=dtype)
-    bound = bound_of(TrainerConfig(), engine.dtype)
+    bound = logprob_bound_for(TrainerConfig(), engine.dtype)
     for found in (engine.verified.padded, engine.verified.packed):
         assert found is not None
         assert (found.largest if dtype == "float32" else found.mean) <= bound, str(found)
@@ -242,4 +242,4 @@ def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine)
     recorded = own_logprobs(engine, examples)
     engine.configure(msgspec.structs.replace(engine.config, logprob_bound=None))
     metrics = engine.step(engine.initial_state(), recorded, groups).metrics
-    assert metrics["sampler_logprob_diff"] <= bound_of(TrainerConfig(), engine.dtype)
+    assert metrics["sampler_logprob_diff"] <= logprob_bound_for(TrainerConfig(), engine.dtype)

@@ -24,7 +24,7 @@ Int = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpan:
     """How far back a layer's attention reaches, in positions along a sequence; 0 means no bound."""
 
     window: int = 0
@@ -33,7 +33,7 @@ class Reach:
     """Length of a chunk; a query sees the positions of its own chunk only. Chunks are counted from position 0."""
 
 
-FULL = Reach()
+FULL = AttentionSpan()
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Layout:
     cuts_N3: torch.Tensor | None = None
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
 
-    def dense_mask(self, reach: Reach = FULL) -> torch.Tensor | None:
+    def dense_mask(self, span: AttentionSpan = FULL) -> torch.Tensor | None:
         """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis).
         `None` for causal attention."""
         if self.ends_RL is None:
@@ -68,12 +68,12 @@ class Layout:
         seen_RLL = (at_L[None, :, None] >= at_L[None, None, :]) & (
             at_L[None, :, None] < self.ends_RL[:, None, :]
         )
-        if self.positions_RL is not None and reach != FULL:
+        if self.positions_RL is not None and span != FULL:
             query_RL1, key_R1L = self.positions_RL[:, :, None], self.positions_RL[:, None, :]
-            if reach.window:
-                seen_RLL &= query_RL1 - key_R1L < reach.window
-            if reach.chunk:
-                seen_RLL &= query_RL1 // reach.chunk == key_R1L // reach.chunk
+            if span.window:
+                seen_RLL &= query_RL1 - key_R1L < span.window
+            if span.chunk:
+                seen_RLL &= query_RL1 // span.chunk == key_R1L // span.chunk
         return seen_RLL.unsqueeze(1)
 
     def to(self, device: torch.device) -> Layout:

@@ -1,8 +1,9 @@
-"""Attention over a prefix tree: a dense mask for SDPA, or a block mask for FlexAttention.
+"""Attention masks of prefix trees: dense for SDPA, block masks for FlexAttention.
 
-FlexAttention evaluates a rule (`Layout.ends_RL`) instead of a dense mask and skips blocks in which no query sees a
-key, so memory does not grow with the square of a tree. It is registered with transformers as an attention
-implementation that uses SDPA if it gets no block mask, as for padded rows."""
+FlexAttention evaluates a mask function (over `Layout.ends_RL`) instead of a dense mask and skips blocks in which no
+query sees a key, so memory does not grow with the square of the tree. It is registered with transformers as a custom
+attention function, which falls back to SDPA when it gets no block mask, as for padded rows.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import ConfigError, TrainerConfig
-from trainer.batches.packing import FULL, Layout, Reach
+from trainer.batches.packing import FULL, AttentionSpan, Layout
 
 FLEX = "journeyman_flex"
-"""The name under which transformers finds `_attend`."""
+"""The name under which `_attend` is registered with transformers."""
 
 _compiled: Any = None
 
 
 def _flex(device: torch.device) -> Any:
-    """FlexAttention, compiled on a GPU. On CPU the plain version, which has no gradients and is for comparing
-    results."""
+    """Return FlexAttention, compiled on a GPU. On CPU it is not compiled and has no gradients (for tests only)."""
     global _compiled
     if device.type == "cpu":
         return flex_attention
@@ -59,31 +59,38 @@ AttentionInterface.register(FLEX, _attend)
 AttentionMaskInterface.register(FLEX, sdpa_mask)
 
 
-def implementation(config: TrainerConfig, device: torch.device) -> str | None:
-    """The attention implementation to load the model with; `None` leaves the choice to transformers. Raises
-    `ConfigError` if it does not work on the device."""
+def attention_implementation(config: TrainerConfig, device: torch.device) -> str | None:
+    """Return the attention implementation to load the model with. `None` lets transformers choose.
+
+    Raises `ConfigError` if the engine or the device can't train with the one that is set."""
     if config.memory.attention == "sdpa":
         return None
     if config.engine != "transformers":
-        raise ConfigError("trainer.memory.attention: flex works with engine `transformers` only")
+        raise ConfigError(
+            "trainer.memory.attention: `flex` works with trainer.engine `transformers` only; use `sdpa`"
+        )
     if device.type == "cpu":
         raise ConfigError("trainer.memory.attention: FlexAttention has no gradients on CPU; use `sdpa`")
     return FLEX
 
 
-def mask_of(layout: Layout, flex: bool, reach: Reach = FULL) -> torch.Tensor | BlockMask | None:
-    """The attention mask for layers that see as far as `reach`. `None` means causal attention."""
+def make_attention_mask(
+    layout: Layout, flex: bool, span: AttentionSpan = FULL
+) -> torch.Tensor | BlockMask | None:
+    """Return the attention mask for layers with this `span`: a block mask if `flex`, else a dense one.
+
+    `None` stands for the plain causal mask."""
     if layout.ends_RL is None or layout.positions_RL is None or not flex:
-        return layout.dense_mask(reach)
-    ends_RL, at_RL = layout.ends_RL, layout.positions_RL
+        return layout.dense_mask(span)
+    ends_RL, positions_RL = layout.ends_RL, layout.positions_RL
     rows, length = ends_RL.shape
 
     def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = (key <= query) & (query < ends_RL[row, key])
-        if reach.window:
-            seen = seen & (at_RL[row, query] - at_RL[row, key] < reach.window)
-        if reach.chunk:
-            seen = seen & (at_RL[row, query] // reach.chunk == at_RL[row, key] // reach.chunk)
+        if span.window:
+            seen = seen & (positions_RL[row, query] - positions_RL[row, key] < span.window)
+        if span.chunk:
+            seen = seen & (positions_RL[row, query] // span.chunk == positions_RL[row, key] // span.chunk)
         return seen
 
     return create_block_mask(

@@ -79,8 +79,8 @@ class Budget:
         """Go back to `tokens`, the budget before a sequence that is now left out had halved it."""
         self.tokens = min(tokens, self._most)
 
-    def step_taken(self) -> bool:
-        """Count a step without running out of memory. Returns whether the budget grew."""
+    def record_success(self) -> bool:
+        """Take note of a step during which memory sufficed. True where the budget grew."""
         if self.tokens >= self._most:
             return False
         self._good += 1

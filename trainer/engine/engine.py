@@ -24,7 +24,7 @@ from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within, over_what_fits
 from trainer.engine.gradients import GradientEngine, PassResult
 from trainer.engine.memory import Memory, estimate
-from trainer.engine.optimizer import optimizer_of
+from trainer.engine.optimizer import make_optimizer
 from trainer.engine.state import (
     SamplerMismatchError,
     StepResult,
@@ -33,7 +33,7 @@ from trainer.engine.state import (
     get_rng,
     set_rng,
 )
-from trainer.engine.verify import bound_of
+from trainer.engine.verify import logprob_bound_for
 
 log = get_logger("trainer.engine.engine")
 
@@ -101,7 +101,7 @@ class Engine(GradientEngine):
         self.set_threads()
         began = time.perf_counter()
         held = self.budget.tokens
-        optimizer, scheduler = optimizer_of(self.config, self.parameters, state)
+        optimizer, scheduler = make_optimizer(self.config, self.parameters, state)
         set_rng(state.rng)
         self.load_adapter(state.weights)
         dropped: list[TokenSequence] = []
@@ -169,7 +169,7 @@ class Engine(GradientEngine):
             # Forward, and backward through activations only: the base model's weights take no gradient.
             flops = 4 * self.size * metrics["tokens_forward"]
             metrics["mfu"] = flops / compute / (self.config.peak_tflops * 1e12)
-        if self.budget.tokens == held and self.budget.step_taken():
+        if self.budget.tokens == held and self.budget.record_success():
             log.info("memory sufficed: the token budget of a pass grows", budget=self.budget.tokens)
         return StepResult(after, metrics, tuple(dropped))
 
@@ -200,7 +200,7 @@ class Engine(GradientEngine):
 
     def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
-        bound = bound_of(self.config, self.dtype)
+        bound = logprob_bound_for(self.config, self.dtype)
         for name, what in (("sampler_logprob_diff", "at the versions that sampled"),
                            ("on_policy_logprob_diff", "of tokens sampled by this version")):  # fmt: skip
             found = metrics.get(name, 0.0)

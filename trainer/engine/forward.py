@@ -1,15 +1,14 @@
-"""The model's own forward pass over a layout, in two halves: trunk under our masks, head as the model's class applies
-it.
+"""A causal language model's forward pass over a layout, split in two: trunk with our attention masks, and head.
 
-The way from the last hidden state to the logits differs between families: a scale (Granite, Cohere, Falcon-H1), a
-soft cap (Gemma2), in most only the head. So the head is never called directly. The class's own `forward` runs with a
-stand-in for its trunk that returns hidden states computed before. So logits are computed for the trained positions
-only, in pieces, with all operations of the class.
+Between the last hidden state and the logits, some model families scale (Granite, Cohere, Falcon-H1) or cap (Gemma2) the
+values. The head module is therefore never called directly: the model class's own `forward` runs with a stub in place
+of the trunk, and the stub returns hidden states that were computed before. This way logits are computed for the trained
+positions only and in chunks, and the class's own scaling and capping are applied to them.
 
-Attention sees along a path of the prefix tree. A layer may see all of it, a sliding window of its last tokens, or the
-tokens of one chunk of positions; both are counted in positions along the path, not in columns of the row. Layers that
-carry a state from token to token (linear attention, convolutions) can't share a prefix between branches, so each
-sequence of such a model gets its own row.
+A token attends to its ancestors in the prefix tree. A layer attends to all of them, to a sliding window, or to a chunk
+of positions. Windows and chunks are measured in positions along the sequence, not in columns of the row. Layers that
+carry a recurrent state (linear attention, convolutions) can't share a prefix between branches: for a model with such
+layers every sequence gets its own row.
 
 Shape letters as in `trainer.batches.packing`, and D hidden size, V vocabulary, n tokens scored at once.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,61 +24,59 @@ import torch.utils.checkpoint
 from transformers import PreTrainedModel
 
 from pipeline.config import ConfigError
-from trainer.batches.packing import Layout, Reach
+from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import cut
-from trainer.engine.attention import mask_of
+from trainer.engine.attention import make_attention_mask
 
 _FULL = ("full_attention", "attention", "global_attention")
 
 
-def reaches_of(config: Any) -> dict[str, Reach] | None:
-    """How far the layers of each type see, by `layer_types` of a text configuration; the type is "" where there is
-    only one.
+def attention_spans(config: Any) -> dict[str, AttentionSpan] | None:
+    """Return the attention span of each layer type of a text configuration.
 
-    `None` where some layers carry a state."""
+    The keys are the values of `layer_types`, or "" if the configuration has none. Returns `None` if a layer type is
+    not known here, for example one that carries a recurrent state."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
     if not types:
-        return {"": Reach(window=window or 0)}
-    out: dict[str, Reach] = {}
+        return {"": AttentionSpan(window=window or 0)}
+    out: dict[str, AttentionSpan] = {}
     for kind in sorted(set(types)):
         if kind in _FULL:
-            out[kind] = Reach()
+            out[kind] = AttentionSpan()
         elif kind == "sliding_attention" and window:
-            out[kind] = Reach(window=window)
+            out[kind] = AttentionSpan(window=window)
         elif kind == "chunked_attention" and chunk:
-            out[kind] = Reach(chunk=chunk)
+            out[kind] = AttentionSpan(chunk=chunk)
         else:
             return None
     return out
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way of running prefix trees through a model."""
-
-    masks: Literal["by type", "one"]
-    """Whether the trunk takes a mask for each type of layer, or a single one."""
+MaskFormat = Literal["by_layer_type", "single"]
+"""The form in which a trunk takes attention masks: a dict with one mask for each layer type, or one for all layers."""
 
 
-def ways_of(config: Any) -> list[Way]:
-    """The ways that may work for a text configuration, most likely first; which of them does is found out by trying."""
-    reaches = reaches_of(config)
-    if reaches is None:
+def mask_formats(config: Any) -> list[MaskFormat]:
+    """The mask formats that the trunk of a text configuration may accept, most likely first.
+
+    Only a forward pass shows which one it does accept (`trainer.engine.verify`). Empty if prefixes can't be shared."""
+    spans = attention_spans(config)
+    if spans is None:
         return []
-    ways = [Way("by type")] if "" not in reaches else []
-    if len(set(reaches.values())) == 1:
-        ways.append(Way("one"))
-    return ways
+    formats: list[MaskFormat] = ["by_layer_type"] if "" not in spans else []
+    if len(set(spans.values())) == 1:
+        formats.append("single")
+    return formats
 
 
-class _Given(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
-    """Replaces the trunk and returns a known output. All other attributes are those of the real trunk."""
+class _TrunkStub(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
+    """Takes the place of a trunk and returns `output`. All other attributes are read from the trunk."""
 
     def __init__(self, trunk: torch.nn.Module) -> None:
         super().__init__()
         self.output: Any = None
-        self._trunk = (trunk,)  # in a tuple: not as a part of this module
+        self._trunk = (trunk,)  # in a tuple, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
         if "_trunk" in self.__dict__:
@@ -92,20 +88,22 @@ class _Given(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
 
 
 def _trunk_of(model: Any) -> str:
-    """The path of the module whose output the head reads. Raises `ConfigError` where there is none."""
+    """Return the path of the trunk: the module whose output the head reads. Raises `ConfigError` if there is none."""
     decoder = model.get_decoder()
     if decoder is not model:
         for name, module in model.named_modules():
             if module is decoder:
                 return str(name)
-    for name, module in model.named_children():  # a class whose `base_model_prefix` names another attribute
+    for name, module in model.named_children():  # `base_model_prefix` may name another attribute
         if isinstance(module, PreTrainedModel):
             return str(name)
-    raise ConfigError(f"{type(model).__name__} can't be trained here: it has no trunk apart from its head")
+    raise ConfigError(
+        f"{type(model).__name__} can't be trained: no trunk module separate from the head was found"
+    )
 
 
 class Forward:
-    """The two halves of one causal language model (without PEFT's wrapper, whose layers it holds)."""
+    """The trunk and the head of a causal language model. `model` is the model inside PEFT's wrapper."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -114,10 +112,10 @@ class Forward:
         parent, _, self._leaf = path.rpartition(".")
         self._parent = model.get_submodule(parent)
         self.trunk = model.get_submodule(path)
-        self._given = _Given(self.trunk)
+        self._stub = _TrunkStub(self.trunk)
         self._output: Any = None
-        self.way: Way | None = None
-        """How prefix trees are run; `None` if they are not used."""
+        self.mask_format: MaskFormat | None = None
+        """The mask format that the trunk accepts. `None` if prefixes can't be shared."""
 
     @property
     def attention(self) -> str:
@@ -125,7 +123,9 @@ class Forward:
         return str(self.text._attn_implementation)
 
     def hidden(self, layout: Layout, *, flex: bool = False) -> torch.Tensor:
-        """The trunk's last hidden states of a layout, [R, L, D]."""
+        """Run the trunk over a layout. Returns its last hidden states, [R, L, D].
+
+        `flex` gives FlexAttention's block masks instead of dense ones."""
         output = self.trunk(
             input_ids=layout.ids_RL,
             attention_mask=None if layout.ends_RL is None else self._masks(layout, flex),
@@ -137,29 +137,29 @@ class Forward:
         return hidden_RLD
 
     def _masks(self, layout: Layout, flex: bool) -> Any:
-        reaches = reaches_of(self.text)
-        if self.way is None or reaches is None:
-            raise ValueError(f"{type(self.model).__name__} can't share prefixes")
-        made = {reach: self._mask(layout, reach, flex) for reach in set(reaches.values())}
-        if self.way.masks == "one":
-            (mask,) = made.values()
+        spans = attention_spans(self.text)
+        if self.mask_format is None or spans is None:
+            raise ValueError(f"{type(self.model).__name__} can't share prefixes: use a padded layout")
+        masks = {span: self._mask(layout, span, flex) for span in set(spans.values())}
+        if self.mask_format == "single":
+            (mask,) = masks.values()
             return mask
-        return {kind: made[reach] for kind, reach in reaches.items()}
+        return {layer_type: masks[span] for layer_type, span in spans.items()}
 
-    def _mask(self, layout: Layout, reach: Reach, flex: bool) -> Any:
-        mask: Any = mask_of(layout, flex, reach)
+    def _mask(self, layout: Layout, span: AttentionSpan, flex: bool) -> Any:
+        mask: Any = make_attention_mask(layout, flex, span)
         if self.attention != "eager":
             return mask
-        # Eager attention adds its mask to the scores.
+        # Eager attention adds the mask to the attention scores, so true becomes 0 and false the lowest number.
         dtype = self.trunk.dtype
         zero = torch.zeros((), dtype=dtype, device=mask.device)
         return torch.where(mask, zero, torch.finfo(dtype).min)
 
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """The logits of hidden states, [n, V], as the model's own `forward` computes them."""
-        assert self._output is not None, "hidden states come from `hidden`"
+        assert self._output is not None, "call `hidden` first"
         ids = torch.zeros((1, len(hidden_nD)), dtype=torch.long, device=hidden_nD.device)
-        with self._with(self._output(last_hidden_state=hidden_nD.unsqueeze(0))):
+        with self._stubbed_trunk(self._output(last_hidden_state=hidden_nD.unsqueeze(0))):
             logits_nV: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits_nV
 
@@ -172,8 +172,12 @@ class Forward:
         chunk: int,
         entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the targets and entropies, [N] each, in nats; for more than `chunk`
-        positions, logits are computed piece by piece, and again for the gradient."""
+        """Return the logprobs of the targets and the entropies of their distributions, [N] each, in nats.
+
+        With more than `chunk` positions, logits are computed for `chunk` of them at a time and again in the backward
+        pass, so that the logits of all positions are never in memory at once.
+
+        `entropy`: "none" returns zeros; "measured" gives values without, "trained" with a gradient."""
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),
@@ -198,7 +202,7 @@ class Forward:
         entropy: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits_nV = self.logits(hidden_nD)
-        # At least float32: half the digits of a bfloat16 logprob would be noise.
+        # At least float32: bfloat16 is too coarse for logprobs.
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         logits_nV = logits_nV / temperatures_n.unsqueeze(1)
         if cuts_n3 is not None:
@@ -209,23 +213,25 @@ class Forward:
             return logprobs_n, torch.zeros_like(logprobs_n)
         measured = all_nV if entropy == "trained" else all_nV.detach()
         if cuts_n3 is not None:
-            measured = measured.masked_fill(measured == -torch.inf, 0.0)  # 0 log 0 is 0; here e^0 times 0 is
+            # Tokens that were cut have p = 0, and p log p is 0; exp(-inf) * -inf would be NaN.
+            measured = measured.masked_fill(measured == -torch.inf, 0.0)
         return logprobs_n, -(measured.exp() * measured).sum(-1)
 
     @contextmanager
-    def _with(self, output: Any) -> Iterator[None]:
-        self._given.output = output
-        self._parent._modules[self._leaf] = self._given
+    def _stubbed_trunk(self, output: Any) -> Iterator[None]:
+        self._stub.output = output
+        self._parent._modules[self._leaf] = self._stub
         try:
             yield
         finally:
             self._parent._modules[self._leaf] = self.trunk
-            self._given.output = None
+            self._stub.output = None
 
 
-def without_noise(model: torch.nn.Module) -> None:
-    """Switch off dropout and the jitter of routers: the sampler has neither, and the trainer's logprobs have to equal
-    the sampler's. Also switch off the routers' auxiliary loss, which TRL would add to the policy's loss."""
+def disable_randomness(model: torch.nn.Module) -> None:
+    """Switch off dropout and router jitter: the sampler has neither, and the trainer must compute the same logprobs.
+
+    The auxiliary loss of routers is switched off too; TRL would add it to the policy's loss."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False

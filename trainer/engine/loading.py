@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.telemetry.logs import get_logger
-from trainer.engine.attention import implementation
-from trainer.engine.forward import without_noise
+from trainer.engine.attention import attention_implementation
+from trainer.engine.forward import disable_randomness
 
 log = get_logger("trainer.engine.loading")
 
@@ -64,19 +64,19 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
             )
         return _load_unsloth(base, config, device)
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype_for(config, device), attn_implementation=implementation(config, device)
+        base, dtype=dtype_for(config, device), attn_implementation=attention_implementation(config, device)
     )
     lora = LoraConfig(
         r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
-        target_modules=targets_of(model, config), task_type="CAUSAL_LM",
+        target_modules=find_lora_targets(model, config), task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora).to(device)
-    without_noise(peft)
+    disable_randomness(peft)
     return LoadedModel(peft, lora, accepts_masks=True, checkpointing=_checkpoint(model, config, device))
 
 
-def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
+def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:
     """Whether activations are to be computed again for the backward pass, by the setting and the device."""
     if config.memory.gradient_checkpointing == "auto":
         return bool(device.type == "cuda")
@@ -84,12 +84,12 @@ def checkpointing_wanted(config: TrainerConfig, device: torch.device) -> bool:
 
 
 def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
-    """Enable gradient checkpointing if the settings ask for it. Returns whether it is enabled. Raises `ConfigError`
-    where the setting is `on` and the model can't."""
-    if not checkpointing_wanted(config, device):
+    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting
+    is `on` and the model can't."""
+    if not wants_checkpointing(config, device):
         return False
     try:
-        # Nothing in the model is random (see `without_noise`), so no random state has to be kept.
+        # Nothing in the model is random (see `disable_randomness`), so no random state has to be kept.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     except (ValueError, NotImplementedError) as error:
         if config.memory.gradient_checkpointing == "on":
@@ -101,7 +101,7 @@ def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool
     return True
 
 
-def targets_of(model: Any, config: TrainerConfig) -> list[str]:
+def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora.targets`, or all that
     can.
 
@@ -160,8 +160,8 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         lora_dropout=0,
         bias="none",
         target_modules=list(config.lora.targets or TARGETS),
-        use_gradient_checkpointing="unsloth" if checkpointing_wanted(config, device) else False,
+        use_gradient_checkpointing="unsloth" if wants_checkpointing(config, device) else False,
         random_state=config.seed,
     )
-    without_noise(model)
-    return LoadedModel(model, model.peft_config["default"], False, checkpointing_wanted(config, device))
+    disable_randomness(model)
+    return LoadedModel(model, model.peft_config["default"], False, wants_checkpointing(config, device))

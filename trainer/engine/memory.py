@@ -18,7 +18,7 @@ import torch
 
 from trainer.batches.packing import padded
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.forward import reaches_of
+from trainer.engine.forward import attention_spans
 from trainer.engine.model import PolicyModel
 
 _TOKENS = 32
@@ -153,7 +153,7 @@ def _per_pair(model: PolicyModel) -> int:
     """Bytes of the dense masks: a bool, and the kernel's copy in the model's type, for each kind of layer."""
     if model.config.memory.attention == "flex":
         return 0
-    kinds = len(set((reaches_of(model.forward.text) or {}).values()))
+    kinds = len(set((attention_spans(model.forward.text) or {}).values()))
     return int(kinds * (1 + model.dtype.itemsize))
 
 

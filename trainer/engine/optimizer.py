@@ -16,7 +16,7 @@ _PROGRESS = ("last_epoch", "_step_count")
 """The keys of a scheduler's state that hold its progress. The others hold its settings."""
 
 
-def optimizer_of(
+def make_optimizer(
     config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
 ) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer and its learning rate scheduler, as `state` left them, under the settings of `config`. `state` is

@@ -1,11 +1,11 @@
-"""Verifies before the first step that a training pass gives the logprobs of the model's own forward pass.
+"""Checks, before the first step, that a training pass computes the model's own logprobs.
 
-The reference is `model(...).logits` of one sequence at a time, with eager attention, because faster kernels may
-leave something out (SDPA ignores Gemma2's soft cap on attention scores, for example). It is compared with the
-logprobs that a step would compute, of padded rows and of a prefix tree. If they differ, the model is refused: with a
-wrong mask, position or head, training would run without an error and train the wrong function.
+The reference is `model(...).logits` of one sequence at a time with eager attention, because faster kernels may leave
+something out: SDPA ignores Gemma2's cap on attention scores, for example. The logprobs that a step would compute, in
+padded rows and in a prefix tree, are compared with it. If they differ, the model is refused: training with a wrong
+mask, position or head would raise no error.
 
-The sequences are random tokens. They reach beyond every sliding window of at most a few thousand tokens.
+The sequences are random tokens. They are longer than the sliding window, up to a limit that depends on the device.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from pipeline.config import ConfigError, TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.forward import reaches_of, ways_of
+from trainer.engine.forward import attention_spans, mask_formats
 from trainer.engine.model import PolicyModel, shape_of
 
 log = get_logger("trainer.engine.verify")
 
 _TAIL = 24
-"""Positions at the end of each sequence that are compared."""
+"""Number of positions compared, at the end of each sequence."""
 _LONGEST = {"cpu": 1024, "cuda": 8192}
-"""Tokens of the longest sequence that is tried, by device."""
+"""Length of the longest test sequence in tokens, by device type."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Absolute difference, in nats, of the logprobs of a training pass and the model's own."""
+    """Absolute difference between the logprobs of a training pass and the model's own, in nats per token."""
 
     mean: float
     largest: float
 
-    def explained(self, config: TrainerConfig, dtype: torch.dtype) -> bool:
-        """Whether rounding explains the difference. In bfloat16, single tokens differ by whole nats if rounding
-        routes them to another expert, so the bound applies to the mean there."""
+    def within_bound(self, config: TrainerConfig, dtype: torch.dtype) -> bool:
+        """Whether the largest difference, or in 16-bit types the mean, is within `trainer.logprob_bound`.
+
+        In bfloat16, rounding can route a token to another expert, and its logprob then differs by whole nats."""
         exact = dtype in (torch.float32, torch.float64)
-        return (self.largest if exact else self.mean) <= bound_of(config, dtype)
+        return (self.largest if exact else self.mean) <= logprob_bound_for(config, dtype)
 
     def __str__(self) -> str:
         return f"{self.largest:.3g} nats (mean {self.mean:.3g})"
@@ -56,49 +57,53 @@ class Verified:
 
     padded: Difference
     packed: Difference | None
-    """`None` if prefixes can't be shared, or the settings forbid it."""
+    """With shared prefixes. `None` if no such pass could be run."""
     layout: Literal["prefix", "padded"]
-    """What `trainer.memory.packing` = `auto` may use; `prefix` allows both."""
+    """`prefix`: both layouts give right logprobs; `padded`: only padded rows do."""
     attention: str
-    """The attention implementation that gave the right logprobs."""
+    """The attention implementation under which the logprobs were compared last."""
     why_padded: str = ""
-    """Why prefixes are not shared."""
+    """Why prefixes can't be shared; empty if they can."""
     refused: str = ""
     """Why the model can't be trained under these settings; empty if it can."""
 
 
 class RefusedError(ConfigError):
-    """A model that can't be trained under the settings given."""
+    """The model can't be trained under the given settings."""
 
     def __init__(self, verified: Verified) -> None:
         super().__init__(verified.refused)
         self.verified = verified
 
 
-def bound_of(config: TrainerConfig, dtype: torch.dtype) -> float:
-    """`trainer.logprob_bound`, or its default for the type of the model's weights."""
+def logprob_bound_for(config: TrainerConfig, dtype: torch.dtype) -> float:
+    """Return `trainer.logprob_bound` in nats, or its default for weights of type `dtype`."""
     if config.logprob_bound is not None:
         return config.logprob_bound
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.08
 
 
 def _sequence(ids: np.ndarray[Any, Any]) -> TokenSequence:
+    """Return a sequence whose last `_TAIL` tokens are trained."""
     n = len(ids)
-    trained = np.zeros(n, np.bool_)
-    trained[max(1, n - _TAIL) :] = True
+    loss_mask = np.zeros(n, np.bool_)
+    loss_mask[max(1, n - _TAIL) :] = True
     return TokenSequence(
-        "verify", ids.astype(np.int32), trained, np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32)
+        "verify", ids.astype(np.int32), loss_mask,
+        np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32),
     )  # fmt: skip
 
 
-def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
-    """Test sequences: branches from a shared prefix at several depths, one that shares nothing, and two equal ones."""
+def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
+    """Return random test sequences of about `span` tokens, at most `longest`, which form one prefix tree.
+
+    They branch at several depths; two of them are equal, and one shares no prefix."""
     rng = np.random.default_rng(0)
 
     def some(n: int) -> np.ndarray[Any, Any]:
         return rng.integers(0, vocabulary, n)
 
-    length = min(max(48, reach + _TAIL + 8), longest)
+    length = min(max(48, span + _TAIL + 8), longest)
     root = some(length - 24)
     first, second = some(12), some(12)
     branches = [
@@ -113,10 +118,10 @@ def sequences(vocabulary: int, longest: int, reach: int) -> list[TokenSequence]:
 
 
 @contextmanager
-def _reference(model: PolicyModel, eager: bool) -> Iterator[None]:
-    """The model in inference mode, with eager attention if the model supports it."""
+def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
+    """Put the model into inference mode, with eager attention if `eager`, and restore it afterwards."""
     inner = model.model.get_base_model()
-    kept = model.forward.attention
+    before = model.forward.attention
     model.model.eval()
     if eager:
         inner.set_attn_implementation("eager")
@@ -124,14 +129,16 @@ def _reference(model: PolicyModel, eager: bool) -> Iterator[None]:
         yield
     finally:
         if eager:
-            inner.set_attn_implementation(kept)
+            inner.set_attn_implementation(before)
         model.model.train()
 
 
-def _own(model: PolicyModel, chosen: Sequence[TokenSequence], eager: bool) -> list[torch.Tensor]:
-    """Logprobs of each sequence's trained tokens by the model's own forward pass."""
+def _reference_logprobs(
+    model: PolicyModel, chosen: Sequence[TokenSequence], eager: bool
+) -> list[torch.Tensor]:
+    """Return the logprobs of each sequence's trained tokens as the model's own forward pass computes them."""
     out = []
-    with _reference(model, eager), torch.no_grad():
+    with _inference_mode(model, eager), torch.no_grad():
         for s in chosen:
             ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
@@ -143,74 +150,82 @@ def _own(model: PolicyModel, chosen: Sequence[TokenSequence], eager: bool) -> li
 
 
 def _difference(
-    model: PolicyModel, layout: Layout, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
+    model: PolicyModel, layout: Layout, chosen: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
 ) -> Difference:
+    """Compare the logprobs of a training pass over `layout` with the reference. A NaN counts as infinite."""
     shape = shape_of(chosen)
     with torch.no_grad():
         logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
-    found = [(row[: len(want)].cpu() - want).abs() for row, want in zip(logprobs_SK, own, strict=True)]
-    all_N = torch.cat(found).nan_to_num(nan=float("inf"))
+    differences = [
+        (row[: len(ref)].cpu() - ref).abs() for row, ref in zip(logprobs_SK, reference, strict=True)
+    ]
+    all_N = torch.cat(differences).nan_to_num(nan=float("inf"))
     return Difference(float(all_N.mean()), float(all_N.max()))
 
 
 def verify(model: PolicyModel) -> Verified:
-    """Find out how `model` can be trained. Leaves it with the attention implementation and the way of sharing
-    prefixes that gave the right logprobs. Raises `RefusedError` if no layout, or not the one in the settings, gives
-    them."""
+    """Find out in which layouts, and with which attention implementation, `model` computes its own logprobs.
+
+    Sets the attention implementation and the mask format that were found right on `model.forward`. Raises
+    `RefusedError` if no layout gives the model's logprobs, or if the layout that is set does not."""
     config, forward = model.config, model.forward
-    reaches = reaches_of(forward.text) or {}
-    reach = max((r.window or r.chunk for r in reaches.values()), default=0)
+    spans = attention_spans(forward.text) or {}
+    span = max((r.window or r.chunk for r in spans.values()), default=0)
     positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
-    # Not beyond what one pass is to hold: the check must fit wherever training does.
+    # At most the tokens of one pass, so that the check fits into memory if training does.
     longest = max(32, min(_LONGEST.get(model.device.type, 1024), config.memory.tokens_per_batch, positions))
-    chosen = sequences(model.vocabulary, longest, reach)
+    chosen = sequences(model.vocabulary, longest, span)
     name = type(forward.model).__name__
     patched = config.engine == "unsloth"
-    own = _own(model, chosen, eager=not patched)
-    rows = _difference(model, padded(chosen), chosen, own)
-    if not rows.explained(config, model.dtype) and not patched and config.memory.attention == "sdpa":
+    reference = _reference_logprobs(model, chosen, eager=not patched)
+    rows = _difference(model, padded(chosen), chosen, reference)
+    if not rows.within_bound(config, model.dtype) and not patched and config.memory.attention == "sdpa":
         log.warning(
-            "SDPA does not compute this model's attention: going on with eager attention",
+            "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base, difference=str(rows),
         )  # fmt: skip
         forward.model.set_attn_implementation("eager")
-        rows = _difference(model, padded(chosen), chosen, own)
-    if not rows.explained(config, model.dtype):
+        rows = _difference(model, padded(chosen), chosen, reference)
+    if not rows.within_bound(config, model.dtype):
         raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
-            f"{model.base} ({name}) can't be trained here: the logprobs of a training pass differ from the model's "
-            f"own by {rows}; trainer.logprob_bound is {bound_of(config, model.dtype):g}"
+            f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
+            f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, model.dtype):g}"
         )))  # fmt: skip
     packed, why = None, "the engine replaces the attention mask"
     if model.accepts_masks:
-        packed, why = _try_ways(model, chosen, own)
+        packed, why = _verify_prefix_sharing(model, chosen, reference)
     if why and config.memory.packing == "prefix":
         raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
             f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or "
             "`auto`"
         )))  # fmt: skip
     if why:
-        log.info("prefixes are not shared: every sequence gets its own row", model=model.base, why=why)
+        log.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
     return Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
 
 
-def _try_ways(
-    model: PolicyModel, chosen: Sequence[TokenSequence], own: Sequence[torch.Tensor]
+def _verify_prefix_sharing(
+    model: PolicyModel, chosen: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
 ) -> tuple[Difference | None, str]:
-    """The difference with the first way of sharing prefixes that is right, or with the last one and why it is wrong."""
-    found: Difference | None = None
+    """Try the model's mask formats on a prefix tree and keep the first that gives right logprobs.
+
+    Returns its difference and an empty string, or the last difference (`None` if no pass ran) and why none is right."""
+    difference: Difference | None = None
     why = "some of its layers carry a state from token to token"
     layout = prefix_shared(chosen, [0] * len(chosen))
-    for way in ways_of(model.forward.text):
-        model.forward.way = way
+    for mask_format in mask_formats(model.forward.text):
+        model.forward.mask_format = mask_format
         try:
-            found = _difference(model, layout, chosen, own)
+            difference = _difference(model, layout, chosen, reference)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            why = f"it does not take a mask of ours ({type(error).__name__}: {error})"[:300]
+            why = f"it does not accept the attention mask of a prefix tree ({type(error).__name__}: {error})"[
+                :300
+            ]
             continue
-        if found.explained(model.config, model.dtype):
-            return found, ""
-        why = f"its logprobs would differ from its own by {found}"
-    model.forward.way = None
-    return found, why
+        if difference.within_bound(model.config, model.dtype):
+            return difference, ""
+        why = f"the logprobs with shared prefixes differ from the model's own by {difference}"
+    model.forward.mask_format = None
+    return difference, why

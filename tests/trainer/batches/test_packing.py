@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
 from tests.trainer.kit import exactly, sequence, stir, tree_of_conversations
 from trainer.batches.packing import (
+    AttentionSpan,
     Cost,
     Layout,
-    Reach,
     micro_batches,
     padded,
     prefix_shared,
@@ -22,7 +22,7 @@ from trainer.batches.packing import (
     tree_sizes,
 )
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.attention import FLEX, mask_of
+from trainer.engine.attention import FLEX, make_attention_mask
 from trainer.engine.engine import Engine
 
 
@@ -71,7 +71,7 @@ def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str,
         sequences, groups = tree_of_conversations(seed)
         dense = through(engine, prefix_shared(sequences, groups), sequences)
         engine.config = with_values(engine.config, {"memory.attention": "flex"})
-        assert isinstance(mask_of(prefix_shared(sequences, groups), flex=True), BlockMask)
+        assert isinstance(make_attention_mask(prefix_shared(sequences, groups), flex=True), BlockMask)
         out = through(engine, prefix_shared(sequences, groups), sequences)
         rows = through(engine, padded(sequences), sequences)
         engine.config = with_values(engine.config, {"memory.attention": "sdpa"})
@@ -174,26 +174,26 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=4), Reach(chunk=3)], ids=str)
-def test_a_window_is_counted_along_the_path(reach: Reach) -> None:
+@pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=4), AttentionSpan(chunk=3)], ids=str)
+def test_a_window_is_counted_along_the_path(span: AttentionSpan) -> None:
     sequences, groups = tree_of_conversations(4)
     layout = prefix_shared(sequences, groups)
-    dense = layout.dense_mask(reach)
+    dense = layout.dense_mask(span)
     assert dense is not None
     assert layout.positions_RL is not None
     for n, (row, column) in enumerate(zip(layout.rows_N.tolist(), layout.cols_N.tolist(), strict=True)):
         one = sequences[int(layout.sequence_N[n])]
         at = int(layout.positions_RL[row, column])
         first = (
-            max(0, at + 1 - reach.window)
-            if reach.window
-            else at // reach.chunk * reach.chunk
-            if reach.chunk
+            max(0, at + 1 - span.window)
+            if span.window
+            else at // span.chunk * span.chunk
+            if span.chunk
             else 0
         )
         seen = torch.nonzero(dense[row, 0, column]).flatten()
         assert layout.ids_RL[row, seen].tolist() == one.ids[first : at + 1].tolist()
-    flex = mask_of(layout, flex=True, reach=reach)
+    flex = make_attention_mask(layout, flex=True, span=span)
     assert isinstance(flex, BlockMask)
     rows, length = layout.ids_RL.shape
     assert torch.equal(create_mask(flex.mask_mod, rows, 1, length, length, device="cpu"), dense)

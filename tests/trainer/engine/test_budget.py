@@ -23,10 +23,10 @@ def test_what_memory_that_ran_out_looks_like() -> None:
 
 def test_half_of_what_was_tried_until_good_steps_double_it() -> None:
     budget = Budget(1000)
-    assert not budget.step_taken()
+    assert not budget.record_success()
     budget.halve(400)
     assert budget.tokens == 200
-    grew = [budget.step_taken() for _ in range(3 * GOOD_STEPS)]
+    grew = [budget.record_success() for _ in range(3 * GOOD_STEPS)]
     assert grew == ([False] * (GOOD_STEPS - 1) + [True]) * 3
     assert budget.tokens == 1000  # never beyond the setting
 
@@ -37,7 +37,7 @@ def test_growing_in_vain_is_tried_less_and_less_often() -> None:
     waits = []
     for _ in range(9):
         n = 1
-        while not budget.step_taken():
+        while not budget.record_success():
             n += 1
         waits.append(n)
         budget.halve(budget.tokens)

@@ -14,7 +14,7 @@ from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
 from tests.trainer.kit import sequence, stir
 from trainer.batches.groups import Example
-from trainer.batches.packing import Reach, padded, prefix_shared
+from trainer.batches.packing import AttentionSpan, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
 from trainer.engine import forward, verify
 from trainer.engine.engine import Engine
@@ -107,9 +107,7 @@ def test_a_head_that_is_not_the_models_own_is_refused(
         return out
 
     monkeypatch.setattr(Forward, "logits", bare)
-    with pytest.raises(
-        ConfigError, match=r"can't be trained here: .* differ from the model's own by .* nats"
-    ):
+    with pytest.raises(ConfigError, match=r"can't be trained: .* differ from the model's own by .* nats"):
         engine_of(family, tmp_path)
 
 
@@ -118,18 +116,18 @@ def test_a_mask_without_the_models_window_is_not_used(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that was: one mask for all layers, so that layers with a window saw everything."""
-    original = forward.reaches_of
+    original = forward.attention_spans
 
     def blind(config: Any) -> Any:
-        return {kind: Reach() for kind in original(config) or {}}
+        return {kind: AttentionSpan() for kind in original(config) or {}}
 
-    monkeypatch.setattr(forward, "reaches_of", blind)
+    monkeypatch.setattr(forward, "attention_spans", blind)
     base = make(family, tmp_path)
     verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).verified
     assert verified.packed is not None
     assert verified.packed.largest > 0.1
     assert verified.layout == "padded"
-    assert "differ from its own" in verified.why_padded
+    assert "differ from the model's own" in verified.why_padded
     with pytest.raises(ConfigError, match=r"trainer\.memory\.packing: prefixes can't be shared"):
         Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")), tmp_path)
 
@@ -173,17 +171,17 @@ def test_nothing_is_random_and_nothing_is_added_in_training(
 
 def test_bfloat16_is_held_to_its_own_bound(tmp_path: Path) -> None:
     engine = engine_of("qwen3_moe", tmp_path, dtype="bfloat16")
-    assert verify.bound_of(engine.config, engine.dtype) == 0.08
+    assert verify.logprob_bound_for(engine.config, engine.dtype) == 0.08
     # How far off it is depends on the processor, so the rule is tested on figures of its own.
     one_token_elsewhere = verify.Difference(mean=0.05, largest=2.0)
-    assert one_token_elsewhere.explained(engine.config, torch.bfloat16)
-    assert not one_token_elsewhere.explained(engine.config, torch.float32)
-    assert not verify.Difference(mean=0.1, largest=0.2).explained(engine.config, torch.bfloat16)
+    assert one_token_elsewhere.within_bound(engine.config, torch.bfloat16)
+    assert not one_token_elsewhere.within_bound(engine.config, torch.float32)
+    assert not verify.Difference(mean=0.1, largest=0.2).within_bound(engine.config, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is -1"):
         engine_of("qwen3", tmp_path / "other", logprob_bound=-1.0)  # which nothing meets
 
 
 def test_what_is_checked_reaches_beyond_the_window() -> None:
-    chosen = verify.sequences(VOCAB, 1024, reach=128)
+    chosen = verify.sequences(VOCAB, 1024, span=128)
     assert max(len(s.ids) for s in chosen) > 128 + 24
-    assert max(len(s.ids) for s in verify.sequences(VOCAB, 64, reach=4096)) <= 64
+    assert max(len(s.ids) for s in verify.sequences(VOCAB, 64, span=4096)) <= 64

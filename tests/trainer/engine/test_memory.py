@@ -166,7 +166,7 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
 
 
 def test_checkpointing_is_for_gpus_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = loading.checkpointing_wanted
+    wanted = loading.wants_checkpointing
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, True]
     assert [
@@ -182,5 +182,5 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
     base = make_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="gradient_checkpointing: Qwen3ForCausalLM"):
         Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), tmp_path)
-    monkeypatch.setattr(loading, "checkpointing_wanted", lambda *_: True)
+    monkeypatch.setattr(loading, "wants_checkpointing", lambda *_: True)
     assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).checkpointing
