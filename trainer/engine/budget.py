@@ -1,9 +1,10 @@
-"""The number of tokens in one pass: halved when memory runs out, and doubled again after enough good steps.
+"""The token budget of a pass: how many tokens go through the model at once.
 
-Memory that runs out in a pass of several sequences halves the budget; after `GOOD_STEPS` steps in which it did not
-run out, the budget doubles, up to `trainer.memory.tokens_per_batch`. If memory runs out again at once, the next
-attempt comes after twice as many good steps. A sequence that fails alone, twice, is left out of the step, since no
-budget would help."""
+The budget halves when a pass of several sequences runs out of memory. After `GOOD_STEPS` steps without running out it
+doubles, up to `trainer.memory.tokens_per_batch`. If memory runs out again after the budget grew, twice as many such
+steps are required before it grows the next time. A sequence that runs out of memory in a pass of its own does not
+change the budget; `trainer.engine.fitting` drops it when that happens twice.
+"""
 
 from __future__ import annotations
 
@@ -13,78 +14,85 @@ from collections.abc import Sequence
 import torch
 
 GOOD_STEPS = 16
-"""Steps without running out of memory after which the budget grows."""
-_MOST_GOOD_STEPS = 1024
+"""Number of steps without running out of memory after which the budget grows."""
+_MAX_GOOD_STEPS = 1024
 
 
 class PassTooLargeError(RuntimeError):
-    """Memory ran out in one pass."""
+    """A forward or backward pass ran out of memory."""
 
     def __init__(self, indices: Sequence[int], tokens: int, why: str) -> None:
-        super().__init__(indices, tokens, why)  # all of it: the error travels between processes
+        super().__init__(indices, tokens, why)  # all arguments, so that the error can be pickled
         self.indices, self.tokens, self.why = tuple(indices), tokens, why
-        """Places of the pass's sequences in the batch; tokens of the pass, padding counted."""
+        """Indices of the pass's sequences in the batch; tokens of the pass, padding included; the original error."""
 
     def __str__(self) -> str:
-        return f"a pass of {len(self.indices)} sequence(s) and {self.tokens} tokens: {self.why}"
+        return (
+            f"out of memory in a pass of {len(self.indices)} sequence(s) and {self.tokens} tokens: {self.why}"
+        )
 
     @property
     def alone(self) -> int | None:
-        """The place of the one sequence that the pass held. `None` where it held several."""
+        """Index of the pass's only sequence in the batch. `None` if the pass held several."""
         return self.indices[0] if len(self.indices) == 1 else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch ran out of the device's memory, or of the host's, for which it has no type of its own."""
+    """Whether PyTorch ran out of device memory, or of host memory, for which it has no exception class."""
     return isinstance(error, torch.OutOfMemoryError | PassTooLargeError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 
 class Budget:
-    """Tokens of a pass over one engine's model."""
+    """The token budget of a pass over one engine's model. `limit` is `trainer.memory.tokens_per_batch`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = self.tokens = self._set = most
-        self._fits = sys.maxsize
-        self._good = 0
-        self._wait = GOOD_STEPS
+    def __init__(self, limit: int) -> None:
+        self._setting = limit
+        self._memory_limit = sys.maxsize
+        self._limit = limit
+        """The smaller of the two."""
+        self.tokens = limit
+        """The current budget."""
+        self._good_steps = 0
+        self._required_good_steps = GOOD_STEPS
         self._grew = False
         """Whether the budget has grown since memory last ran out."""
 
-    def allow(self, most: int) -> None:
-        """Apply the setting as the upper bound. A lower budget that memory enforced stays."""
-        self._set = most
-        most = min(most, self._fits)
-        if most == self._most:
+    def set_limit(self, limit: int) -> None:
+        """Set the configured limit. A budget that was reduced because memory ran out is not raised."""
+        self._setting = limit
+        limit = min(limit, self._memory_limit)
+        if limit == self._limit:
             return
-        unlimited = self.tokens == self._most
-        self._most = most
-        self.tokens = most if unlimited else min(self.tokens, most)
+        at_limit = self.tokens == self._limit
+        self._limit = limit
+        self.tokens = limit if at_limit else min(self.tokens, limit)
 
-    def bound(self, fits: int) -> None:
-        """Bound the budget by the number of tokens that fit into memory by the formula."""
-        self._fits = fits
-        self.allow(self._set)
+    def set_memory_limit(self, tokens: int) -> None:
+        """Set the number of tokens that fit into memory by the estimate of `trainer.engine.memory`."""
+        self._memory_limit = tokens
+        self.set_limit(self._setting)
 
     def halve(self, tried: int) -> None:
-        """Memory ran out in a pass of `tried` tokens."""
+        """Halve the budget after a pass of `tried` tokens ran out of memory; it becomes at most half of `tried`."""
         self.tokens = max(1, min(self.tokens, tried) // 2)
-        self._good = 0
+        self._good_steps = 0
         if self._grew:
-            self._wait = min(2 * self._wait, _MOST_GOOD_STEPS)
+            self._required_good_steps = min(2 * self._required_good_steps, _MAX_GOOD_STEPS)
         self._grew = False
 
     def restore(self, tokens: int) -> None:
-        """Go back to `tokens`, the budget before a sequence that is now left out had halved it."""
-        self.tokens = min(tokens, self._most)
+        """Set the budget back to `tokens`, after the sequence that had reduced it was dropped."""
+        self.tokens = min(tokens, self._limit)
 
     def record_success(self) -> bool:
-        """Take note of a step during which memory sufficed. True where the budget grew."""
-        if self.tokens >= self._most:
+        """Record a step that did not run out of memory. Returns whether the budget grew."""
+        if self.tokens >= self._limit:
             return False
-        self._good += 1
-        if self._good < self._wait:
+        self._good_steps += 1
+        if self._good_steps < self._required_good_steps:
             return False
-        self.tokens, self._good, self._grew = min(2 * self.tokens, self._most), 0, True
+        self.tokens = min(2 * self.tokens, self._limit)
+        self._good_steps, self._grew = 0, True
         return True

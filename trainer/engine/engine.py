@@ -67,7 +67,7 @@ class Engine(GradientEngine):
         memory = self.memory()
         fits = memory.tokens()
         if self.device.type == "cuda" and fits is not None:
-            self.budget.bound(max(1, fits))
+            self.budget.set_memory_limit(max(1, fits))
         log.info(
             "memory of a step", model=self.base, device=str(self.device), weights=memory.weights,
             per_token=memory.per_token, free=memory.free, tokens_that_fit=fits, token_budget=self.budget.tokens,

@@ -100,7 +100,7 @@ class GradientEngine(PolicyModel):
                 config.loss.beta,
             )
         self.config = config
-        self.budget.allow(config.memory.tokens_per_batch)
+        self.budget.set_limit(config.memory.tokens_per_batch)
         self.trainer = self._trainers[key]
         self.model.train()
 

@@ -1,7 +1,7 @@
-"""Loads a base model and adds a fresh adapter, with either engine.
+"""Loads a base model and adds a fresh LoRA adapter, with one of two engines.
 
-`transformers` serves CPU and CUDA. `unsloth` (CUDA only) patches the model's code: it is faster and can hold the base
-in four bits, but it replaces the attention mask by a plain causal one, so prefixes are never shared on that path.
+`transformers` runs on CPU and CUDA. `unsloth` (CUDA only) patches the model's code: it is faster and can load the base
+model in four bits, but it replaces the attention mask by a plain causal one, so prefixes can't be shared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.engine.forward import disable_randomness
 log = get_logger("trainer.engine.loading")
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of the architectures that Unsloth patches."""
+"""Names of the linear layers that get an adapter with Unsloth, if `trainer.lora.targets` is empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,22 +32,25 @@ class LoadedModel:
     model: Any
     lora: LoraConfig
     accepts_masks: bool
-    """Whether the model applies the attention mask that it is given, which shared prefixes need."""
+    """Whether the model applies the attention masks it is given. Shared prefixes require it."""
     checkpointing: bool = False
-    """Whether layers compute their activations again for the backward pass."""
+    """Whether gradient checkpointing is on: layers recompute their activations in the backward pass."""
 
 
 def device_for(config: TrainerConfig) -> torch.device:
-    """The device that the engine runs on. Raises `ConfigError` if the engine can't run on this machine."""
+    """Return CUDA if available, else the CPU. Raises `ConfigError` if the engine or a setting can't be used there."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.engine == "unsloth" and device.type != "cuda":
-        raise ConfigError("trainer.engine: unsloth needs a CUDA GPU; `transformers` runs everywhere")
+        raise ConfigError(
+            "trainer.engine: `unsloth` needs a CUDA GPU, and none was found; use `transformers`"
+        )
     if config.unsloth.load_in_4bit and config.engine != "unsloth":
-        raise ConfigError("trainer.unsloth.load_in_4bit: only engine `unsloth` loads in four bits")
+        raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
     return device
 
 
 def dtype_for(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """Return the type of the model's weights: `trainer.dtype`, or for `auto` float32 on CPU and bfloat16 on CUDA."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -55,7 +58,10 @@ def dtype_for(config: TrainerConfig, device: torch.device) -> torch.dtype:
 
 
 def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
-    """`base` (a folder or hub name) with an adapter whose first weights depend on `config.seed` alone."""
+    """Load `base` (a folder or a name on the Hugging Face Hub) and add a fresh adapter.
+
+    The adapter's initial weights depend on `config.seed` only. Raises `ConfigError` if the settings contradict each
+    other or the model."""
     if config.engine == "unsloth":
         if config.memory.packing == "prefix":
             raise ConfigError(
@@ -77,49 +83,56 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
 
 
 def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:
-    """Whether activations are to be computed again for the backward pass, by the setting and the device."""
+    """Whether gradient checkpointing should be on, by the setting; `auto` means on CUDA only."""
     if config.memory.gradient_checkpointing == "auto":
         return bool(device.type == "cuda")
     return bool(config.memory.gradient_checkpointing == "on")
 
 
 def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
-    """Switch gradient checkpointing on where it is wanted; whether it is on. Raises `ConfigError` where the setting
-    is `on` and the model can't."""
+    """Switch gradient checkpointing on if the settings say so. Returns whether it is on.
+
+    Raises `ConfigError` if the setting is `on` and the model does not support it."""
     if not wants_checkpointing(config, device):
         return False
     try:
-        # Nothing in the model is random (see `disable_randomness`), so no random state has to be kept.
+        # The model draws no random numbers (see `disable_randomness`), so no generator state has to be restored.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     except (ValueError, NotImplementedError) as error:
         if config.memory.gradient_checkpointing == "on":
             raise ConfigError(
-                f"trainer.memory.gradient_checkpointing: {type(model).__name__}: {error}"
+                f"trainer.memory.gradient_checkpointing: {type(model).__name__} does not support it ({error}); use "
+                "`auto` or `off`"
             ) from error
-        log.warning("this model has no gradient checkpointing: passes take more memory", error=str(error))
+        log.warning(
+            "the model does not support gradient checkpointing: passes take more memory", error=str(error)
+        )
         return False
     return True
 
 
 def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
-    """The linear layers that get an adapter, by the ends of their names: those of `trainer.lora.targets`, or all that
-    can.
+    """Return the last parts of the names of the linear layers that get an adapter, sorted.
 
-    Raises `ConfigError` where a name of the setting is none of them. Routers and experts get none: PEFT would put
-    adapters on the experts' fused weights and on the router, which vLLM does not serve."""
+    These are `trainer.lora.targets`, or all layers that can have one. Routers and experts can't: PEFT would put
+    adapters on the router and on the experts' fused weights, and vLLM does not serve those. Raises `ConfigError` if
+    the setting names a layer that can't have an adapter."""
     head = model.get_output_embeddings()
     linear = {
         name: m
         for name, m in model.named_modules()
         if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head
     }
-    # A class of a model's own answers more than a product: Llama4's router gives scores and logits.
-    left_out = {_leaf(name) for name, m in linear.items()
+    # A model's own subclass of Linear may return more than the product: Llama4's router returns scores and logits.
+    excluded = {_leaf(name) for name, m in linear.items()
                 if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")}  # fmt: skip
     if model.config.model_type in ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"):
-        left_out |= {"out_proj", "conv1d"}  # their fused kernels read the weights past PEFT
+        excluded |= {
+            "out_proj",
+            "conv1d",
+        }  # their fused kernels read the base weights and bypass PEFT's adapter
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
-        left_out |= {
+        excluded |= {
             "gate",
             "router",
             "shared_expert_gate",
@@ -130,10 +143,10 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
             "w2",
             "w3",
         }
-    possible = {_leaf(name) for name in linear} - left_out
+    possible = {_leaf(name) for name in linear} - excluded
     if unknown := set(config.lora.targets) - possible:
         raise ConfigError(
-            f"trainer.lora.targets: {', '.join(sorted(unknown))} can't have an adapter; there are: "
+            f"trainer.lora.targets: {', '.join(sorted(unknown))} can't have an adapter; layers of this model that can: "
             f"{', '.join(sorted(possible))}"
         )
     return sorted(config.lora.targets or possible)
@@ -144,7 +157,7 @@ def _leaf(name: str) -> str:
 
 
 def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
-    # Imported here only: it patches transformers and PEFT for the whole process as it is imported.
+    # Imported only here, because the import patches transformers and PEFT for the whole process.
     from unsloth import FastLanguageModel
 
     model, _ = FastLanguageModel.from_pretrained(

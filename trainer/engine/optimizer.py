@@ -1,4 +1,4 @@
-"""AdamW and its schedule for one step, made from the current settings and the saved optimizer state."""
+"""AdamW and its learning rate schedule, built for each step from the current settings and the `TrainState`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pipeline.config import TrainerConfig
 from trainer.engine.state import TrainState
 
 _PROGRESS = ("last_epoch", "_step_count")
-"""The keys of a scheduler's state that hold its progress. The others hold its settings."""
+"""The entries of a scheduler's state that hold its progress; the others are settings."""
 
 
 def make_optimizer(
     config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer and its learning rate scheduler, as `state` left them, under the settings of `config`. `state` is
-    not changed."""
+    """Return the optimizer and its learning rate scheduler with the progress of `state` and the settings of `config`.
+
+    `state` is not changed."""
     optimizer = torch.optim.AdamW(
         parameters, lr=config.optimizer.learning_rate, betas=config.optimizer.betas,
         weight_decay=config.optimizer.weight_decay, foreach=True,
@@ -35,10 +36,10 @@ def make_optimizer(
         num_training_steps=max(config.max_steps, 1),
     )
     if state.optimizer is not None and state.scheduler is not None:
-        # The optimizer works on what it is given in place; the state must survive an abandoned step.
+        # A copy, because the optimizer changes its state in place and an abandoned step must leave `state` unchanged.
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-        # The states hold the settings of the run that wrote them; those of now count, and how far the schedule has
-        # come.
+        # The saved states hold the settings they were written under. Restore the progress only: the rates follow from
+        # the current settings.
         for name in _PROGRESS:
             setattr(scheduler, name, state.scheduler[name])
         for group, base, schedule in zip(

@@ -17,7 +17,7 @@ def test_what_memory_that_ran_out_looks_like() -> None:
     error = pickle.loads(pickle.dumps(PassTooLargeError((3,), 70, "no room")))
     assert is_out_of_memory(error)
     assert (error.indices, error.tokens, error.alone) == ((3,), 70, 3)
-    assert str(error) == "a pass of 1 sequence(s) and 70 tokens: no room"
+    assert str(error) == "out of memory in a pass of 1 sequence(s) and 70 tokens: no room"
     assert PassTooLargeError((3, 4), 70, "").alone is None
 
 
@@ -48,10 +48,10 @@ def test_growing_in_vain_is_tried_less_and_less_often() -> None:
 def test_another_setting_keeps_what_memory_was_found_to_hold(most: int, expected: int) -> None:
     budget = Budget(500)
     budget.halve(500)
-    budget.allow(most)
+    budget.set_limit(most)
     assert budget.tokens == expected
     free = Budget(500)
-    free.allow(most)
+    free.set_limit(most)
     assert free.tokens == most
 
 

@@ -236,7 +236,8 @@ def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(
     with pytest.raises(ConfigError, match=r"dtype, lora\.targets can't be changed once the model is loaded"):
         engine.configure(TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=4)))
     with pytest.raises(
-        ConfigError, match=r"lora\.targets: q_prj can't have an adapter; there are: down_proj, gate_proj"
+        ConfigError,
+        match=r"lora\.targets: q_prj can't have an adapter; layers of this model that can: down_proj, gate_proj",
     ):
         Engine(tiny_base, TrainerConfig(lora=LoraConfig(targets=("q_prj",))), tmp_path)
 

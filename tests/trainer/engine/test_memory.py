@@ -25,7 +25,7 @@ def test_the_memory_of_a_token_is_what_pytorch_keeps_for_it(tmp_path: Path) -> N
         TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="padded")),
         tmp_path,
     )
-    kept = [memory._kept(one, n) for n in (32, 64, 128)]
+    kept = [memory._saved_bytes(one, n) for n in (32, 64, 128)]
     assert 2 * (kept[1] - kept[0]) == kept[2] - kept[1]
     found = one.memory()
     assert found.per_token == (kept[1] - kept[0]) // 32
