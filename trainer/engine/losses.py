@@ -1,10 +1,10 @@
-"""TRL's GRPO losses over captured tokens.
+"""TRL's GRPO losses on captured tokens.
 
-`CapturedGRPOTrainer` is TRL's `GRPOTrainer` with the generation taken out: batches come from scored groups, per-token
-logprobs from our own forward pass (`Engine.logprobs`), and the step is driven from outside, one call per optimizer
-step, so that no step pays for a training loop's set-up. Clipping, loss types, KL and corrections are TRL's.
+`CapturedGRPOTrainer` is TRL's `GRPOTrainer` without generation. Batches come from scored groups and per-token logprobs
+from our own forward pass (`PolicyModel.logprobs`). The caller takes one loss at a time, so TRL's training loop is not
+used. Clipping, loss types, KL and corrections are TRL's code.
 
-Shape letters as in `trainer.batches.packing`: S sequences, K most trained tokens in one of them.
+Shape letters as in `trainer.batches.packing`: S sequences, K largest number of trained tokens in one of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from trainer.batches.groups import Example
 
 @contextmanager
 def without_vllm() -> Iterator[None]:
-    """Hide vLLM while TRL is imported. TRL imports it if it is installed, and the trainer, which never samples, saves
-    the seconds and the memory. An entry of `None` in `sys.modules` makes Python treat a module as missing."""
+    """Make `import vllm` fail inside the context: TRL would import it if installed, and the trainer does not need it.
+
+    An entry of `None` in `sys.modules` makes Python raise ImportError for that module. This saves seconds at start, and
+    memory."""
     loaded = sys.modules.get("vllm")
     sys.modules["vllm"] = None  # type: ignore[assignment]
     try:
@@ -46,7 +48,7 @@ def without_vllm() -> Iterator[None]:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Ignore warnings while TRL and its libraries are imported."""
+    """Import TRL without vLLM, and without the warnings that libraries raise about their own code."""
     with warnings.catch_warnings(), without_vllm():
         warnings.simplefilter("ignore")
         yield
@@ -58,30 +60,30 @@ with quiet_imports():
 transformers_logging.disable_progress_bar()
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-"""TRL's loss types that work on captured tokens."""
+"""TRL's loss types that can be computed from captured tokens."""
 
 
-RELIED_ON = {
-    "self._get_per_token_logps_and_entropies(": "is where the loss gets its logprobs; overridden to hand out ours",
+TRL_INTERNALS = {
+    "self._get_per_token_logps_and_entropies(": "gives the loss its logprobs; overridden to return ours",
     "self.beta": "is read at each loss, so it can be set after the constructor, which would add a second adapter",
     "self.use_vllm": "is read at each loss, so it can be set after the constructor, which would start vLLM",
-    "self.aux_loss_enabled": "is read at each loss; off, for routers have no adapter",
-    "self.current_gradient_accumulation_steps": "divides the loss; 1, since passes are weighted by `micro_batch_share`",
-    "self.entropy_coef": "weighs the entropy bonus; set for each pass",
-    "self._metrics[mode]": "collects TRL's metrics, a value per pass",
-    'inputs["importance_sampling_ratio"]': "is the sampler correction, computed by us",
-    'inputs.get("old_per_token_logps")': "may be missing: then the ratio is that of the trainer to itself",
-    'inputs.get("sampling_per_token_logps"': "is what the off-policy mask compares with",
-    'inputs["ref_per_token_logps"]': "is the base model's, for the KL term",
-    'inputs["num_items_in_batch"]': "is the whole batch's token count, by which three losses divide",
+    "self.aux_loss_enabled": "is read at each loss; switched off, because routers have no adapter",
+    "self.current_gradient_accumulation_steps": "divides the loss; 1, because `micro_batch_share` weights the passes",
+    "self.entropy_coef": "weights the entropy bonus; set for each pass",
+    "self._metrics[mode]": "collects TRL's metrics, one value per pass",
+    'inputs["importance_sampling_ratio"]': "is the importance weight, computed by `importance_ratio`",
+    'inputs.get("old_per_token_logps")': "may be missing; the probability ratio is then 1",
+    'inputs.get("sampling_per_token_logps"': "is compared with the logprobs by the off-policy mask",
+    'inputs["ref_per_token_logps"]': "are the base model's logprobs, for the KL term",
+    'inputs["num_items_in_batch"]': "is the token count of the whole batch, by which three losses divide",
 }
-"""Internals of `GRPOTrainer._compute_loss` that this module relies on, besides TRL's documented interface."""
+"""Undocumented code of `GRPOTrainer._compute_loss` that this module relies on, and why. A test looks for each entry."""
 
 _PAD = "<pad>"
 
 
 def _no_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a single token: TRL requires one, and nothing is tokenized here."""
+    """Return a tokenizer of a single token. TRL requires a tokenizer, but nothing is tokenised here."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({_PAD: 0}, unk_token=_PAD)),
         pad_token=_PAD,
@@ -93,32 +95,33 @@ LOSS_OPTIONS = (
     "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
     "vespo_lambda_neg",
 )  # fmt: skip
-"""TRL's constants of single loss types."""
+"""Names of TRL options that belong to one loss type, allowed in `trainer.loss.options`."""
 
 
 def check_settings(config: TrainerConfig) -> None:
-    """Raise `ConfigError` where settings of the loss are unknown or contradict each other."""
+    """Raise `ConfigError` if a loss setting is unknown, or if two contradict each other."""
     if config.loss.type not in LOSS_TYPES:
-        raise ConfigError(f"trainer.loss.type: {config.loss.type!r} is none of {', '.join(LOSS_TYPES)}")
+        raise ConfigError(f"trainer.loss.type: {config.loss.type!r} is not one of {', '.join(LOSS_TYPES)}")
     if config.loss.type == "vespo" and config.loss.importance_sampling.startswith("sequence"):
-        # TRL checks this where it samples itself, which it does not here.
+        # TRL makes this check only where it samples itself.
         raise ConfigError(
-            f"trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
+            "trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
             f"not {config.loss.importance_sampling!r}"
         )
     if unknown := config.loss.options.keys() - set(LOSS_OPTIONS):
         raise ConfigError(
-            f"trainer.loss.options: {', '.join(sorted(unknown))} is none of {', '.join(LOSS_OPTIONS)}"
+            f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}"
         )
 
 
 CISPO_EPSILON_HIGH = 5.0
-"""CISPO's bound on the ratio, from its paper and TRL's guide. For CISPO, epsilon is the bound itself, not added to
-1."""
+"""Default upper bound of CISPO's importance weight, from its paper and TRL's guide."""
 
 
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
-    """TRL's configuration from the trainer's settings. Raises `ConfigError` where they contradict each other."""
+    """Translate the settings to TRL's. `output` is a folder that TRL requires.
+
+    Raises `ConfigError` if settings contradict each other."""
     check_settings(config)
     high = config.loss.epsilon_high
     return GRPOConfig(
@@ -127,7 +130,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
         seed=config.seed,
         learning_rate=config.optimizer.learning_rate,
         loss_type=config.loss.type,
-        beta=0.0,  # set after construction, see `CapturedGRPOTrainer`
+        beta=0.0,  # set after construction by `CapturedGRPOTrainer`
         epsilon=config.loss.epsilon,
         epsilon_high=CISPO_EPSILON_HIGH if high is None and config.loss.type == "cispo" else high,
         importance_sampling_level=config.loss.importance_level,
@@ -160,10 +163,11 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
 
 
 class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """TRL's loss on batches that were sampled elsewhere."""
+    """TRL's loss on batches that were sampled elsewhere. `beta` is the weight of the KL term."""
 
     def __init__(self, model: torch.nn.Module, args: GRPOConfig, beta: float = 0.0) -> None:
-        # TRL casts the adapter over a base in four bits to bfloat16, where an update of a 256th of a weight is lost.
+        # TRL casts the adapter of a base model in four bits to bfloat16, which rounds away updates below 1/256 of a
+        # weight. Keep its tensors to restore them.
         adapter = {p: p.data for p in model.parameters() if p.requires_grad}
         super().__init__(
             model=model,
@@ -174,18 +178,18 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         )
         for parameter, data in adapter.items():
             parameter.data = data
-        # After the constructor, which would add a second adapter for the reference model; ours is the base model.
+        # Set after the constructor, which would add a second adapter as reference model; ours is the base model.
         self.beta = beta
-        # After the constructor, which would start vLLM: the correction is on although TRL does not sample.
+        # Set after the constructor, which would start vLLM. It makes TRL apply the importance weights.
         self.use_vllm = args.vllm_importance_sampling_correction
-        # TRL adds the load-balancing loss of a mixture's router to the policy's; routers have no adapter here.
+        # TRL would add the routers' load-balancing loss to the policy's; routers have no adapter here.
         self.aux_loss_enabled = False
-        # A step is one loss over the whole batch; micro-batches are weighted by `Engine`, which knows their sizes.
+        # The loss is one over the whole batch: `GradientEngine` weights the micro-batches (`micro_batch_share`).
         self.current_gradient_accumulation_steps = 1
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        raise NotImplementedError("batches are scored groups, handed to `loss`")
+        raise NotImplementedError("there is no data loader: batches are passed to `loss`")
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         return generation_batch
@@ -193,7 +197,7 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
     def _get_per_token_logps_and_entropies(
         self, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        assert self._logprobs is not None, "the loss is computed through `loss`"
+        assert self._logprobs is not None, "call `loss`, not `compute_loss`"
         return (*self._logprobs, None)
 
     def loss(
@@ -203,8 +207,9 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         entropies_SK: torch.Tensor,
         bonus_share: float = 1.0,
     ) -> torch.Tensor:
-        """TRL's loss of a batch whose logprobs are computed already. `bonus_share` scales the entropy bonus, which TRL
-        always takes as the mean over the tokens that it is given."""
+        """Return TRL's loss of a batch from logprobs in nats and entropies that are computed already.
+
+        `bonus_share` scales the entropy bonus: TRL takes it as the mean over the tokens of one pass."""
         self._logprobs = (logprobs_SK, entropies_SK)
         self.entropy_coef = self.args.entropy_coef * bonus_share
         try:
@@ -214,23 +219,23 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         return loss
 
     def take_metrics(self) -> dict[str, list[float]]:
-        """TRL's own metrics since the last call, a value per pass."""
+        """Return and clear TRL's own metrics: one value per pass since the last call."""
         out = {k: [float(v) for v in values] for k, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
         return out
 
 
 def averages(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    """The mean of each of TRL's metrics over all passes; those without a finite value are left out."""
+    """Return the mean of each of TRL's metrics over all passes, without metrics that have no finite value."""
     values: dict[str, list[float]] = {}
     for part in parts:
-        for name, found in part.items():
-            values.setdefault(name, []).extend(found)
+        for name, per_pass in part.items():
+            values.setdefault(name, []).extend(per_pass)
     return {k: float(np.nanmean(v)) for k, v in values.items() if np.isfinite(v).any()}
 
 
 def _no_reward(prompts: Sequence[Any], **_: Any) -> list[None]:
-    raise NotImplementedError("rewards come with the groups")
+    raise NotImplementedError("there is no reward function: rewards come with the scored groups")
 
 
 def importance_ratio(
@@ -241,10 +246,10 @@ def importance_ratio(
     maximum: float,
     minimum: float | None = None,
 ) -> torch.Tensor:
-    """TRL's sampler correction, [S, K] or [S, 1]: trainer over sampler probability, truncated to `minimum` …
-    `maximum` or masked outside of it.
+    """Return importance weights, [S, K], or [S, 1] per sequence: trainer over sampler probability.
 
-    A token whose sampler logprob is NaN counts as ratio 1."""
+    `mode` is `trainer.loss.importance_sampling`. Weights outside of `minimum` … `maximum` are clamped to the bound
+    (`…_truncate`) or set to 0 (`…_mask`). A token whose sampler logprob is NaN counts as ratio 1."""
     difference = torch.nan_to_num((logprobs_SK.detach() - sampled_SK) * mask_SK, nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True)
@@ -265,12 +270,12 @@ def inputs_of(
     items_in_batch: int,
     reference_SK: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """The inputs of TRL's loss for `examples`: the trained tokens only, since the forward pass has used the context.
+    """Return the inputs of TRL's loss. They hold only the trained tokens; the context is in the logprobs already.
 
-    Without a sampler correction the clipped probability ratio is to the recorded logprobs. With one it is to the
-    policy before the step's first update (`Example.old_logprobs`), and that policy's ratio to the sampler is the
-    correction: both are the same in every update of the step. In a step of one update the old policy is the present
-    one, and the clipped ratio is 1."""
+    With `importance_sampling = "none"` PPO's clipped ratio compares with the recorded logprobs. Otherwise it compares
+    with the policy before the step's first update (`Example.old_logprobs`), and the importance weight is that policy's
+    ratio to the sampler, so both are the same in every update of the step. In a step of one update the old policy is
+    the current one, and the clipped ratio is 1."""
     device = logprobs_SK.device
     shape = logprobs_SK.shape
     ids_SK = np.zeros(shape, np.int64)
@@ -297,7 +302,7 @@ def inputs_of(
         "num_items_in_batch": torch.tensor(float(items_in_batch), device=device),
     }
     if config.loss.importance_sampling == "none":
-        # Where the sampler's logprob is unknown the old policy stands in for it.
+        # A token without a recorded logprob is compared with the old policy.
         inputs["old_per_token_logps"] = torch.where(sampled.isnan(), old_SK, sampled)
     else:
         inputs["importance_sampling_ratio"] = importance_ratio(
@@ -320,9 +325,11 @@ def inputs_of(
 def micro_batch_share(
     loss_type: str, sequences: int, all_sequences: int, tokens: int, all_tokens: int
 ) -> float:
-    """Weight of a micro-batch's loss in the batch's loss. With it the losses add up to that of one single pass."""
+    """Return the weight of a micro-batch's loss, such that the weighted losses add up to the loss of the whole batch.
+
+    Takes the number of sequences and trained tokens in the micro-batch and in the batch."""
     if loss_type in ("dapo", "cispo", "vespo"):
-        return 1.0  # divided by the whole batch's token count already
+        return 1.0  # TRL divides these by the token count of the whole batch already
     if loss_type == "bnpo":
         return tokens / max(all_tokens, 1)
     return sequences / all_sequences

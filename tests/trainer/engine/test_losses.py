@@ -278,13 +278,13 @@ def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -
         )
 
 
-@pytest.mark.parametrize("inside", grpo.RELIED_ON)
+@pytest.mark.parametrize("inside", grpo.TRL_INTERNALS)
 def test_what_is_relied_on_of_trls_inside_is_there(inside: str) -> None:
-    assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.RELIED_ON[inside]
+    assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.TRL_INTERNALS[inside]
 
 
 def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
-    with pytest.raises(ConfigError, match=r"loss\.options: sapo_temprature is none of"):
+    with pytest.raises(ConfigError, match=r"loss\.options: sapo_temprature is not one of"):
         engines["tiny"].configure(
             TrainerConfig(
                 dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(options={"sapo_temprature": 1.0})
