@@ -115,7 +115,7 @@ def check_settings(config: TrainerConfig) -> None:
 
 
 CISPO_EPSILON_HIGH = 5.0
-"""Default upper bound of CISPO's importance weight, from its paper and TRL's guide."""
+"""Bound on CISPO's ratio, from the paper and TRL's guide. CISPO's epsilon is the bound itself, not added to 1."""
 
 
 def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig:
