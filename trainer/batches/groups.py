@@ -104,7 +104,7 @@ class TrainingGroup:
             stale = sequence.loss_mask & (step - sequence.steps.astype(np.int64) > bound)
             if stale.any():
                 self.stale_tokens += int(stale.sum())
-                sequence = sequence.without(stale)
+                sequence = sequence.masking_out(stale)
             if sequence.loss_mask.any():
                 kept.append(sequence)
         self.sequences = kept

@@ -45,9 +45,9 @@ class TokenSequence:
         """Number of tokens that are trained."""
         return int(self.loss_mask.sum())
 
-    def without(self, dropped: npt.NDArray[np.bool_]) -> TokenSequence:
-        """The same sequence with the tokens where `dropped` (shape [T]) is true as context."""
-        return replace(self, loss_mask=self.loss_mask & ~dropped)
+    def masking_out(self, untrained: npt.NDArray[np.bool_]) -> TokenSequence:
+        """Return the sequence with the same tokens; those where `untrained` (shape [T]) is true are context."""
+        return replace(self, loss_mask=self.loss_mask & ~untrained)
 
 
 class _Builder:

@@ -32,8 +32,8 @@ class PassTooLargeError(RuntimeError):
         )
 
     @property
-    def alone(self) -> int | None:
-        """Index of the pass's only sequence in the batch. `None` if the pass held several."""
+    def only_index(self) -> int | None:
+        """Set if the pass held one sequence: its index in the examples that the passes are made of."""
         return self.indices[0] if len(self.indices) == 1 else None
 
 

@@ -190,7 +190,7 @@ class Engine(GradientEngine):
         metrics = check_within(
             budget,
             self.free,
-            lambda: checks.sampler_difference(self, state, examples, groups, packing, budget.tokens),
+            lambda: checks.sampler_logprob_difference(self, state, examples, groups, packing, budget.tokens),
         )
         if self.config.loss.beta == 0.0:
             metrics |= check_within(

@@ -1,5 +1,5 @@
-"""Fits passes into memory: passes get smaller when memory runs out, and sequences that do not fit alone are left
-out."""
+"""Runs passes in the available memory: retries with smaller passes when memory runs out, and drops sequences that do
+not fit even alone."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ T = TypeVar("T")
 
 
 class NothingFitsError(UntrainableError):
-    """Memory does not hold a pass of any of a step's `sequences`."""
+    """No sequence of a step fits in memory, even alone. `sequences` holds them."""
 
     def __init__(self, sequences: Sequence[TokenSequence], step: int) -> None:
         super().__init__(
-            f"step {step} is not taken: memory holds none of its {len(sequences)} sequences even alone, the longest of "
-            f"{max(len(s.ids) for s in sequences)} tokens"
+            f"step {step} skipped: none of its {len(sequences)} sequences fits in memory on its own "
+            f"(longest: {max(len(s.ids) for s in sequences)} tokens)"
         )
         self.sequences = tuple(sequences)
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted(Generic[T]):
-    """The result of work over the examples that fit into memory."""
+    """Result of some work over the examples that fit in memory."""
 
     result: T
     examples: Sequence[Example]
+    """The examples that fit."""
     groups: Sequence[int]
-    """The examples that took part and the group of each."""
+    """`groups[i]` is the group of `examples[i]`."""
     dropped: tuple[TokenSequence, ...]
-    """Sequences that memory does not hold even alone."""
+    """Sequences that do not fit in memory even alone."""
 
 
 def over_what_fits(
@@ -51,83 +52,89 @@ def over_what_fits(
     free: Callable[[], None],
     step: int,
 ) -> Fitted[T]:
-    """Do `work` over the examples that memory holds. `free` releases what a failed try holds; `step` is named in
-    messages.
+    """Call `work` with the examples and their groups, and drop the sequences that do not fit in memory.
 
-    A pass that runs out of memory halves `budget`, and all the work is done again. A sequence that fails alone,
-    twice, is left out. Raises `NothingFitsError` where none is left, and whatever else `work` raises."""
+    When a pass of several sequences runs out of memory, the token budget of a pass is halved and `work` is called
+    again. When a pass of one sequence runs out of memory twice, that sequence is dropped. `free` releases the memory
+    that a failed attempt still holds; `step` is for messages. Raises `NothingFitsError` if every sequence was dropped,
+    and any other error of `work`."""
     before = budget.tokens
-    failed_alone: TokenSequence | None = None
+    failed_once: TokenSequence | None = None
     dropped: list[TokenSequence] = []
     while True:
         try:
             result = work(examples, groups)
             break
         except RuntimeError as error:
-            alone = _out_of_memory(budget, error)
+            only_index = _handle_out_of_memory(budget, error)
         free()
-        if alone is None:
+        if only_index is None:
             continue
-        sequence = examples[alone].sequence
-        if sequence is not failed_alone:
-            failed_alone = sequence  # once more, with the memory that is free now
+        sequence = examples[only_index].sequence
+        if sequence is not failed_once:
+            failed_once = sequence  # retried once, because `free` may have made room for it
             continue
         log.error(
-            "a sequence is not trained: memory does not hold a pass of it alone; use a shorter limit of tokens for "
-            "trajectories, a smaller LoRA rank, more trainer processes on more GPUs or a GPU with more memory",
+            "sequence dropped: it does not fit in memory even alone; lower the token limit of trajectories or the LoRA "
+            "rank, or use more trainer processes on more GPUs, or a GPU with more memory",
             trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step,
         )  # fmt: skip
         dropped.append(sequence)
-        examples = [e for i, e in enumerate(examples) if i != alone]
-        groups = [g for i, g in enumerate(groups) if i != alone]
+        examples = [e for i, e in enumerate(examples) if i != only_index]
+        groups = [g for i, g in enumerate(groups) if i != only_index]
         if not examples:
             raise NothingFitsError(dropped, step)
     if dropped:
-        budget.restore(before)
+        budget.restore(before)  # the dropped sequences may have caused the halvings
     return Fitted(result, examples, groups, tuple(dropped))
 
 
 def check_within(
     budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """The metrics of a check, with smaller passes where memory runs out. A check that does not fit at all is left
-    out."""
+    """Return the metrics that `work` computes, with smaller passes when memory runs out.
+
+    If one sequence does not fit even alone, the check is skipped and the metric `checks_left_out` is 1."""
     while True:
         try:
             return work()
         except RuntimeError as error:
-            alone = _out_of_memory(budget, error)
+            only_index = _handle_out_of_memory(budget, error)
         free()
-        if alone is not None:
-            log.error("a check of the step is left out: memory does not hold a pass of one sequence")
+        if only_index is not None:
+            log.error("a check of the step is skipped: a pass of one sequence does not fit in memory")
             return {"checks_left_out": 1.0}
 
 
-def _out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
-    """The index of the sequence that did not fit alone, or `None` after `budget` was halved.
+def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
+    """Halve the token budget of a pass, unless the failed pass held only one sequence.
 
-    Raises any other error, and one that a smaller budget does not help."""
+    Returns the index of that sequence in the examples given to `work`; `None` if the budget was halved. Re-raises
+    `error` if it is not out-of-memory, or if the budget can't be made smaller."""
     if not is_out_of_memory(error):
         raise error
-    if isinstance(error, PassTooLargeError) and error.alone is not None:
-        return error.alone
+    if isinstance(error, PassTooLargeError) and error.only_index is not None:
+        return error.only_index
     if budget.tokens <= 1:
         raise error
     budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
     log.warning(
-        "out of memory: the token budget of a pass is halved", budget=budget.tokens, error=str(error).splitlines()[0]
-    )  # fmt: skip
+        "out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error)
+    )
     return None
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the message; the name of the error's type if the message is empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
 def within_memory(batch: MicroBatch) -> Iterator[None]:
-    """Raise `PassTooLargeError` where memory runs out in the pass of `batch`."""
+    """Raise `PassTooLargeError` if memory runs out inside the `with` block, which runs the pass of `batch`."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, PassTooLargeError) or not is_out_of_memory(error):
             raise
-        raise PassTooLargeError(
-            batch.indices, batch.layout.ids_RL.numel(), str(error).splitlines()[0]
-        ) from error
+        raise PassTooLargeError(batch.indices, batch.layout.ids_RL.numel(), _first_line(error)) from error

@@ -25,6 +25,7 @@ from tests.trainer.kit import VOCAB, exactly, exchange, settings
 from trainer.batches.groups import Example
 from trainer.batches.packing import Layout, padded
 from trainer.batches.sequences import TokenSequence, build
+from trainer.engine import checks
 from trainer.engine.engine import Engine
 from trainer.engine.state import SamplerMismatchError, TrainState, UntrainableError
 from trainer.learner import _shape
@@ -250,3 +251,32 @@ def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
     one = warm.step(warm.initial_state(), examples, [0] * 6).state
     two = cold.step(cold.initial_state(), examples, [0] * 6).state
     assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
+
+
+def test_a_nan_of_the_trainer_fails_the_check_of_the_sampler(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that was: every NaN counted as a logprob that the sampler had not recorded."""
+    state = engine.initial_state()
+    examples = batch(engine, state)
+    unknown = examples[0].sequence.logprobs.copy()
+    unknown[-1] = np.nan  # the sampler recorded no logprob of this token: it is not compared
+    examples[0] = Example(dataclasses.replace(examples[0].sequence, logprobs=unknown), 1.0)
+    packing = engine.packing_of(examples, [0] * 6)
+    engine.load_adapter(state.weights)
+    found = checks.sampler_logprob_difference(engine, state, examples, [0] * 6, packing, 1024)
+    assert found["sampler_logprob_diff_max"] < 1e-5
+    assert found["sampler_logprob_checked"] == 6 * 5 - 1
+    original = Engine.logprobs
+
+    def broken(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        logprobs, rest = original(self, *args, **kwargs)
+        logprobs[0, 0] = torch.nan
+        return logprobs, rest
+
+    monkeypatch.setattr(Engine, "logprobs", broken)
+    found = checks.sampler_logprob_difference(engine, state, examples, [0] * 6, packing, 1024)
+    assert np.isnan(found["sampler_logprob_diff"])
+    assert np.isnan(found["sampler_logprob_diff_max"])
+    with pytest.raises(SamplerMismatchError, match="differ by nan nats"):
+        engine._require_sampler_logprobs(found, 0)

@@ -17,6 +17,7 @@ from trainer.batches.packing import Layout
 from trainer.batches.sequences import build
 from trainer.engine import budget
 from trainer.engine.engine import Engine
+from trainer.engine.fitting import check_within
 from trainer.engine.state import UntrainableError
 
 
@@ -90,14 +91,16 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
         torch.testing.assert_close(result.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
     # The sequence was at fault: passes are as large as before.
     assert engine.budget.tokens == 1024
-    assert "memory does not hold a pass of it alone" in caplog.text
+    assert "it does not fit in memory even alone" in caplog.text
 
 
 def test_where_nothing_fits_the_batch_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     with_room_for(engine, 5, monkeypatch)
-    with pytest.raises(UntrainableError, match="step 1 is not taken: memory holds none of its 6 sequences"):
+    with pytest.raises(
+        UntrainableError, match="step 1 skipped: none of its 6 sequences fits in memory on its own"
+    ):
         engine.step(state, examples, [0] * 6)
 
 
@@ -134,4 +137,18 @@ def test_a_check_that_does_not_fit_is_left_out_and_said(
     metrics = engine.step(state, examples, [0] * 6).metrics
     assert metrics["checks_left_out"] == 1
     assert "sampler_logprob_diff" not in metrics
-    assert "a check of the step is left out" in caplog.text
+    assert "a check of the step is skipped" in caplog.text
+
+
+def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
+    """The fault that was: the first line of an empty message was read, which raised an `IndexError`."""
+    tokens = budget.Budget(64)
+    errors: list[BaseException] = [torch.OutOfMemoryError()]
+
+    def work() -> dict[str, float]:
+        if errors:
+            raise errors.pop()
+        return {"ok": 1.0}
+
+    assert check_within(tokens, lambda: None, work) == {"ok": 1.0}
+    assert tokens.tokens == 32
