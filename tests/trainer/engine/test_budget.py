@@ -17,7 +17,7 @@ def test_what_memory_that_ran_out_looks_like() -> None:
     error = pickle.loads(pickle.dumps(PassTooLargeError((3,), 70, "no room")))
     assert is_out_of_memory(error)
     assert (error.indices, error.tokens, error.only_index) == ((3,), 70, 3)
-    assert str(error) == "a pass of 1 sequence(s) and 70 tokens: no room"
+    assert str(error) == "out of memory in a pass of 1 sequence(s) and 70 tokens: no room"
     assert PassTooLargeError((3, 4), 70, "").only_index is None
 
 
