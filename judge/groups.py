@@ -57,7 +57,7 @@ class Group:
 
     @property
     def members(self) -> list[Arrival]:
-        """In the order of the log."""
+        """The trajectories that arrived, in the order of the log."""
         return sorted(self.arrivals.values(), key=lambda a: a.seq)
 
     @property

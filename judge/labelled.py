@@ -42,7 +42,7 @@ class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
     task: str = ""
     messages: list[dict[str, Any]] = []
-    """What all trajectories begin with."""
+    """Messages that all trajectories begin with."""
     tools: list[dict[str, Any]] = []
 
     def transcripts(self) -> dict[str, Transcript]:

@@ -54,7 +54,7 @@ class JudgeMonitor:
         self._config, self._path, self._rulers, self._anchors = config, path, rulers, anchors
         self._publish, self._project, self._judge = publish, project, judge
         self._published: dict[str, tuple[int, float]] = {}
-        """By ruler: the number of groups in its last event, and when that was."""
+        """For each ruler, the number of groups in its last event, and that event's time."""
         self.anchor_runs: list[dict[str, Any]] = []
 
     async def run(self) -> None:

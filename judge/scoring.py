@@ -39,7 +39,7 @@ class GroupRewards:
     """The rewards of a group's members."""
 
     final: Mapping[str, float]
-    """By trajectory. A trajectory that could not be scored is missing."""
+    """Score of each trajectory. A trajectory that could not be scored is missing."""
     components: Mapping[str, Mapping[str, float]]
     """The parts of each reward, by trajectory and name."""
     verdicts: tuple[Verdict, ...]

@@ -108,7 +108,7 @@ class BucketSpec:
     share: float = 0.0
     """Share of `nats.max_bytes`."""
     max_age_s: float = 0.0
-    """In seconds; 0: kept for ever."""
+    """Maximum age of messages in seconds; 0 keeps them for ever."""
 
 
 ALIVE = "alive."

@@ -57,7 +57,7 @@ Handler = Callable[[ControlRequest], Awaitable[Any]]
 
 @dataclass(eq=False, slots=True)
 class _Admitted:
-    """What the head of a request says. Its key was checked."""
+    """The parsed head of a request whose key was checked."""
 
     access: Access
     path: str = ""

@@ -68,7 +68,7 @@ class ObjectTarget(Target):
         self._lock = config.path("store.lock")
         self._fs = _client(config)
         self._infos: dict[tuple[str, str], fs.FileInfo] = {}
-        """Of the files that were listed last. Files never change, so each is looked up once."""
+        """Information about the files listed last. Files never change, so each is looked up once."""
         self._footers: dict[tuple[str, str], dict[str, str]] = {}
 
     def __str__(self) -> str:

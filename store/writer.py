@@ -83,7 +83,7 @@ class Writer:
         self.written = 0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Write until cancelled. What was taken by then is written before it returns."""
+        """Write until cancelled. Events received by then are written before it returns."""
         async with pulling(self._broker.client, self.spec, _FETCH) as puller:
             task_status.started()
             try:
@@ -140,8 +140,7 @@ class Writer:
         await self._accept(delivered)
 
     async def _restore_consumer(self, gone: ConsumerGoneError) -> None:
-        """Make the consumer, and its stream, again where they were deleted. What is in memory stays there and is
-        written."""
+        """Create the consumer and its stream again after they were deleted. Events in memory are kept and written."""
         while True:
             try:
                 if await self._consumer_exists():

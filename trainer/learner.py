@@ -268,7 +268,7 @@ Shape = tuple[object, ...]
 
 
 def _shape(config: Config, model: ModelConfig) -> Shape:
-    """What a model needs of its engine; models with equal shapes share one."""
+    """The settings that a model's engine is loaded with. Models with equal ones share an engine."""
     settings = config.trainer_of(model)
     return (model.base, *fixed_settings(settings).values())
 

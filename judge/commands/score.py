@@ -35,7 +35,7 @@ class ScoredGroup:
     judge: str
     """Hash of the judge configuration, as in `group.scored`."""
     scores: Mapping[str, float]
-    """By id. A trajectory that could not be scored is missing, and `rewards.missing` says why."""
+    """Score by trajectory id. A trajectory that could not be scored is missing, and `rewards.missing` says why."""
     rewards: GroupRewards
 
     def as_dict(self) -> dict[str, Any]:

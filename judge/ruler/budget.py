@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def allocate(sizes: Sequence[int], room: int) -> list[int]:
-    """Return how much of `room` each of `sizes` gets. Nothing is cut while there is room, and what is cut is cut to
+    """Return how much of `room` each of `sizes` gets. Texts are cut only if they do not fit, and all cut texts get
     one length.
 
     A text that needs less than an equal share leaves the rest of it to the others."""

@@ -111,7 +111,7 @@ class _ConversationBuilder:
         self.conversations: list[_OpenConversation] = []
         self._decoded: dict[bytes, _Keyed] = {}
         self._first: dict[int, Position] = {}
-        """Where the message with a key was new."""
+        """By the key of a message, the position at which it first appeared."""
 
     def add(self, exchange: ExchangeRecorded) -> int:
         """Add an exchange to the conversation that it continues, or begin a new one. Return the conversation's

@@ -38,9 +38,9 @@ class PromptLayout:
     """The texts of one call, uncut."""
 
     context: str
-    """What all trajectories have in common."""
+    """Text that all trajectories have in common."""
     members: tuple[tuple[ConversationText, ...], ...]
-    """By trajectory, in the order given."""
+    """The conversations of each trajectory, in the order given."""
 
 
 @dataclass(frozen=True)

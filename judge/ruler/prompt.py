@@ -75,7 +75,7 @@ def _invisible() -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The messages of one call, and which trajectories its ids stand for."""
+    """The messages of one call, and the trajectory that each id in it means."""
 
     messages: list[dict[str, str]]
     names: dict[str, str]

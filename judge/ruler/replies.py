@@ -45,7 +45,7 @@ _NUMBER = re.compile(
 )
 _NAME = re.compile(rf"[\W_]*+(?:{_LABEL}[\W_]++)*+([a-z0-9]++)[\W_]*+", re.I)
 _SEPARATOR = re.compile(r"[\s,;|=*`:\-]*+")
-"""What may stand between documents, or lines, that belong together."""
+"""Text that may separate documents or lines that belong together."""
 _FINAL_WORD = re.compile(r"\b(?:final|revised|corrected|adjusted)\b", re.I)
 _ID_KEYS = ("id", "trajectory_id", "attempt_id", "trajectory", "attempt", "name")
 _FINAL = ("final", "revised", "corrected", "adjusted")
@@ -240,7 +240,7 @@ def _entry_id(entry: Object, ids: Ids) -> str | None:
 
 
 def _find_id(name: Any, ids: Ids) -> str | None:
-    """Return the id that `name` stands for, without the label and punctuation around it, or `None`."""
+    """Return the id in `name`, without the label and punctuation around it, or `None`."""
     if not isinstance(name, str | int | float) or isinstance(name, bool):
         return None
     text = str(name).strip().lower()

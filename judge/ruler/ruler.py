@@ -63,7 +63,7 @@ class JudgingError(Exception):
 
 @dataclass
 class Usage:
-    """What calls of the judge model took."""
+    """Number, tokens and cost of calls of the judge model."""
 
     calls: int = 0
     prompt_tokens: int = 0

@@ -42,7 +42,7 @@ class Column:
     doc: str = ""
     nullable: bool = False
     default: str = ""
-    """As the reference shows it; empty: required."""
+    """The default as the reference shows it; empty if the field is required."""
     choices: tuple[str, ...] = ()
     item: Column | None = None
     fields: tuple[Column, ...] = ()

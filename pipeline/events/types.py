@@ -16,7 +16,7 @@ Logprobs = Annotated[bytes, msgspec.Meta(extra={"column": "list<float32>"})]
 """Packed little-endian float32, natural logarithm, one per token."""
 
 TokenMask = Annotated[bytes, msgspec.Meta(extra={"column": "list<uint8>"})]
-"""One byte per token: 1 or 0. What an empty mask stands for, the field says."""
+"""One byte per token: 1 or 0. The field's docstring says what an empty mask means."""
 
 StreamSeqs = Annotated[bytes, msgspec.Meta(extra={"column": "list<int64>"})]
 """Packed little-endian int64 stream sequences."""

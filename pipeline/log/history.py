@@ -160,7 +160,7 @@ class Reader(StreamReader):
         return await self.claimed_event(event) if isinstance(event, ClaimCheck) else event
 
     async def claimed_event(self, claim: ClaimCheck) -> AnyEvent:
-        """Return the event that a claim check stands for. Raises as `decode` does."""
+        """Return the event that a claim check refers to. Raises as `decode` does."""
         event = decode(await self.get_object(claim.bucket, claim.object))
         if isinstance(event, ClaimCheck):
             raise msgspec.DecodeError("the object of a claim check is a claim check itself")

@@ -131,5 +131,5 @@ def _byte_limit(log: StreamReader, share: float, info: api.StreamInfo) -> int:
 
 
 def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
-    """Return whether a setting is not as wanted; the server leaves out what is zero."""
+    """Return whether a setting differs from the wanted value. The server leaves out values of zero."""
     return any((getattr(existing, f) or 0) != (getattr(wanted, f) or 0) for f in fields)

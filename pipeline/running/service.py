@@ -91,7 +91,8 @@ async def _run(serve: Serve, config: Config, fd: int | None) -> None:
 
 
 def _unusable_settings(error: BaseException) -> list[str]:
-    """Return what is wrong with the settings, where nothing else is wrong, however deep the task groups were."""
+    """Return the messages of the settings errors in `error`, which may be nested exception groups; empty if there is
+    any other error in it."""
     if isinstance(error, BaseExceptionGroup):
         inner = [_unusable_settings(e) for e in error.exceptions]
         return [message for messages in inner for message in messages] if all(inner) else []

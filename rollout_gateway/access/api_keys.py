@@ -65,7 +65,7 @@ def expires_at(key: KeyConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the API key of a request permits."""
+    """The permissions of a request's API key."""
 
     owner: str = ""
     """The key's name. Empty on a gateway without keys."""
@@ -104,7 +104,7 @@ FULL_ACCESS = Access(operator=True)
 
 @dataclass(eq=False)
 class _Account:
-    """What the keys of one name permit together: a rate for their calls, and the limits of their trajectories'
+    """The limits that all keys of one name share: a rate for their calls, and the limits of their trajectories'
     tokens."""
 
     per_minute: int
@@ -148,7 +148,7 @@ class ApiKeys:
     def __init__(self, config: GatewayConfig, project: str = "default", file: Path | None = None) -> None:
         self._settings, self._project, self._file = config.keys, project, file
         self._file_version: _FileVersion = None
-        """Of the file as it was last read."""
+        """Version of the key file when it was last read."""
         self.required = bool(config.keys)
         """Whether requests need a key. Never reset: a file that is deleted must not open the gateway."""
         self._keys: dict[str, tuple[Access, float]] = {}

@@ -45,7 +45,7 @@ class Opening(Body, frozen=True, kw_only=True):
     attempt: Whole = 0
     metadata: dict[str, Any] = {}
     pinned: str = ""
-    """Exact version that answers every call; empty: what `model` stands for."""
+    """Exact version that answers every call; if empty, the version that `model` is routed to."""
     key_completes: bool = False
     """Whether the trajectory's own key may complete it, and so decide its reward."""
 
@@ -147,7 +147,7 @@ class ModelList(Struct, kw_only=True):
 class Policy(Struct, kw_only=True):
     model: str
     version: str
-    """What the model's name stands for now."""
+    """The version that the model's name is routed to now."""
     step: Count
     newest: str
     loaded: list[str]

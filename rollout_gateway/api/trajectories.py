@@ -157,7 +157,7 @@ class TrajectoryRoutes:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     async def get(self, request: ControlRequest) -> TrajectoryState:
-        """A trajectory as it is on the log."""
+        """Answer with a trajectory as recorded on the log."""
         return _state(*await self._registry.describe(request.values[0]))
 
     async def list(self, request: ControlRequest) -> TrajectoryList:

@@ -21,7 +21,7 @@ _NO_ANSWER = Answer({}, b"", [])
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """What the head of a request says about a model call."""
+    """The caller of a model call, from the head of its request."""
 
     trajectory: Trajectory | None = None
     traceparent: str = ""

@@ -54,7 +54,7 @@ class Identity:
     # -- by the head of a request. Nothing is read from the log ----------------------------------------------------
 
     def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None) -> Access:
-        """What the key of a request permits. `trajectory` is the one that its path names.
+        """Check a request's key and return its permissions. `trajectory` is the one named in its path.
 
         Raises an `ApiError`: 401 for an invalid key, 403 for one that does not permit this, 429 for too many
         requests."""

@@ -34,7 +34,7 @@ _TRUE = Raw(b"true")
 
 
 class Dialect:
-    """What both endpoints share."""
+    """The common part of both endpoints."""
 
     path: ClassVar[str]
     object_name: ClassVar[bytes]

@@ -109,7 +109,7 @@ class StreamCapture:
 
     @property
     def held(self) -> bytes:
-        """What the client gets once the exchange is on the log."""
+        """The held-back chunks, which the client gets once the exchange is on the log."""
         return b"".join(self._held)
 
     def take(self, data: bytes) -> bytes:
@@ -171,7 +171,7 @@ class StreamCapture:
             (self._held if self._finished >= self._expected else out).append(b"data: %b\n\n" % shown)
 
     def _flush(self) -> None:
-        """Decode what was cut."""
+        """Decode the values that were cut out."""
         if not self._cut:
             return
         contents, logprobs, tokens = zip(*self._cut, strict=True)

@@ -19,7 +19,7 @@ class Cancellation:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        """What `cancel` was called with. The first call counts."""
+        """The error that `cancel` was first called with."""
         self._task: asyncio.Task[object] | None = None
 
     def cancel(self, error: Exception) -> None:

@@ -60,7 +60,7 @@ class Request:
         self.refusal: ApiError | None = None
         """Why `admit` refused the request. Its body was not kept."""
         self.admitted: Any = None
-        """What `admit` leaves for the handler."""
+        """Result of `admit`, for the handler."""
         self.extra: tuple[tuple[bytes, bytes], ...] = ()
         """Headers that any answer to this request carries."""
         self.keep_alive = False

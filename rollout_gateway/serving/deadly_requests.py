@@ -84,7 +84,7 @@ class DeadlyRequests:
         """`keep_s`: seconds after which a request is forgotten."""
         self._keep_s = keep_s
         self.cases: OrderedDict[str, _Case] = OrderedDict()
-        """By request hash."""
+        """Suspect requests by hash."""
         self._lives: dict[str, ServerLife] = {}
         """By replica name, the latest process that failed or was given a suspect request."""
         self.turn = asyncio.Lock()

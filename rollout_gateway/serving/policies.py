@@ -38,7 +38,7 @@ class ModelState:
 
     name: str
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
-    """By version, in the order of publication."""
+    """Checkpoints by version, in the order of publication."""
     promoted: PolicyPromoted | None = None
     promoted_at: tuple[int, int] = (0, 0)
     """Stream time and sequence of the last decision. An older one that arrives later changes nothing. The time is
@@ -71,7 +71,7 @@ class Policies:
         self.project = project
         self._trust = trust or Trust(SigningConfig())
         self._refused: list[tuple[Recorded[Event], str]] = []
-        """Checkpoints without a valid signature that were not reported yet, and what is wrong."""
+        """Checkpoints without a valid signature that were not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
         self.next_seq = 1
         self._last: Place | None = None

@@ -46,7 +46,7 @@ class Decided(msgspec.Struct, kw_only=True):
     model: str
     action: str
     version: str
-    """What the model's name stands for now."""
+    """The version that the model's name is routed to now."""
     other: str | None
 
 

@@ -23,7 +23,7 @@ class LoadedAdapter:
 
     path: str
     last_used: float
-    """By `time.monotonic`."""
+    """Time of the last use, by `time.monotonic`."""
 
 
 class Replica:
@@ -40,7 +40,7 @@ class Replica:
         self.incarnation = ""
         """Identifies the server process: changes when the server restarts."""
         self.loaded: dict[str, LoadedAdapter] = {}
-        """By version. Base versions have no adapter."""
+        """Loaded adapters by version. Base versions have no adapter."""
         self.draining: set[str] = set()
         """Versions that are about to be unloaded and take no new call."""
         self.in_flight: Counter[str] = Counter()

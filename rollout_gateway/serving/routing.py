@@ -43,7 +43,7 @@ class VersionRouter:
             )
 
     def version(self, model: str, opened: TrajectoryOpened | None) -> str:
-        """The exact version that answers now: the trajectory's pinned one, else what `model` stands for.
+        """The exact version that answers now: the trajectory's pinned one, else the version that `model` is routed to.
 
         Raises as `check` does, and a 409 `ApiError` if the version was refused."""
         self.check(model, opened)
@@ -64,7 +64,7 @@ class VersionRouter:
         return version
 
     def current(self, model: str, trajectory: str = "") -> str:
-        """The version that the name `model` stands for. A trajectory keeps its side of a split."""
+        """The version that the name `model` is routed to. A trajectory keeps its side of a split."""
         state = self._policies.models[model]
         if state.promoted is not None:
             return _side(state.promoted, trajectory)

@@ -54,16 +54,17 @@ class CheckpointError(RuntimeError):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint on disk was made from."""
+    """The manifest of a checkpoint on disk."""
 
     event: CheckpointPublished
-    """As the log gets it, before it is signed."""
+    """The event that is published, before it is signed."""
     config: dict[str, Any]
     """The training settings, for people: `event.config_hash` identifies them."""
     trace: dict[str, str] = {}
     """Headers under which the event is published (W3C trace context)."""
     discarded: tuple[GroupDiscarded, ...] = ()
-    """Which trajectories were left out because memory does not hold them; published after `event`."""
+    """Events for trajectories that were left out because they do not fit into memory. They are published after
+    `event`."""
 
 
 def batch_id(parent: str, groups: tuple[str, ...], config_hash: str) -> str:

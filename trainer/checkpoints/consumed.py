@@ -46,6 +46,6 @@ class Consumed:
         return place in self._places or (place.seq, group) in self._named
 
     def trained(self, model: str, group: str) -> ConsumedGroup | None:
-        """Where the group lay when a checkpoint of `model` learned from it, and that checkpoint's version; `None`
-        where none did."""
+        """The group's place on the log when a checkpoint of `model` trained on it, and that checkpoint's version;
+        `None` if no checkpoint did."""
         return self._trained.get((model, group))

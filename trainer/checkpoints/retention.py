@@ -61,7 +61,7 @@ class Holdings:
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, set[str]]] = {}
-        """By replica: its incarnation, and its versions."""
+        """For each replica, its incarnation and its loaded versions."""
 
     def note(self, event: PolicyLoaded | PolicyUnloaded) -> None:
         """Take in an event, in the order of the log."""
@@ -94,7 +94,7 @@ class Retention:
         """Forget what was read from the log: a power cut may have taken its end."""
         self._holdings: dict[str, Holdings] = {name: Holdings() for name in self._learners}
         self._pinned: dict[str, tuple[str, str]] = {}
-        """By open trajectory: its model, and the version that it is pinned to."""
+        """For each open trajectory, its model and the version that it is pinned to."""
         self._next_policy = self._next_rollout = 1
         """Next sequence to read of each stream."""
 
@@ -164,7 +164,7 @@ class Retention:
         return [r.event for r in history]
 
     async def _retired(self, name: str) -> dict[str, int]:
-        """By retired version of this branch, the stream time of its retirement in microseconds."""
+        """For each retired version of this branch, the stream time of its retirement in microseconds."""
         out: dict[str, int] = {}
         for recorded in await self._broker.read(PolicyRetired, project=self._project, model=name):
             event = recorded.event
