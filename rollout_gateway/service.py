@@ -111,7 +111,7 @@ async def serve(config: Config, ready: Ready) -> None:
     trust = Trust(config.signing)
     if not trust.checks:
         log.warning(
-            "signatures of checkpoints are not checked: whoever can write to the log decides what is served",
+            "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",
         )
     listener = _listen(config.gateway.host, config.gateway.port)

@@ -77,7 +77,9 @@ class Rejudge:
         judge = judge_hash(config.judge)
         self.report = RejudgeReport(branch or f"judge-{judge}", judge)
         if self.report.branch in (source, "main"):
-            raise ConfigError(f"a verdict set needs a branch of its own, not {self.report.branch!r}")
+            raise ConfigError(
+                f"--branch {self.report.branch}: name a branch other than main and the one that is judged again"
+            )
 
     async def run(self, limit: int = 0) -> RejudgeReport:
         """Judge the newest `limit` groups (0: all), `judge.concurrency` at once."""

@@ -88,7 +88,7 @@ class RewardFunction:
             if fault and isolate == "require":
                 raise ConfigError(
                     f'judge.rewards: {self._config.name} has isolate = "require", but {fault}; '
-                    'isolate = "auto" runs the function without a sandbox where there is none'
+                    'isolate = "auto" runs the function without a sandbox if none is available'
                 )
             if fault:
                 log.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)

@@ -155,7 +155,7 @@ class LlmRuler:
                     reason = str(error)
             pause = backoff.next_s()
             if time.monotonic() + pause > deadline:
-                raise UnscoredError(f"no usable judging within {self._config.retry_for_s:.0f} s: {reason}")
+                raise UnscoredError(f"no usable judge pass within {self._config.retry_for_s:.0f} s: {reason}")
             log.warning("group will be judged again", group=members[0].group, in_s=pause, reason=reason)
             await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
 

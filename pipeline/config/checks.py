@@ -76,7 +76,7 @@ def _check_names(config: Config) -> None:
     if len(set(names)) != len(names):
         raise ConfigError("models: two models have the same name")
     if config.log_level.upper() not in _LEVELS:
-        raise ConfigError(f"log_level: {config.log_level!r} is none of {', '.join(_LEVELS)}")
+        raise ConfigError(f"log_level: {config.log_level!r} is unknown; use {', '.join(_LEVELS)}")
 
 
 def check(config: Config) -> None:

@@ -78,7 +78,7 @@ class Pulled:
         return {name.decode(): value.strip().decode() for name, _, value in lines}
 
     def header(self, name: bytes) -> str:
-        """Return one header without decoding the others; empty if there is none of that name."""
+        """Return one header without decoding the others; empty if no header has that name."""
         head = self._head
         at = head.find(b"\r\n" + name + b":")
         if at < 0:

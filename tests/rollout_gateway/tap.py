@@ -175,7 +175,7 @@ class Tap:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parser: Any) -> None:
-    # Seen before it is passed on: whoever gets the end of a reply finds the call complete in `calls`.
+    # Seen before it is passed on: a test that has the end of a reply finds the call complete in `calls`.
     while data := await reader.read(65536):
         parser.feed_data(data)
         writer.write(data)

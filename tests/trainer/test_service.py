@@ -186,7 +186,7 @@ async def test_another_logs_checkpoints_are_refused(
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
         await steps_reach(broker, 2)
     fresh = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
-    with pytest.raises(TrainerError, match="another log's training"):
+    with pytest.raises(TrainerError, match="checkpoints of another log"):
         await service.serve(fresh, lambda **_: None)
 
 

@@ -205,6 +205,6 @@ class Commits:
 
 def _foreign_log(learner: Learner, why: str) -> TrainerError:
     return TrainerError(
-        f"{why}: {learner.checkpoints.folder} is another log's training. Point nats.url at the log it belongs to, or "
+        f"{why}: {learner.checkpoints.folder} holds checkpoints of another log. Point nats.url at their log, or "
         "use a fresh run_dir."
     )

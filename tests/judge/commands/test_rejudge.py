@@ -128,7 +128,7 @@ async def test_a_judge_that_fails_leaves_history_as_it_was(nats_config: NatsConf
 
 async def test_the_line_of_training_can_t_be_overwritten(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
-        with pytest.raises(ConfigError, match="branch of its own"):
+        with pytest.raises(ConfigError, match="name a branch other than main"):
             Rejudge(broker, Config(), None, branch="main")
 
 

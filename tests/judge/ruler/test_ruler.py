@@ -126,7 +126,7 @@ async def test_nothing_usable_is_an_error_and_in_the_end_an_unscored_group() -> 
     with pytest.raises(JudgingError, match="answered 503"):
         await ruler(Model(lambda _: 503)).judge(TRANSCRIPTS)
     judge = ruler(Model(lambda _: 503), TRANSCRIPTS, retry_for_s=0.1)
-    with pytest.raises(UnscoredError, match="no usable judging within 0 s: answered 503"):
+    with pytest.raises(UnscoredError, match="no usable judge pass within 0 s: answered 503"):
         await judge([completed(n) for n in QUALITY])
 
 

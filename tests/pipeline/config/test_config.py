@@ -40,7 +40,7 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
         ("nats.port=-1", "settings: nats.port: expected `int` >= 0"),
         ("vllm.port=x", "settings: vllm.port: expected `int`, got `str`"),
-        ("log_level=LOUD", "log_level: 'LOUD' is none of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+        ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
         ("gateway.capture=on", "expected acked or async or off"),

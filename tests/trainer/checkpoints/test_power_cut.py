@@ -169,7 +169,7 @@ async def test_a_fork_is_refused(
     async with Broker.connect(nats_config) as broker, running(other):
         await kit.publish_group(broker, "else", [0.0, 1.0], seed=9)
         await steps_reach(broker, 1)
-    with pytest.raises(TrainerError, match="another log's training"):
+    with pytest.raises(TrainerError, match="checkpoints of another log"):
         await service.serve(config, lambda **_: None)
 
 
