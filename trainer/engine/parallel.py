@@ -9,7 +9,8 @@ Otherwise these would expect equal shares of a batch in all processes and wait f
 
 An error in one process is raised in all before gradients are exchanged, so no process waits for one that failed.
 If one runs out of memory, all halve their budgets. If a process dies, the connections of the others break, the
-launcher ends all of them, and the supervisor restarts the trainer."""
+launcher ends all of them, and the supervisor restarts the trainer.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ T = TypeVar("T")
 
 LAUNCHER = "JOURNEYMAN_LAUNCHER"
 """Environment variable with the process id of the launcher, which has the supervisor's file descriptors."""
-_PATIENCE = timedelta(days=365)
-"""Timeout of a worker's wait for the next job, which comes only when there are groups."""
+_JOB_TIMEOUT = timedelta(days=365)
+"""How long a worker waits for the next job. It comes only when enough groups were scored, so the limit is generous."""
 
 
 class WorkerError(RuntimeError):
@@ -51,25 +52,25 @@ class Job:
     """Work that rank 0 distributes to all processes."""
 
     engine: int
-    """`Engine.number`."""
+    """The engine to compute with: `Engine.number`."""
     config: TrainerConfig
     weights: Weights
     """The adapter to compute with."""
     examples: Sequence[Example]
     groups: Sequence[int]
     budget: int
-    """Tokens of a pass."""
+    """The token budget of a pass."""
     gradients: bool
-    """Whether gradients of the loss are wanted; else logprobs."""
+    """Whether to compute gradients of the loss; otherwise logprobs."""
 
 
 class ProcessGroup:
-    """The processes of this trainer, as seen from one of them."""
+    """The connections of one of the trainer's processes to the others."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        # Orders travel over gloo: NCCL would keep the GPU busy while it waits.
-        self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        # Jobs are sent over gloo, because NCCL keeps the GPU busy while it waits.
+        self._control: Any = dist.new_group(backend="gloo", timeout=_JOB_TIMEOUT)
 
     @classmethod
     def join(cls) -> ProcessGroup:
@@ -84,14 +85,14 @@ class ProcessGroup:
             "MASTER_PORT",
         )
         found = {name: os.environ.pop(name) for name in names if name in os.environ}
-        # torchrun, which accelerate starts, keeps the store in which processes meet; without it the first process does.
+        # torchrun, which accelerate starts, hosts the TCP store for the rendezvous. Without torchrun rank 0 hosts it.
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "TORCHELASTIC_"))]:
             del os.environ[name]
         rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if torch.cuda.device_count():
-            # One device each, before anything touches CUDA: to every process its own is the first.
+            # One device for each process. This must be set before CUDA is initialised.
             devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
             os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(found.get("LOCAL_RANK", "0")) % len(devices)]
         dist.init_process_group(
@@ -105,10 +106,10 @@ class ProcessGroup:
             ),
             rank=rank,
             world_size=size,
-            timeout=_PATIENCE,
+            timeout=_JOB_TIMEOUT,
         )
         if rank:
-            # A stop is for the first process, which may want to finish a step.
+            # Only rank 0 handles a stop signal, because it may have to finish a commit. It then ends the workers.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(rank, size)
@@ -123,19 +124,20 @@ class ProcessGroup:
         """Close the connections and join gloo's threads. Every process must call it before the interpreter exits: a
         gloo thread that releases a tensor asks for the interpreter's lock, and one that asks during finalization
         aborts the process with "terminate called without an active exception"."""
-        self._control = None  # the threads of a group end with its last reference
+        self._control = None  # the group's threads end when its last reference is dropped
         dist.destroy_process_group()
 
-    # -- orders --------------------------------------------------------------------------------------------------
+    # -- jobs ----------------------------------------------------------------------------------------------------
 
     def send(self, job: Job | None) -> None:
         """Send a job to all other processes. `None` ends their loops."""
         dist.broadcast_object_list([job], src=0, group=self._control)
 
     def receive(self) -> Job | None:
-        box: list[Job | None] = [None]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]
+        """Wait for the next job of rank 0. `None`: there are no more."""
+        received: list[Job | None] = [None]
+        dist.broadcast_object_list(received, src=0, group=self._control)
+        return received[0]
 
     def worker_loop(self, do: Callable[[Job], None]) -> None:
         """Do the jobs that rank 0 sends until it sends `None`."""
@@ -164,22 +166,24 @@ class ProcessGroup:
         result: T | None = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - the others have to know, whatever it was
+        except Exception as error:  # noqa: BLE001 - any error must reach the other processes
             failure = error
-        memory = failure is not None and is_out_of_memory(failure)
+        out_of_memory = failure is not None and is_out_of_memory(failure)
         too_large = failure if isinstance(failure, PassTooLargeError) else None
-        said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        message = "" if failure is None else f"{type(failure).__name__}: {failure}"
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, (result, memory, too_large, said), group=self._control)
+        dist.all_gather_object(outcomes, (result, out_of_memory, too_large, message), group=self._control)
         if failure is not None:
             raise failure
-        for _, _, theirs, _ in outcomes:
-            if theirs is not None:
-                raise theirs
+        for _, _, too_large, _ in outcomes:
+            if too_large is not None:
+                raise too_large
         if any(out_of_memory for _, out_of_memory, _, _ in outcomes):
             raise torch.OutOfMemoryError("another process of the trainer ran out of memory")
-        if others := [f"process {rank}: {said}" for rank, (_, _, _, said) in enumerate(outcomes) if said]:
-            raise WorkerError("; ".join(others)[:2000])
+        if failures := [
+            f"process {rank}: {message}" for rank, (*_, message) in enumerate(outcomes) if message
+        ]:
+            raise WorkerError("; ".join(failures)[:2000])
         if parameters:
             self._sum(parameters)
         return [result for result, _, _, _ in outcomes]
@@ -198,17 +202,17 @@ def _size(batch: MicroBatch) -> float:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> None:
-    """Become `accelerate launch` with so many processes of the trainer. Does not return."""
+    """Replace this process by `accelerate launch` with `processes` trainer processes. Does not return."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     os.environ[LAUNCHER] = str(os.getpid())
-    # As for several GPUs on a machine without any too: the processes see for themselves what there is.
+    # `--multi_gpu` starts the processes on a machine without GPUs too; `ProcessGroup.join` finds the devices.
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes),
         "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port),
         "--module", "trainer", *arguments,
     ]  # fmt: skip
-    os.execv(sys.executable, command)  # noqa: S606 - that is what it is to become
+    os.execv(sys.executable, command)  # noqa: S606 - no shell, and the command is built here
 
 
 def adopt_ready_fd(arguments: list[str]) -> list[str]:
@@ -216,6 +220,6 @@ def adopt_ready_fd(arguments: list[str]) -> list[str]:
     launcher = os.environ.pop(LAUNCHER, "")
     if not launcher or "--ready-fd" not in arguments:
         return arguments
-    place = arguments.index("--ready-fd") + 1
-    opened = os.open(f"/proc/{launcher}/fd/{arguments[place]}", os.O_WRONLY)
-    return [*arguments[:place], str(opened), *arguments[place + 1 :]]
+    index = arguments.index("--ready-fd") + 1
+    opened = os.open(f"/proc/{launcher}/fd/{arguments[index]}", os.O_WRONLY)
+    return [*arguments[:index], str(opened), *arguments[index + 1 :]]
