@@ -46,7 +46,7 @@ from trainer.engine.state import TrainState, UntrainableError
 log = get_logger("trainer.learner")
 
 MAX_ATTEMPTS = 10
-"""A batch whose computation killed the process this often is taken for the cause and not computed again."""
+"""After the process died this many times while it computed the same batch, the batch is not computed again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class PendingStep:
 
 
 class Learner:
-    """The training state of one model, its checkpoints and what was measured since the last step."""
+    """The training state of one model, its checkpoints, and statistics of the groups since the last step."""
 
     def __init__(self, config: Config, model: ModelConfig, engine: Engine) -> None:
         self.config, self.model, self.engine = config, model, engine
@@ -71,12 +71,12 @@ class Learner:
         self.config_hash = config_hash(self.settings)
         self.state = engine.initial_state()
         self._fresh = self.state.weights
-        """The adapter of step 0; it does not change the base model."""
+        """The adapter of step 0, with which the model computes the same as the base model."""
         self.sampling_defaults = defaults_of(engine.model.get_base_model(), config.vllm.args)
         """Sampling parameters that the inference server uses where a request names none."""
         if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
             log.error(
-                "requests that keep the inference server's default penalty will not be trained, since the trainer "
+                "replies sampled with the inference server's default penalty are not trained, because the trainer "
                 "can't compute it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off "
                 "in the requests",
                 model=model.name, base=model.base, setting=unsupported,
@@ -96,22 +96,24 @@ class Learner:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def resume(self, step: int) -> None:
-        """Load the checkpoint of `step` from disk, and the adapters of earlier steps within the staleness bound that
-        are still there. Raises `CheckpointError`."""
+        """Load the checkpoint of `step` from disk, and those adapters of earlier steps within the staleness bound that
+        are on disk. Raises `CheckpointError` if the checkpoint is missing or damaged."""
         state = state_of(*self.checkpoints.read(step))
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
                 state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
         if step <= self.settings.max_staleness + 1:
             state.history[0] = self._fresh
-        self.engine.load_adapter(state.weights)  # an adapter that does not fit fails here, not in a step
+        self.engine.load_adapter(
+            state.weights
+        )  # raises an error now, not in a step, if the adapter does not fit
         self.state = state
 
     def rebuild(self, event: CheckpointPublished, archive: bytes) -> None:
-        """Continue from an adapter of the log (`archive`, a tar) with a fresh optimizer, where the disk has no state
-        for it.
+        """Continue from an adapter in the object store (`archive`, a tar) with a fresh optimizer. It is used if the
+        checkpoint is not on disk.
 
-        Raises `CheckpointError` where the adapter is not the one that `event` names."""
+        Raises `CheckpointError` if the SHA-256 of `archive` is not the one in `event`."""
         if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
             raise CheckpointError(
                 f"the adapter of {event.version} in the object store does not match its event: restore the object store"
@@ -125,7 +127,7 @@ class Learner:
         )  # fmt: skip
 
     def adapter_archive(self, step: int) -> bytes:
-        """The adapter of a checkpoint on disk, as a tar. Raises `CheckpointError`."""
+        """Return the adapter of the checkpoint of `step` on disk as a tar. Raises `CheckpointError`."""
         _, files = self.checkpoints.read(step)
         return pack({name: content for name, content in files.items() if name.startswith("adapter_")})
 
@@ -158,8 +160,8 @@ class Learner:
         }
 
     def unknown_token(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """A token id outside the model's vocabulary, which would make the whole batch fail; `None` where there is
-        none."""
+        """Return a token id of `sequences` that is outside the model's vocabulary, or `None` if there is none. Such a
+        token would make the whole batch fail."""
         for sequence in sequences:
             outside = (sequence.ids < 0) | (sequence.ids >= self.engine.vocabulary)
             if outside.any():
@@ -172,11 +174,13 @@ class Learner:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
         The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the
-        checkpoint's event is published. Raises `UntrainableError` where the batch can't be trained, or its
-        computation killed the process `MAX_ATTEMPTS` times."""
+        checkpoint's event is published. Raises `UntrainableError` if the batch can't be trained, or if the
+        process died `MAX_ATTEMPTS` times while it computed the batch."""
         began, started_at = time.perf_counter(), now_us()
         groups = tuple(g.event.group for g in batch)
-        places = [g.place for g in batch]  # the intake may set another while this computes
+        places = [
+            g.place for g in batch
+        ]  # read before the computation, since the intake may replace a group's place
         batch_hash = batch_id(self.version, groups, self.config_hash)
         if self.checkpoints.count_attempt(batch_hash) > MAX_ATTEMPTS:
             raise UntrainableError(f"the trainer died {MAX_ATTEMPTS} times while it computed this batch")
@@ -237,7 +241,7 @@ class Learner:
         }
 
     def commit(self, pending: PendingStep) -> None:
-        """Make the step current: the log holds it. Deletes checkpoints that are no longer needed."""
+        """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""
         self.state = pending.state
         self.without_variance = 0
         self.untrained_rewards.clear()
@@ -249,9 +253,11 @@ class Learner:
 def _too_large(
     batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence], version: str
 ) -> tuple[GroupDiscarded, ...]:
-    """The events that say which trajectories have one of the `dropped` sequences, one for each group that has such."""
-    gone = {sequence.trajectory for sequence in dropped}
-    found = [(g, tuple(m.trajectory for m in g.members if m.trajectory in gone)) for g in batch]
+    """Return a `too_large` discard for each group with `dropped` sequences. It names the trajectories of these."""
+    dropped_trajectories = {sequence.trajectory for sequence in dropped}
+    found = [
+        (g, tuple(m.trajectory for m in g.members if m.trajectory in dropped_trajectories)) for g in batch
+    ]
     return tuple(
         GroupDiscarded(
             project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
@@ -268,7 +274,7 @@ Shape = tuple[object, ...]
 
 
 def _shape(config: Config, model: ModelConfig) -> Shape:
-    """The settings that a model's engine is loaded with. Models with equal ones share an engine."""
+    """Return the base model and the settings it is loaded with. Models for which they are equal share an engine."""
     settings = config.trainer_of(model)
     return (model.base, *fixed_settings(settings).values())
 

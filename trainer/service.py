@@ -136,7 +136,7 @@ class Trainer:
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, delivery.place, delivery)
                 else:
-                    log.warning("event skipped: it is no scored group", subject=delivery.subject)
+                    log.warning("event skipped: it is not a scored group", subject=delivery.subject)
                     await delivery.ack()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
@@ -182,11 +182,10 @@ class Trainer:
         self._group_queued.set()
 
     async def _refuse_repeated(self, event: GroupScored) -> Refusal | None:
-        """Refuse a group that was trained already: a power cut took its event from the log, and the judge scored it
-        again.
+        """Refuse a group that was already trained, and was scored again because the log lost its event in a power cut.
 
-        Where the first event is still there, or was removed by the stream's retention, `event` is another group of
-        that id."""
+        Returns `None` if `event` is another group with the same id: the earlier event is still on the log, or the
+        stream's retention removed it."""
         before = self._consumed.trained(event.model, event.group)
         if before is None or not before.place.at:
             return None
@@ -200,13 +199,14 @@ class Trainer:
             if found.place == before.place:
                 return None
         return Refusal(
-            "repeated", f"{before.version} learned from this group; the log lost its first scoring"
+            "repeated",
+            f"already trained in {before.version}; the log lost the group's first event and it was scored again",
         )
 
     async def _discard(self, queue: ModelQueue, group: TrainingGroup, refusal: Refusal) -> None:
         event = group.event
         if refusal.reason == "stale" and group.sequences is None:
-            await queue.histories.read(group)  # for `duration_s`, which shows whether long tasks starve
+            await queue.histories.read(group)  # sets `duration_s`, which shows whether long tasks starve
         trajectories = tuple(m.trajectory for m in event.members)
         await self._publish_discard(queue, group, trajectories, refusal)
         self._consumed.add(group.place)
@@ -285,7 +285,7 @@ class Trainer:
             await self._dead_letter(queue, list(queue.batch), str(error), error.reason)
             return
         event = pending.manifest.event
-        # The step is on disk: finish the commit even where a stop arrives, as it is shorter than a recovery.
+        # The step is on disk. Finish the commit even if the service is stopped: that is faster than a recovery.
         with anyio.CancelScope(shield=True):
             async with self._publishing:
                 await self.commits.republish_lost(learner)  # first, so that the log holds the steps in order
@@ -345,10 +345,10 @@ def _trace_of(batch: Sequence[TrainingGroup]) -> dict[str, str]:
 
 
 async def train(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
-    """Train until every model has reached `trainer.max_steps`; without end where that is 0.
+    """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0.
 
-    `ready` is called once recovery is complete. `process_group` are the other processes that share the passes of a
-    step. Raises `TrainerError` where the checkpoints on disk do not belong to the log."""
+    `ready` is called once recovery is complete. `process_group` connects to the other processes that share the passes
+    of a step. Raises `TrainerError` if the checkpoints on disk do not belong to the log."""
     scratch = config.path(config.trainer.checkpoints)
     user = "trainer" if config.trainer.branch == "main" else "experiment"
     async with Broker.connect(config.nats, name=user) as broker:
@@ -367,7 +367,7 @@ async def train(config: Config, ready: Ready, process_group: ProcessGroup | None
 
 
 async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
-    """Train until cancelled. At `trainer.max_steps` the service stays up, and further groups stay on the log."""
+    """Train until cancelled. After `trainer.max_steps` the service stays up idle, and new groups stay on the log."""
     await train(config, ready, process_group)
-    log.info("training ends: every model reached trainer.max_steps")
+    log.info("training has ended: every model reached trainer.max_steps")
     await anyio.sleep_forever()
