@@ -29,6 +29,7 @@ lint: venv
 docs: venv
 	$(PY) -m pipeline.docs
 	$(PY) -m store.docs
+	$(PY) -m docs.make_pictures streams
 
 # docs/pictures. The curve is drawn from docs/pictures/curve.json; `python -m docs.make_pictures curve --run-dir runs/demo` records it.
 pictures: venv
