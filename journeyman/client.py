@@ -80,7 +80,7 @@ def _url(url: str | None) -> str:
         raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYMAN_URL")
     if not found.startswith(("http://", "https://")):
         raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://")
-    return found.rstrip("/")
+    return found.rstrip("/").removesuffix("/v1")
 
 
 def _read(reply: httpx.Response) -> dict[str, Any]:
@@ -93,11 +93,17 @@ def _read(reply: httpx.Response) -> dict[str, Any]:
             f"The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
             status=reply.status_code,
         ) from invalid
-    if reply.is_success:
+    if reply.is_success and isinstance(body, dict):
         return body
-    error = body.get("error") or {}
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        raise JourneymanError(
+            f"{reply.url} returned status {reply.status_code} with JSON that no gateway sends: is this the "
+            f"gateway's URL? The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
+            status=reply.status_code,
+        )
     raise JourneymanError(
-        str(error.get("message", reply.text)), status=reply.status_code, code=str(error.get("code"))
+        str(error.get("message", reply.text)), status=reply.status_code, code=str(error.get("code") or "")
     )
 
 
@@ -110,7 +116,17 @@ def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
 
 
 def _opened(body: Mapping[str, Any]) -> Trajectory:
-    return Trajectory(**{name: body[name] for name in ("id", "model", "group", "base_url", "api_key")})
+    try:
+        return Trajectory(**{name: body[name] for name in ("id", "model", "group", "base_url", "api_key")})
+    except KeyError as missing:
+        raise JourneymanError(
+            f"the answer to opening a trajectory lacks {missing}: is this the gateway's URL?"
+        ) from None
+
+
+def _note(failure: BaseException, error: JourneymanError) -> None:
+    """Tell of a completion that failed after `failure`, which stays the exception that the caller sees."""
+    failure.add_note(f"its trajectory could not be completed as no_result: {error}")
 
 
 def _complete_path(trajectory: str) -> str:
@@ -218,11 +234,14 @@ class Journeyman:
         run = self.open(model, **options)
         try:
             yield run
-        except BaseException:
-            run.outcome = "no_result"
             self.complete(run.id, **run.result())
+        except BaseException as failure:
+            run.outcome = "no_result"
+            try:
+                self.complete(run.id, outcome="no_result")
+            except JourneymanError as error:
+                _note(failure, error)
             raise
-        self.complete(run.id, **run.result())
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
@@ -332,12 +351,16 @@ class AsyncJourneyman:
             raise
         try:
             yield run
-        except BaseException:
+            with anyio.CancelScope(shield=True):  # the run is over: its result is not lost to a cancellation
+                await self.complete(run.id, **run.result())
+        except BaseException as failure:
             run.outcome = "no_result"
             with anyio.CancelScope(shield=True):
-                await self.complete(run.id, **run.result())
+                try:
+                    await self.complete(run.id, outcome="no_result")
+                except JourneymanError as error:
+                    _note(failure, error)
             raise
-        await self.complete(run.id, **run.result())
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As `Journeyman._request`."""

@@ -132,13 +132,17 @@ async def gather(
 ) -> list[TaskGroup[Task]]:
     """Run `group_size` attempts per task, at most `concurrency` at a time. Returns one `TaskGroup` per task, in order.
 
-    `rollout` is a coroutine function, or a plain function, which runs in a thread. `name` returns the group name of a
-    task; by default the name is random. `describe` returns the description of a task that the judge reads. `pinned` is
-    the policy version that answers every call. `max_exceptions` is a count (1 or more) or a share of all attempts
-    (below 1). If more rollouts raise, the others are cancelled and completed as `no_result`, and
-    `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or `concurrency` is below 1."""
+    `rollout` is a coroutine function, or a plain function, which runs in a thread; nobody waits for a plain function
+    that is cancelled. `name` returns the group name of a task; by default the name is random. A group that was scored
+    takes no more runs, so give each pass over the tasks names of its own. `describe` returns the description of a task
+    the judge reads. `pinned` is the policy version that answers every call. `max_exceptions` is a count (1 or more)
+    or a share of all attempts (below 1). If more rollouts raise, the others are cancelled and completed as `no_result`,
+    and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or `concurrency` is below 1, or
+    `max_exceptions` below 0."""
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
+    if max_exceptions < 0:
+        raise ValueError(f"max_exceptions must be at least 0, not {max_exceptions:g}")
     prefix = f"g-{secrets.token_hex(5)}"
     groups = [TaskGroup(task, name(task) if name else f"{prefix}-{n}") for n, task in enumerate(tasks)]
     total = len(groups) * group_size
@@ -160,7 +164,9 @@ async def gather(
                 if inspect.iscoroutinefunction(rollout):
                     reward = await rollout(run, group.task)
                 else:
-                    found = await anyio.to_thread.run_sync(rollout, run, group.task, limiter=limiter)
+                    found = await anyio.to_thread.run_sync(
+                        rollout, run, group.task, limiter=limiter, abandon_on_cancel=True
+                    )
                     reward = await found if inspect.isawaitable(found) else found
                 if reward is not None:
                     run.reward = reward
@@ -184,7 +190,7 @@ async def gather(
     for group, runs in zip(groups, opened, strict=True):
         group.trajectories = [run for _, run in sorted(runs.items())]
     if len(raised) > allowed:
-        raise TooManyExceptionsError(raised, done, max_exceptions) from raised[0]
+        raise TooManyExceptionsError(raised, done, int(allowed)) from raised[0]
     return groups
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -64,11 +65,22 @@ class Trajectory:
         return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 8}
 
     def result(self) -> CompleteOptions:
-        """Return the options of `complete` for this result."""
+        """Return how the run went, as `complete` takes it. Numbers may be bools or NumPy scalars.
+
+        Raises `TypeError` or `ValueError` for a reward or metric that is no finite number."""
         return {
-            "reward": self.reward,
-            "rewards": self.rewards,
-            "metrics": self.metrics,
+            "reward": None if self.reward is None else _number("reward", self.reward),
+            "rewards": {name: _number(f"rewards[{name!r}]", value) for name, value in self.rewards.items()},
+            "metrics": {name: _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()},
             "metadata": self.metadata,
             "outcome": self.outcome,
         }
+
+
+def _number(where: str, value: object) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{where} must be a number, not {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{where} must be finite, not {value!r}")
+    return number

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import anyio
 import anyio.to_thread
+import httpx
 import pytest
 
-from journeyman import AsyncJourneyman, Journeyman, TooManyExceptionsError
+from journeyman import AsyncJourneyman, Journeyman, JourneymanError, TooManyExceptionsError
 from journeyman.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -79,10 +81,10 @@ async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway)
     assert [g.rewards for g in groups] == [[1.0, 1.0], [1.0, 1.0], [], [1.0, 1.0]]
     assert all(t.outcome == "no_result" for t in groups[2].trajectories)
     lost = [stub.completed[t.id] for t in groups[2].trajectories]
-    assert all(b["outcome"] == "no_result" and b["reward"] is None for b in lost)
+    assert all(b == {"outcome": "no_result"} for b in lost)
 
 
-@pytest.mark.parametrize(("allowed", "said"), [(0.0, "allows 0"), (0.02, r"allows 0\.02"), (3, "allows 3")])
+@pytest.mark.parametrize(("allowed", "said"), [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3")])
 async def test_too_many_exceptions_end_it_and_complete_what_was_open(
     stub: StubGateway, allowed: float, said: str
 ) -> None:
@@ -147,3 +149,99 @@ async def test_what_can_t_be_gathered_is_said_so(stub: StubGateway) -> None:
         with pytest.raises(ValueError, match="group_size and concurrency must be at least 1, not 0 and 64"):
             await client.gather("m", [1], rollout, group_size=0)
         assert await client.gather("m", [], rollout, progress=False) == []
+
+
+async def test_too_many_exceptions_do_not_wait_for_threads_and_leave_nothing_open(stub: StubGateway) -> None:
+    release = threading.Event()
+
+    def rollout(run: Trajectory, task: int) -> float:
+        if task == 0:
+            raise ZeroDivisionError("no luck")
+        release.wait(60)
+        return 1.0
+
+    try:
+        async with AsyncJourneyman(stub.url) as client:
+            with pytest.raises(TooManyExceptionsError, match="max_exceptions allows 0"):
+                await client.gather("m", range(4), rollout, group_size=1, max_exceptions=0.1, progress=False)
+        assert stub.opened.keys() == stub.completed.keys()
+        assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
+    finally:
+        release.set()
+
+
+class Scalar:
+    """As NumPy's: a number that JSON does not know."""
+
+    def __float__(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(("reward", "sent"), [(True, 1.0), (Scalar(), 0.5), (3, 3.0)])
+async def test_whatever_is_a_number_is_a_reward(stub: StubGateway, reward: Any, sent: float) -> None:
+    async with AsyncJourneyman(stub.url) as client, client.trajectory("m") as run:
+        run.reward = reward
+    assert stub.completed[run.id]["reward"] == sent
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "good", (1.0,)])
+async def test_what_is_no_number_leaves_no_run_open(stub: StubGateway, reward: Any) -> None:
+    async with AsyncJourneyman(stub.url) as client:
+        with pytest.raises((TypeError, ValueError), match="reward must be"):
+            async with client.trajectory("m") as run:
+                run.reward = reward
+    assert stub.completed[run.id] == {"outcome": "no_result"}
+    assert run.outcome == "no_result"
+
+    def play() -> None:
+        with Journeyman(stub.url) as blocking, blocking.trajectory("m") as plain:
+            plain.reward = reward
+
+    with pytest.raises((TypeError, ValueError), match="reward must be"):
+        await anyio.to_thread.run_sync(play)
+    assert stub.opened.keys() == stub.completed.keys()
+
+
+async def test_an_agents_own_error_is_what_its_caller_sees() -> None:
+    stub = StubGateway()
+    async with stub.serving():
+        client = AsyncJourneyman(stub.url, wait_s=0.1)
+        with pytest.raises(ZeroDivisionError) as seen:  # noqa: PT012
+            async with client.trajectory("m") as run:
+                stub.opened.clear()  # completing it is refused
+                raise ZeroDivisionError
+        assert "could not be completed" in seen.value.__notes__[0]
+        assert run.outcome == "no_result"
+        await client.aclose()
+
+
+async def test_a_url_with_the_version_of_the_api_is_the_gateways(stub: StubGateway) -> None:
+    async with AsyncJourneyman(f"{stub.url}/v1/") as client:
+        async with client.trajectory("m") as run:
+            run.reward = 1.0
+        with pytest.raises(ValueError, match="max_exceptions must be at least 0, not -1"):
+            await client.gather("m", [1], lambda run, task: None, max_exceptions=-1)
+    assert run.id in stub.completed
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, "{}"),
+        (200, "[]"),
+        (200, "null"),
+        (400, '{"error": "bad"}'),
+        (400, '["x"]'),
+        (404, '{"detail": "Not Found"}'),
+    ],
+)
+def test_json_of_another_server_is_named_as_such(status: int, body: str) -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, content=body, headers={"content-type": "application/json"})
+
+    with Journeyman("http://127.0.0.1:9") as client:
+        client._http = httpx.Client(base_url=client.url, transport=httpx.MockTransport(answer))
+        with pytest.raises(JourneymanError, match="is this the gateway's URL") as seen:
+            client.open("m")
+        assert seen.value.code == ""
+        client._http.close()
