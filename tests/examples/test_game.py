@@ -70,7 +70,8 @@ def test_a_taken_cell_is_illegal() -> None:
 
 
 def test_rewards_rank_the_results() -> None:
-    worth = {result: Game("any/0", result=result).reward for result in ("win", "draw", "loss", "illegal")}  # type: ignore[arg-type]
+    results = ("win", "draw", "loss", "illegal")
+    worth = {result: Game("any/0", result=result).reward for result in results}  # type: ignore[arg-type]
     assert worth["win"] > worth["draw"] > worth["loss"] > worth["illegal"]
 
 

@@ -119,7 +119,8 @@ async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
             1,
             3,
         )
-        assert letter.event.payload == encode(exchange("t", 0, at=decode(letter.event.payload).at))  # type: ignore[union-attr]
+        at = decode(letter.event.payload).at  # type: ignore[union-attr]
+        assert letter.event.payload == encode(exchange("t", 0, at=at))
         assert stored(tmp_path / "store", "rollout.exchange") == [2]
         await dead.retry(broker, letter)
         await store_all(broker, running_store)

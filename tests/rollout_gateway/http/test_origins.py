@@ -104,8 +104,15 @@ PUBLIC = "https://gw.example/jm"
         (LOOPBACK, {"host": "localhost:1"}, "http://localhost:1"),
         (LOOPBACK, {}, "http://127.0.0.1:8700"),
         (LOOPBACK, {"host": "gw.example", "x_forwarded_proto": "https"}, "https://gw.example"),
-        (LOOPBACK, {"host": "in", "x_forwarded_proto": "https, http", "x_forwarded_host": "gw.example, in"}, "https://gw.example"),
-        (LOOPBACK, {"host": "in", "forwarded": 'for=1.2.3.4;proto=HTTPS;host="gw.example:444", for=x;proto=http'}, "https://gw.example:444"),
+        (
+            LOOPBACK, {"host": "in", "x_forwarded_proto": "https, http", "x_forwarded_host": "gw.example, in"},
+            "https://gw.example",
+        ),
+        (
+            LOOPBACK,
+            {"host": "in", "forwarded": 'for=1.2.3.4;proto=HTTPS;host="gw.example:444", for=x;proto=http'},
+            "https://gw.example:444",
+        ),
         (LOOPBACK, {"host": "in", "forwarded": 'proto=gopher;host="a b"'}, "http://in"),
         (LOOPBACK, {"host": "in", "x_forwarded_host": "evil/../"}, "http://in"),
         (LOOPBACK, {"host": "in", "x_forwarded_host": "gw.example:99999"}, "http://in"),

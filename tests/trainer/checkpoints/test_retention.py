@@ -38,7 +38,8 @@ V = [f"tiny@{i}" for i in range(13)]
 
 
 def retained(config: Config, **settings: float) -> Config:
-    return msgspec.structs.replace(config, retention=RetentionConfig(**{"grace_s": 0.0, **settings}))  # type: ignore[arg-type]
+    retention = RetentionConfig(**{"grace_s": 0.0, **settings})  # type: ignore[arg-type]
+    return msgspec.structs.replace(config, retention=retention)
 
 
 async def publish(broker: Broker, step: int, branch: str = "main") -> CheckpointPublished:
