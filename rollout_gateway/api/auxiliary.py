@@ -94,7 +94,7 @@ class AuxiliaryRoutes:
         if fields is not None:
             access.check_model(self._router.name(name))
         deadline = time.monotonic() + _WAIT_S
-        lease = await self._fleet.acquire(lambda: self._router.version(name, None), least_loaded, deadline)
+        lease = await self._fleet.acquire(lambda: self._router.resolve(name, None), least_loaded, deadline)
         try:
             body = b"" if fields is None else _encode({**fields, "model": lease.version})
             status, answer = await lease.replica.upstream.fetch(method, path, body, timeout_s=_ANSWER_S)

@@ -1,4 +1,4 @@
-"""Has a call answered by an inference server: waits for one, asks it, and asks again if it went away."""
+"""Sends a call to an inference server: waits for a free replica, and retries if the server fails."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ _detokenized_decoder = msgspec.json.Decoder(_Detokenized)
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """A call that an inference server answers."""
+    """A call that was sent to an inference server, and its response."""
 
     lease: Lease
     reply: UpstreamReply
     incarnation: str
-    """The server process that was asked."""
+    """Identifies the server process that the call was sent to."""
     body: bytes = b""
-    """The whole reply, unless it is streamed."""
+    """The whole response; empty if it is streamed."""
     trial: Trial | None = None
-    """Set for a request that was in flight when its server died before."""
+    """Set if the same request was in flight when a server died earlier."""
 
     @property
     def status(self) -> int:
         return self.reply.status
 
     def close(self) -> None:
-        """End a streamed reply, read or not."""
+        """End a streamed response, whether or not it was read to its end, and release the lease."""
         self.reply.close()
         self.lease.release()
 
 
 class Dispatcher:
-    """Asks the replicas of `fleet`."""
+    """Sends calls to the replicas of `fleet`."""
 
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
         self._gateway, self._fleet, self._router = gateway, fleet, router
         self.deadly = DeadlyRequests(gateway.replicas.deadly_request_s)
 
     async def answer(self, exchange: Exchange) -> Attempt:
-        """Have the call answered by a replica that serves the version it is routed to.
+        """Wait for a replica that serves the version of the call, send the call to it, and return the response.
 
-        Waits for a replica. Asks again if a server went away before its answer was whole, since nothing of it reached
-        the client or the log. A streamed answer is returned unread and must be closed; any other is read. Raises
-        `ApiError`."""
+        Retries if the server fails before the answer is complete; this is safe because nothing has been sent to the
+        client or recorded. A streamed response is returned unread, and the caller must close it; any other response is
+        returned read. Raises `ApiError`."""
         deadline = time.monotonic() + self._gateway.replicas.wait_s
         failed_once: set[tuple[str, str]] = set()
         while True:
             lease, trial = await self._lease(exchange, deadline)
             replica, incarnation = lease.replica, lease.replica.incarnation
             try:
-                attempt = await self._ask(exchange, lease)
+                attempt = await self._send(exchange, lease)
             except BaseException:
                 if trial is not None:
                     trial.abandoned()
@@ -79,7 +79,8 @@ class Dispatcher:
             if isinstance(attempt, Attempt):
                 attempt.trial = trial
                 server = (replica.name, incarnation)
-                # A dying server answers 500, and a restarted one knows no adapter. Either is checked, then asked again.
+                # A crashing server may return 500, and a restarted one 404 because its adapters are not loaded. Check
+                # the server's health, then retry once per server process.
                 if (attempt.status < 500 and attempt.status != 404) or server in failed_once:
                     if trial is not None and not (exchange.call.stream and attempt.status == 200):
                         trial.answered()
@@ -97,13 +98,14 @@ class Dispatcher:
                 trial.abandoned()
 
     async def stream_failed(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Report that a server failed in the middle of a stream. Returns once it is known whether the server died."""
+        """Report that a server failed in the middle of a stream. Waits until it is known whether the server died."""
         deadline = time.monotonic() + self._gateway.replicas.wait_s
         replica = attempt.lease.replica
         await self._report_failure(exchange, replica, attempt.incarnation, attempt.trial, deadline)
 
     async def _lease(self, exchange: Exchange, deadline: float) -> tuple[Lease, Trial | None]:
-        """Wait for a replica. A request that was in flight when a server died may also have to wait for its turn."""
+        """Wait for a replica. A request that was in flight when servers died also waits until it may be tried
+        alone."""
         trajectory = (
             exchange.caller.trajectory
         )  # also if nothing is captured: its pin and its side of a split hold
@@ -118,7 +120,7 @@ class Dispatcher:
         alone = bool(self.deadly.cases) and await self.deadly.admit(exchange.request_hash())
         try:
             lease = await self._fleet.acquire(
-                lambda: self._router.version(exchange.call.params.model, opened), prefer, deadline
+                lambda: self._router.resolve(exchange.call.params.model, opened), prefer, deadline
             )
         except BaseException:
             if alone:
@@ -128,31 +130,38 @@ class Dispatcher:
             return lease, None
         return lease, self.deadly.trial(exchange.request_hash(), lease.replica, alone=alone)
 
-    async def _ask(self, exchange: Exchange, lease: Lease) -> Attempt | UpstreamError:
-        """Make one attempt. Returns the error if the server went away. Raises a 504 `ApiError` if it took too long."""
+    async def _send(self, exchange: Exchange, lease: Lease) -> Attempt | UpstreamError:
+        """Send the call once, to the replica of `lease`. Returns the error if the connection or the server failed.
+
+        Releases `lease`, except for a streamed answer, whose `Attempt.close` does. Raises a 504 `ApiError` if the
+        server exceeds replicas.timeout_s."""
         dialect, call, upstream = exchange.dialect, exchange.call, lease.replica.upstream
-        started_at, incarnation, streamed = now_us(), lease.replica.incarnation, False
+        started_at, incarnation = now_us(), lease.replica.incarnation
+        requested = streamed = False
         try:
+            # A completion with `echo` returns the prompt as text. A captured call needs it before the completion.
             if exchange.captured and call.echo is not None and call.echo.texts is None:
                 call.echo.texts = await _prompt_texts(call.echo, lease)
             body = dialect.upstream_body(call, lease.version, capture=exchange.captured)
+            requested = True
             reply = await upstream.request(
                 "POST", dialect.path, body, timeout_s=self._gateway.replicas.timeout_s
             )
-            exchange.sent_to(lease, started_at)
+            exchange.mark_sent(lease, started_at)
             if exchange.caller.trajectory is not None:
                 exchange.caller.trajectory.replica = lease.replica.name
             streamed = call.stream and reply.status == 200
             return Attempt(lease, reply, incarnation, b"" if streamed else await reply.read())
         except (UpstreamError, asyncio.CancelledError) as error:
-            if not isinstance(error, UpstreamError) or error.sent:
-                exchange.sent_to(lease, started_at)
+            # The server may have received the completion: not if /detokenize failed, or if no connection was made.
+            if requested and (not isinstance(error, UpstreamError) or error.sent):
+                exchange.mark_sent(lease, started_at)
             if isinstance(error, asyncio.CancelledError):
                 raise
             if isinstance(error, UpstreamTimeoutError):
                 raise timed_out() from error
-            log.warning("inference server failed", replica=lease.replica.name, error=str(error))
-            lease.replica.suspect()
+            log.warning("connection to inference server failed", replica=lease.replica.name, error=str(error))
+            lease.replica.suspect()  # no call is sent to it until its health was checked
             return error
         finally:
             if not streamed:
@@ -161,7 +170,7 @@ class Dispatcher:
     async def _report_failure(
         self, exchange: Exchange, replica: Replica, incarnation: str, trial: Trial | None, deadline: float
     ) -> None:
-        """Note that the request was in flight when its server failed. Waits until it is known whether the server
+        """Record that the request was in flight when its server failed. Waits until it is known whether the server
         died."""
         if trial is not None:
             trial.failed()
@@ -178,10 +187,10 @@ class Dispatcher:
 
 
 async def _prompt_texts(echo: Echo, lease: Lease) -> list[str]:
-    """The prompts of an echoed completion, decoded by the server.
+    """Return the prompts of a completion with `echo` as texts; the server decodes those given as token ids.
 
-    A prompt that the server can't decode gives an empty text. The server says what is wrong with it when it is asked
-    for the completion."""
+    A prompt that the server can't decode gives an empty text. The completion request then fails with the server's
+    error message. Raises `UpstreamError`."""
     texts = []
     for prompt in echo.prompts:
         if isinstance(prompt, str):

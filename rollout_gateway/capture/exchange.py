@@ -1,4 +1,4 @@
-"""One model call: who makes it, what is asked, what the inference server answered, and its events on the log."""
+"""One model call: its caller, request and answer, and its events on the log."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NO_ANSWER = Answer({}, b"", [])
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """The caller of a model call, from the head of its request."""
+    """What the HTTP headers of a request say about a model call."""
 
     trajectory: Trajectory | None = None
     traceparent: str = ""
     is_retry: bool = False
-    """The client says that it made this call before."""
+    """The client marked this call as a retry."""
     side_call: bool = False
     cancellation: Cancellation = field(default_factory=Cancellation)
-    """Ends the call while it waits for an inference server."""
+    """Cancels the call while it waits for an inference server."""
 
 
 class StreamSink(Protocol):
-    """Takes a streamed answer to the client."""
+    """Writes a streamed answer to the client."""
 
     def start(self, flow: Callable[[bool], None]) -> None:
         """Begin the answer. `flow(True)` is called when the client is too slow, `flow(False)` when it can take more."""
@@ -52,7 +52,7 @@ class StreamSink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """A model call from its request to its record."""
+    """A model call, from its request to its record on the log."""
 
     dialect: Dialect
     call: Call
@@ -60,7 +60,7 @@ class Exchange:
     captured: bool
     """Whether the call is recorded."""
     version: str = ""
-    """Exact policy version that was asked; empty until a server had the request."""
+    """Exact policy version of the call; empty until the call was sent to a server."""
     replica: str = ""
     started_at: int = field(default_factory=now_us)
     first_token_at: int = 0
@@ -84,8 +84,8 @@ class Exchange:
             self._hash = self.call.hash()
         return self._hash
 
-    def sent_to(self, lease: Lease, started_at: int) -> None:
-        """Note which server and version had the request."""
+    def mark_sent(self, lease: Lease, started_at: int) -> None:
+        """Record that the request was sent, when (Unix microseconds), and to which server and version."""
         self.version, self.replica, self.started_at = lease.version, lease.replica.name, started_at
 
     def events(self, seq: int) -> list[ExchangeRecorded]:

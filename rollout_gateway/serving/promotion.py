@@ -111,7 +111,7 @@ class Promotion:
             error.param = param
             raise error
         deadline = time.monotonic() + _LOAD_WAIT_S
-        lease = await self._fleet.acquire(lambda: self._router.version(version, None), least_loaded, deadline)
+        lease = await self._fleet.acquire(lambda: self._router.resolve(version, None), least_loaded, deadline)
         lease.release()
         if not self._fleet.available(version):
             raise unavailable(

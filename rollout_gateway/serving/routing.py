@@ -1,4 +1,4 @@
-"""Which exact version answers a call that names a model."""
+"""Resolves the model name of a call to an exact version."""
 
 from __future__ import annotations
 
@@ -13,44 +13,49 @@ from rollout_gateway.serving.replicas import Fleet
 
 
 class VersionRouter:
-    """Resolves names: an exact version stays, a model's name gives the promoted version or the newest one that
-    serves."""
+    """Resolves names.
+
+    An exact version resolves to itself; a model name to its promoted version, or else to the newest version that every
+    ready replica holds."""
 
     def __init__(self, policies: Policies, fleet: Fleet) -> None:
         self._policies, self._fleet = policies, fleet
 
     def name(self, model: str) -> str:
-        """The model that a name or an exact version belongs to."""
+        """Return the model of `model`, which is a model name or an exact version."""
         return model if model in self._policies.models else model.rpartition("@")[0]
 
     def default(self, access: Access) -> str:
-        """The model of a request that names none: the first that the key permits."""
+        """Return the model for a request without a model name: the first one that the API key permits."""
         models = self._policies.models
         return next((name for name in models if access.sees(name)), next(iter(models)))
 
-    def check(self, model: str, opened: TrajectoryOpened | None) -> None:
-        """Raises a 404 `ApiError` for an unknown name, and a 400 one for a name of another model than the trajectory's.
+    def check(self, model: str, opening: TrajectoryOpened | None) -> None:
+        """Check that `model` is a known model name or version, and belongs to the model of the trajectory.
 
-        `opened`: the opening of the trajectory that the call belongs to, if any."""
+        `opening`: the opening event of the trajectory that the call belongs to, if any. Raises a 404 `ApiError` for an
+        unknown name, and a 400 one for another model than the trajectory's."""
         if model not in self._policies.models and not self._policies.knows(model):
-            raise unknown_model(model, self._policies.names(opened.model if opened else ""))
-        if opened is not None and self.name(model) != opened.model:
+            raise unknown_model(model, self._policies.names(opening.model if opening else ""))
+        if opening is not None and self.name(model) != opening.model:
             raise ApiError(
                 400,
-                f"This trajectory was opened for the model {opened.model!r}, not {self.name(model)!r}.",
+                f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}.",
                 code="model_mismatch",
                 param="model",
             )
 
-    def version(self, model: str, opened: TrajectoryOpened | None) -> str:
-        """The exact version that answers now: the trajectory's pinned one, else the version that `model` is routed to.
+    def resolve(self, model: str, opening: TrajectoryOpened | None) -> str:
+        """Return the exact version that answers a call now.
 
-        Raises as `check` does, and a 409 `ApiError` if the version was refused."""
-        self.check(model, opened)
-        if opened is not None and opened.pinned:
-            version = opened.pinned
+        If the trajectory is pinned, this is the pinned version, even if the call names another version. Otherwise it is
+        the version that `model` resolves to. Raises as `check` does, and a 409 `ApiError` if the gateway refuses to
+        serve the version because its adapter failed a check; this holds for a promoted version too."""
+        self.check(model, opening)
+        if opening is not None and opening.pinned:
+            version = opening.pinned
         elif model in self._policies.models:
-            return self.current(model, opened.trajectory if opened else "")
+            version = self.current(model, opening.trajectory if opening else "")
         else:
             version = model
         if version in self._policies.refused:
@@ -64,19 +69,21 @@ class VersionRouter:
         return version
 
     def current(self, model: str, trajectory: str = "") -> str:
-        """The version that the name `model` is routed to. A trajectory keeps its side of a split."""
+        """Return the version that the model name `model` resolves to.
+
+        In an A/B split, the same trajectory always gets the same version."""
         state = self._policies.models[model]
         if state.promoted is not None:
-            return _side(state.promoted, trajectory)
+            return _version_in_split(state.promoted, trajectory)
         for version in state.newest_first():
             if version not in self._policies.refused and self._fleet.available(version):
                 return version
         return version_name(model, 0)
 
 
-def _side(promoted: PolicyPromoted, trajectory: str) -> str:
+def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:
     if not promoted.other:
         return promoted.version
-    # A trajectory always falls on the same side, and a growing share moves trajectories in one direction only.
+    # The hash keeps each trajectory on one side; raising `percent` only moves trajectories from `other` to `version`.
     point = int.from_bytes(hashlib.sha256(trajectory.encode()).digest()[:8], "big") / 2**64 * 100
     return promoted.version if point < promoted.percent else promoted.other

@@ -1,9 +1,10 @@
-"""Waiting for an inference server: it ends with the request."""
+"""Calls that are cancelled or fail before an inference server answered."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from pipeline.config import NatsConfig
 from rollout_gateway.capture.exchange import Caller
-from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
 from tests.rollout_gateway.kit import exchanges
@@ -59,3 +60,41 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         assert (event.status, event.policy_version, event.sampled_ids) == (status, "tictactoe@0", b"")
         assert gateway.fleet.replicas[0].load == 0
         server.held.set()
+
+
+ECHO = COMPLETIONS.read(msgspec.json.encode({"model": "tictactoe", "prompt": [1, 2], "echo": True}))
+
+
+class BrokenDetokenize(FakeVllm):
+    """Drops the connection of each request to /detokenize, or holds the request if `held` is set."""
+
+    async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+        if path == "/detokenize":
+            self.calls.append(path)
+            if self.held is not None:
+                await self.held.wait()
+            raise ConnectionError
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_failure_at_detokenize_is_no_call_that_a_server_received(
+    nats_config: NatsConfig, tmp_path: Path, cancelled: bool
+) -> None:
+    """The fault that was: it was recorded as a completion that a server had received and not answered."""
+    server = BrokenDetokenize()
+    async with parts(nats_config, tmp_path, [server], wait_s=0.5) as gateway:
+        server.held = asyncio.Event() if cancelled else None
+        await gateway.open("t")
+        caller = Caller(await gateway.registry.find("t"))
+        call = asyncio.ensure_future(gateway.chat.plain(COMPLETIONS, ECHO, caller))
+        with anyio.fail_after(20):
+            while not server.calls:
+                await anyio.sleep(0.01)  # until the server has the request
+            if cancelled:
+                caller.cancellation.cancel(ClientGoneError())
+            with pytest.raises(ClientGoneError if cancelled else ApiError):
+                await call
+        assert await exchanges(gateway.broker, "t") == []
+        assert gateway.fleet.replicas[0].load == 0
+        if server.held is not None:
+            server.held.set()

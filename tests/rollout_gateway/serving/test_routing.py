@@ -1,0 +1,47 @@
+"""Which version a name resolves to."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.events import PolicyPromoted, TrajectoryOpened
+from pipeline.log.messages import Place
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.serving.policies import Policies
+from rollout_gateway.serving.replicas import Fleet
+from rollout_gateway.serving.routing import VersionRouter
+from tests.rollout_gateway.conftest import PROJECT
+
+pytestmark = pytest.mark.anyio
+
+
+def promoted(version: str, other: str = "") -> PolicyPromoted:
+    return PolicyPromoted(
+        project=PROJECT, model="tictactoe", version=version, action="promote", other=other, percent=50.0
+    )
+
+
+@pytest.mark.parametrize("other", ["", "tictactoe@2"])
+async def test_a_promoted_version_that_is_refused_gets_a_409(other: str) -> None:
+    """The fault that was: only exact and pinned versions were checked, so a call waited until it got a 503."""
+    policies = Policies(PROJECT, ["tictactoe"])
+    router = VersionRouter(policies, Fleet(()))
+    assert policies.models["tictactoe"].decide(promoted("tictactoe@1", other), Place(1, 1))
+    versions = {router.resolve("tictactoe", opening(f"t{i}")) for i in range(32)}
+    assert versions == {"tictactoe@1", other or "tictactoe@1"}
+    for version in versions:
+        policies.refused[version] = "the adapter changes nothing"
+    with pytest.raises(ApiError, match="can't be served: the adapter changes nothing") as refused:
+        router.resolve("tictactoe", opening("t0"))
+    assert (refused.value.status, refused.value.code) == (409, "version_refused")
+
+
+async def test_a_pin_wins_over_the_version_that_the_call_names() -> None:
+    router = VersionRouter(Policies(PROJECT, ["tictactoe"]), Fleet(()))
+    assert router.resolve("tictactoe@0", opening("t", pinned="tictactoe@7")) == "tictactoe@7"
+
+
+def opening(trajectory: str, pinned: str = "") -> TrajectoryOpened:
+    return TrajectoryOpened(
+        project=PROJECT, trajectory=trajectory, model="tictactoe", group="g", pinned=pinned
+    )
