@@ -2,8 +2,9 @@
 
 A trajectory is acknowledged only after the log has acknowledged the event that holds it: the group's `group.scored`,
 or a `group.discarded`. Until then the broker keeps it, so that a new judge rebuilds the open groups from
-redeliveries. The broker enforces that a group is scored once: its subject may hold one event. A judge that finds its
-group on the log takes that event as its own, and records the trajectories that it does not hold as late.
+redeliveries. Each group has its own subject, limited to one message, so the broker rejects a second score. If a
+group's event is already on the log, the judge adopts it and records its own trajectories that are missing from that
+event as late.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FILL_S = 0.05
 _MIN_WAIT_S, _MAX_WAIT_S = 0.01, 1.0
 _LOOKUPS = 32
 _MAX_SCORING = 1024
-"""Closed groups in memory at once. The other trajectories stay on the log until there is room."""
+"""Closed groups in memory at once. The other trajectories stay on the log until fewer groups are being scored."""
 
 
 async def serve(config: Config, ready: Ready) -> None:
@@ -76,16 +77,16 @@ class Judge:
         self._assembler = GroupAssembler(config.judge)
         self._backlog = 0
         self._newest = 0.0
-        self._room = anyio.Event()
+        self._scoring_slot_freed = anyio.Event()
 
     async def run(self, messages: Consumption) -> None:
-        """Consume until cancelled. A failure while a group is scored ends the process; what was not acknowledged
-        comes again."""
+        """Consume until cancelled. An exception while scoring ends the process; unacknowledged trajectories are
+        redelivered."""
         async with anyio.create_task_group() as tg:
             while True:
                 while self._assembler.scoring >= _MAX_SCORING:
-                    self._room = anyio.Event()
-                    await self._room.wait()
+                    self._scoring_slot_freed = anyio.Event()
+                    await self._scoring_slot_freed.wait()
                 for group in await self._assemble(await self._next_batch(messages)):
                     tg.start_soon(self._finish, group)
 
@@ -98,7 +99,7 @@ class Judge:
         return batch
 
     async def _assemble(self, batch: list[Delivery]) -> list[Group]:
-        """Add deliveries to their groups. Return the groups that are complete, or whose time is up."""
+        """Add deliveries to their groups. Return the groups that became complete or reached their deadline."""
         arrived = [(d, d.event) for d in batch if isinstance(d.event, TrajectoryCompleted)]
         await self._look_up({key for _, e in arrived if not self._assembler.knows(key := key_of(e))})
         closed: list[Group] = []
@@ -114,6 +115,7 @@ class Judge:
                     await delivery.ack()
                     self._assembler.mark_closed(key_of(event), [event.trajectory])
                     log.info("late", group=key_of(event).group, trajectory=event.trajectory)
+        # While there is a backlog, deadlines are measured against event time.
         return closed + self._assembler.close_due(self._newest if self._backlog else self._clock())
 
     async def _look_up(self, keys: set[GroupKey]) -> None:
@@ -143,19 +145,23 @@ class Judge:
         return held
 
     async def _finish(self, group: Group) -> None:
-        """Score a closed group, publish its event, then acknowledge its trajectories."""
+        """Score a closed group, publish its event, then acknowledge its trajectories.
+
+        If another judge process already published this group, trajectories missing from that event are recorded as
+        late."""
         event = await score_closed(group, self._config, self._judge_id, self._composer)
         crash.point("judge.before_publish")
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
-        held = trajectories = set(group.arrivals)
+        ours = on_log = set(group.arrivals)
+        # The group's subject already held an event: another judge process published it.
         if ack.duplicate and isinstance(event, GroupScored):
-            held = await self._held_on_log(group.key)
-        for missed in [a for t, a in group.arrivals.items() if t not in held]:
-            await self._broker.publish(late_event(missed.event))
+            on_log = await self._held_on_log(group.key)
+        for not_in_event in [a for t, a in group.arrivals.items() if t not in on_log]:
+            await self._broker.publish(late_event(not_in_event.event))
         for delivery in group.deliveries:
             await delivery.ack()
-        self._assembler.finish(group, trajectories | held)
-        self._room.set()
+        self._assembler.finish(group, ours | on_log)
+        self._scoring_slot_freed.set()
         if isinstance(event, GroupDiscarded):
             log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)

@@ -1,6 +1,7 @@
 """The plan of an installation: its processes, how each is started, and how its readiness is checked.
 
-The supervisor runs the plan. This module starts nothing. Services are named by command, never imported.
+The supervisor runs the plan. This module starts nothing.
+Services are started with `python -m`; this module never imports them.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ class ProcessSpec:
     """Processes that must be ready before this one starts."""
     stop_grace_s: float = 20.0
     start_timeout_s: float = 600.0
-    """A process that is not ready after this time is killed and started again. Reading a long log takes minutes."""
+    """A process that is not ready after this time is killed and started again. The default is generous
+    because replaying a long event log at startup can take minutes."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that no process listens on now. Restarts keep it, so that addresses stay valid."""
+    """Return a port that no process listens on now. The caller keeps using the same port when a process restarts."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -87,8 +89,8 @@ def vllm_device(config: Config) -> str:
 def lora_slots(config: Config) -> int:
     """Return the number of adapter slots of the inference server.
 
-    vLLM's CPU kernels give a request without an adapter slot -1, and index the weights with it: the last slot. One slot
-    more than the gateway ever fills keeps that one empty, so that base requests stay base requests."""
+    On CPU, vLLM assigns requests without an adapter the slot index -1, which selects the last slot. One extra slot is
+    allocated that is never filled, so these requests run on the unmodified base model."""
     return config.vllm.max_loras + (vllm_device(config) == "cpu")
 
 
@@ -183,14 +185,18 @@ def log_bytes(folder: Path) -> int:
     return (shutil.disk_usage(there).free + held) // 2
 
 
-def _tls(config: Config) -> str:
-    """Return the `tls` block of the server's configuration; empty without a certificate."""
+def _nats_tls_block(config: Config) -> str:
+    """Return the `tls` block of the NATS server's configuration; an empty string if nats.server_cert is not set.
+
+    `pipeline.config` has checked that nats.server_cert and nats.server_key are both set or both empty."""
     nats = config.nats
     if not nats.server_cert:
         return ""
     files = {"cert_file": nats.server_cert, "key_file": nats.server_key}
+    # Clients must present a certificate (mutual TLS) only if our own services have one.
     if nats.tls_ca and nats.tls_cert:
         files["ca_file"] = nats.tls_ca
+    # NATS accepts JSON strings.
     lines = [f"  {name}: {json.dumps(str(Path(file).absolute()))}\n" for name, file in files.items()]
     verify = "  verify: true\n" if "ca_file" in files else ""
     return f"tls {{\n{''.join(lines)}{verify}}}\n"
@@ -212,7 +218,7 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
             f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
             + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
-            + _tls(config),
+            + _nats_tls_block(config),
             "utf-8",
         )
 
@@ -248,7 +254,8 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     if not nats.url:
         port = nats.port or free_port()
         nats = msgspec.structs.replace(nats, max_bytes=nats.max_bytes or log_bytes(config.path("nats")))
-        # The server gets a user for each service. Only the supervisor's may provision.
+        # The NATS server is configured with one user per service; only the supervisor's user may create streams and
+        # consumers.
         folder = nats.users or str(config.path("keys").absolute())
         nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)
         processes.append(nats_command(msgspec.structs.replace(config, nats=nats), port))

@@ -1,7 +1,7 @@
-"""`/openapi.json`: OpenAPI 3.1 of the whole API, generated from the routes and the structs of their bodies and answers.
+"""`/openapi.json`: OpenAPI 3.1 of the whole API, generated from the routes and their request and response structs.
 
-A fuzzer compares the document with what the gateway does (tests/rollout_gateway/api/test_openapi.py). Model calls are
-described as far as the gateway reads them; other fields are for the inference server.
+A fuzzer compares the document with what the gateway does (tests/rollout_gateway/api/test_openapi.py). For model
+calls only the fields the gateway itself reads are described; all others are passed to the inference server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _STATUSES = {
     400: "The request is not valid",
     401: "The key is missing or not valid",
     403: "The key does not permit this",
-    404: "It does not exist",
-    409: "It conflicts with the present state",
+    404: "The resource does not exist",
+    409: "Conflicts with the resource's current state",
     413: "The body is too large",
     415: "The content encoding is not supported",
     421: "`Host` does not name this gateway",
@@ -31,10 +31,11 @@ _STATUSES = {
     503: "Not available now: try again after `Retry-After`",
     504: "The inference server did not answer in time",
 }
-_ANY = {400, 403, 421}
-"""Every route may answer these: for a bad `Host`, a foreign web page, a foreign host name."""
+_ERRORS_OF_ANY_ROUTE = {400, 403, 421}
+"""Any route may return these: 400 malformed Host, 403 web page from another origin, 421 Host that is not this
+gateway's."""
 _WITH_KEY = {401, 403, 429}
-"""Every route that takes a key may answer these."""
+"""Any route that needs an API key may return these too."""
 
 
 @functools.cache
@@ -74,7 +75,8 @@ def document() -> Schema:
 
 
 def _operation(route: Route) -> Schema:
-    errors = {*route.errors, *_ANY, *(_WITH_KEY if route.key else ())}
+    errors = {*route.errors, *_ERRORS_OF_ANY_ROUTE, *(_WITH_KEY if route.key else ())}
+    # Unique: the handler's name, the method and the last two path segments (`decide` serves several paths).
     words = (route.name, route.method.lower(), *(part.strip("{}") for part in route.parts[-2:]))
     operation: Schema = {
         "summary": route.summary,
@@ -82,11 +84,12 @@ def _operation(route: Route) -> Schema:
         "parameters": [_parameter(part[1:-1], "path") for part in route.parts if part.startswith("{")]
         + [_parameter(name, "query") for name in route.query],
         "responses": {
-            str(route.status): {"description": "Done", "content": _content(route)},
+            str(route.status): {"description": "Success", "content": _content(route)},
             **{str(status): _error(route.path, status) for status in sorted(errors)},
         },
     }
     if route.body is not None:
+        # The body may be omitted if every field has a default.
         required = any(field.required for field in msgspec.structs.fields(route.body))
         operation["requestBody"] = {"content": {JSON: {"schema": _ref(route.body)}}, "required": required}
     return operation
@@ -105,7 +108,10 @@ def _model_call(path: str, summary: str, body: type[Any]) -> Schema:
         "summary": summary,
         "requestBody": {"content": {JSON: {"schema": _ref(body)}}, "required": True},
         "responses": {
-            "200": {"description": "The answer; as events if `stream` is true", "content": answers},
+            "200": {
+                "description": "The response; server-sent events if `stream` is true",
+                "content": answers,
+            },
             **{str(status): _error(path, status) for status in _STATUSES},
         },
     }

@@ -1,4 +1,5 @@
-"""One model call, in the order that everything else relies on: sampled, recorded and acknowledged, then answered.
+"""Handles one model call. The record is acknowledged by the log before the client gets the answer; other code relies
+on this order.
 
 A client that repeats a call whose answer was recorded and never arrived gets the recorded answer, not a second sample.
 """
@@ -31,7 +32,8 @@ log = get_logger("rollout_gateway.capture.handler")
 
 _DONE = b"data: [DONE]\n\n"
 _MOST_PENDING = 1_000
-"""Records under way at once with `gateway.capture = "async"`. Beyond it, a call waits for its own record."""
+"""Maximum number of records written in the background with `capture = "async"`; above it, a call waits until its
+record is written."""
 
 
 class CallHandler:
@@ -56,7 +58,7 @@ class CallHandler:
             exchange = Exchange(dialect, call, caller, self.captures(caller))
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 return 200, msgspec.json.encode(before)
-            attempt = await self._dispatch(exchange)
+            attempt = await self._answer_or_record_failure(exchange)
             if attempt.status != 200 or not exchange.captured:
                 return attempt.status, attempt.body
             exchange.answer = _read_answer(exchange, attempt.body)
@@ -83,7 +85,7 @@ class CallHandler:
                 sink.write(_DONE)
                 sink.end()
                 return 200, b""
-            attempt = await self._dispatch(exchange)
+            attempt = await self._answer_or_record_failure(exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             sink.start(attempt.reply.flow)
@@ -97,14 +99,16 @@ class CallHandler:
             if caller.trajectory is not None:
                 caller.trajectory.end()
 
-    async def _dispatch(self, exchange: Exchange) -> Attempt:
-        """Have the call answered. A call that a server had and that got no answer is recorded as cancelled or
-        failed."""
+    async def _answer_or_record_failure(self, exchange: Exchange) -> Attempt:
+        """Send the call to an inference server. A call that was sent to a server but not answered is recorded as
+        cancelled or failed.
+
+        Raises `ClientGoneError` if the client left, and `ApiError` if no server answered."""
         try:
             with exchange.caller.cancellation:
                 return await self._dispatcher.answer(exchange)
         except (ClientGoneError, ApiError) as error:
-            if exchange.captured and exchange.version:
+            if exchange.captured and exchange.version:  # the version is set once the call is sent
                 await self._record(exchange, "cancelled" if isinstance(error, ClientGoneError) else "failed")
             raise
 
@@ -255,7 +259,8 @@ def _read_answer(exchange: Exchange, body: bytes) -> Answer:
 
 
 def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:
-    """The event that ends a stream early, and whether the server failed. A server that is only slow did not fail."""
+    """The event that ends a stream early, and whether the server failed. A timeout does not count as
+    a server failure."""
     if isinstance(error, UpstreamTimeoutError):
         error = timed_out()
     if isinstance(error, ApiError):

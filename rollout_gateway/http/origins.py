@@ -1,8 +1,8 @@
 """Checks of `Host`, `Origin` and the headers of proxies.
 
-A web page can make a browser send requests to a gateway on the loopback interface, and the page's owner can make a
-host name point there. So `Host` has to hold one of the gateway's names, and requests of other web pages are refused
-unless the settings name their origin."""
+A web page can make a browser send requests to a gateway on the loopback interface, and the page's owner can point a
+DNS name at 127.0.0.1 (DNS rebinding). So `Host` must hold one of the gateway's names, and requests from other web pages
+are refused unless the settings name their origin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 class OriginPolicy:
-    """Decides by a request's head where it may come from. Raises `ConfigError` for invalid settings."""
+    """Decides from a request's headers whether its origin is allowed. Raises `ConfigError` for invalid settings."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._loopback = is_loopback(config.host)
@@ -45,7 +45,7 @@ class OriginPolicy:
             self._names.add(url.hostname)
         if self._loopback:
             self._names.add("localhost")
-        # A gateway that others can reach has API keys, so it takes any name unless `gateway.http.hosts` lists some.
+        # A gateway not bound to loopback requires API keys, so it accepts any Host unless gateway.http.hosts is set.
         self._any_name = "*" in config.http.hosts or not (self._loopback or config.http.hosts)
         self._any_origin = "*" in config.http.cors_origins
         self._origins = {origin.encode() for origin in config.http.cors_origins}
@@ -59,8 +59,8 @@ class OriginPolicy:
         """Check the headers. Returns whether this is a CORS preflight, which needs no key and is answered without a
         body.
 
-        Raises a 400 `ApiError` for an invalid `Host`, a 421 one for a `Host` that is not the gateway's, and a 403 one
-        for a request of a web page that may not call."""
+        Raises an `ApiError`: 400 if `Host` is invalid, 421 if `Host` is not one of the gateway's names, 403 if the
+        request comes from a web page that is not allowed."""
         headers = request.headers
         host = headers.get(b"host")
         if host is not None and host not in self._known:
@@ -70,7 +70,7 @@ class OriginPolicy:
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and (
             request.method != "GET" or headers.get(b"sec-fetch-mode") != b"navigate"
         ):
-            raise _foreign("other web pages")
+            raise _origin_refused("other web pages")
         return False
 
     def _check_host(self, host: bytes) -> None:
@@ -84,7 +84,7 @@ class OriginPolicy:
         name = _name_of(authority)
         if not (self._any_name or name in self._names):
             address = _address(name)
-            # Nobody can make an address point elsewhere.
+            # A literal IP address cannot be rebound through DNS, so it is accepted.
             if address is None or (self._loopback and not address.is_loopback):
                 raise ApiError(
                     421,
@@ -95,23 +95,28 @@ class OriginPolicy:
             self._known.add(host)
 
     def _check_origin(self, request: Request, origin: bytes, host: bytes) -> bool:
+        """Allow or refuse a request by its `Origin` header; adds the CORS headers to the response.
+
+        Returns whether it is a preflight. Raises a 403 `ApiError` if the origin is refused."""
         if self._any_origin or origin in self._origins:
             allow = (b"access-control-allow-origin", origin), (b"vary", b"Origin")
-            wanted = request.headers.get(b"access-control-request-method")
-            if request.method == "OPTIONS" and wanted is not None:
-                asked = request.headers.get(b"access-control-request-headers", b"")
+            requested_method = request.headers.get(b"access-control-request-method")
+            if request.method == "OPTIONS" and requested_method is not None:
+                requested_headers = request.headers.get(b"access-control-request-headers", b"")
                 request.extra = (
                     *allow,
-                    (b"access-control-allow-methods", b"GET, POST"),
-                    *(((b"access-control-allow-headers", asked),) if asked else ()),
+                    (b"access-control-allow-methods", b"GET, POST"),  # the only methods of the API
+                    *(((b"access-control-allow-headers", requested_headers),) if requested_headers else ()),
+                    # Browsers read it only when a page of a public network calls a gateway in a private one.
                     (b"access-control-allow-private-network", b"true"),
                     (b"access-control-max-age", b"600"),
                 )
                 return True
             request.extra = (*allow, (b"access-control-expose-headers", b"retry-after"))
+        # The scheme is not compared: TLS may end at a proxy, so the gateway does not know the scheme of its own pages.
         elif not host or origin.partition(b"://")[2] != host:
-            raise _foreign(f"web pages of {origin.decode('latin-1')[:200]!r}")
-        return False
+            raise _origin_refused(f"web pages at {origin.decode('latin-1')[:200]!r}")
+        return False  # browsers send no preflight to a page's own origin
 
     # -- URLs ------------------------------------------------------------------------------------------------------
 
@@ -145,10 +150,10 @@ def _forwarded(request: Request) -> dict[str, str]:
     return {name: value.decode("latin-1").partition(",")[0].strip() for name, value in values.items()}
 
 
-def _foreign(who: str) -> ApiError:
+def _origin_refused(source: str) -> ApiError:
     return ApiError(
         403,
-        f"Requests of {who} are refused: add its origin to gateway.http.cors_origins if it may call.",
+        f"Requests from {source} are not allowed. To allow them, add that origin to gateway.http.cors_origins.",
         kind="permission_error",
         code="foreign_origin",
     )
