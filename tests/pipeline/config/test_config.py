@@ -147,3 +147,8 @@ def test_a_model_may_be_named_as_hubs_name_models() -> None:
         load(None, ["models.0.name=Qwen/Qwen3-4B", "models.0.base=Qwen/Qwen3-4B"]).models[0].name
         == "Qwen/Qwen3-4B"
     )
+
+
+def test_a_certificate_of_the_server_without_its_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nats\.server_cert and nats\.server_key: set both or neither"):
+        load(None, ["nats.server_cert=server.pem"])
