@@ -152,7 +152,7 @@ def _up(args: argparse.Namespace) -> None:
             for left in reversed(range(_PORT_TRIES)):
                 supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
                 try:
-                    _hold_up(planned, supervisor, sink)
+                    _hold_up(planned, services, supervisor, sink)
                     break
                 except SupervisorError as error:
                     # Another process may take a port between its choice and the server's start.
@@ -163,10 +163,10 @@ def _up(args: argparse.Namespace) -> None:
                     console.print("another process took a chosen port; starting again with other ports")
 
 
-def _hold_up(config: Config, supervisor: Supervisor, sink: TextIO) -> None:
+def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
     log.configure("supervisor", config.log_level, sink)
     try:
-        anyio.run(_supervise, config, supervisor)
+        anyio.run(_supervise, config, services, supervisor)
     except* SupervisorError as group:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
@@ -214,7 +214,7 @@ def _provision(args: argparse.Namespace) -> None:
     console.print(f"provisioned {config.nats.address}")
 
 
-async def _supervise(config: Config, supervisor: Supervisor) -> None:
+async def _supervise(config: Config, services: Sequence[str], supervisor: Supervisor) -> None:
     async with anyio.create_task_group() as tg:
 
         async def stop_on_signal() -> None:
@@ -236,10 +236,14 @@ async def _supervise(config: Config, supervisor: Supervisor) -> None:
             tg.cancel_scope.cancel()
 
         await tg.start(run)
-        url = f"http://{config.gateway.host}:{config.gateway.port}/v1"
-        console.print(
-            f"[bold green]ready[/] point your agents at [bold]{url}[/] (run directory {config.run_dir})"
-        )
+        console.print(f"[bold green]ready[/] {_ready(config, services)} (run directory {config.run_dir})")
+
+
+def _ready(config: Config, services: Sequence[str]) -> str:
+    """Return what a user can do now that `services` run."""
+    if "gateway" in services:
+        return f"point your agents at [bold]http://{config.gateway.host}:{config.gateway.port}/v1[/]"
+    return f"{', '.join(services) or 'nats'}, on the log at [bold]{config.nats.address}[/]; no gateway was started"
 
 
 def _report(watched: Watched) -> None:

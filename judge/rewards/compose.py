@@ -95,8 +95,8 @@ class ConfiguredComposer:
                 argument = _function_argument(member, await self._load(member))
                 values[member.trajectory] = await self._functions[reward.name](argument)
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:
-                about = f"reward function {reward.name} failed"
-                log.error(about, trajectory=member.trajectory, reason=str(error))
+                about = f"reward function {reward.name} failed: {error}"
+                log.error(about, trajectory=member.trajectory)
 
         async with anyio.create_task_group() as tg:
             for member in members:
@@ -169,7 +169,7 @@ def _make_rulers(config: JudgeConfig, model: ChatModel, load: LoadTranscript) ->
 async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[ConfiguredComposer | None]:
     """Open what the settings want beyond agents' own rewards; `None` if nothing. `load` returns a member's transcript.
 
-    Raises `ConfigError` if a rubric, a key or a required sandbox is missing."""
+    Raises `ConfigError` if a rubric, a key or a required sandbox is missing, or a function can't be imported."""
     judge = config.judge
     if not judge.model and not judge.rewards:
         yield None
@@ -180,6 +180,8 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
             for r in judge.rewards
             if r.kind == "python"
         }
+        for function in functions.values():
+            await function.start()
         rulers: dict[str, LlmRuler] = {}
         if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
             rulers = _make_rulers(judge, await stack.enter_async_context(open_judge_model(judge)), load)

@@ -48,6 +48,10 @@ class RewardFunctionError(Exception):
     """A reward function returned no number. The message says why."""
 
 
+class RewardImportError(RewardFunctionError):
+    """The module or the function of `judge.rewards` can't be imported. The message names both and says why."""
+
+
 class _WorkerMessage(msgspec.Struct):
     """The worker's message about one call. `answer` is JSON text that the function may have written."""
 
@@ -79,6 +83,17 @@ class RewardFunction:
             yield self
         finally:
             await self._stop()
+
+    async def start(self) -> None:
+        """Start the process, which imports the function. Raises `ConfigError` if it can't be imported; any other
+        failure is left to the first call, which tries again."""
+        async with self._turn:
+            try:
+                await self._running()
+            except RewardImportError as error:
+                raise ConfigError(f"judge.rewards: {self._config.name}: {error}") from error
+            except RewardFunctionError as error:
+                log.warning("reward function did not start", entry=self._config.entry, reason=str(error))
 
     async def _is_sandboxed(self) -> bool:
         """Return whether this function runs in a sandbox. Raises `ConfigError`."""
@@ -194,7 +209,7 @@ class RewardFunction:
         if started.last:
             await self._stop()
             why = msgspec.json.decode(started.answer).get("error")
-            raise RewardFunctionError(f"{entry} cannot be imported: {why}\n{started.printed}".strip())
+            raise RewardImportError(f"{entry} cannot be imported: {why}\n{started.printed}".strip())
         return self._process
 
     async def _stop(self) -> None:

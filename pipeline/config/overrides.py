@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import tomllib
@@ -29,6 +30,8 @@ def set_override(tree: dict[str, Any], root: type, text: str) -> None:
     if not equals:
         raise ConfigError(f"{text!r} is not a setting: write section.key=value")
     keys = dotted.strip().split(".")
+    if not all(keys):
+        raise ConfigError(f"{text!r} is not a setting: write section.key=value, with a name before the '='")
     try:
         _set(tree, keys, _parse(value.strip(), _type_at(root, keys)))
     except (ValueError, AttributeError, TypeError) as error:
@@ -156,15 +159,40 @@ def _named(message: str, tree: Any, root: Any, where: str) -> str:
         dotted = ".".join([*section, *keys, unknown[1]])
         if dotted in MOVED:
             return f"settings: {dotted} is now {MOVED[dotted]}"
-        return f"settings: {dotted}: there is no such setting"
+        return f"settings: {dotted}: there is no such setting{_suggestion(dotted, _type_at(root, keys))}"
     if message.startswith("Invalid enum value"):
         allowed = [a for kind in _choices(_type_at(root, keys)) for a in typing.get_args(kind)]
         allowed += [kind.__name__ for kind in _choices(_type_at(root, keys)) if isinstance(kind, type)]
         message = f"{message}, expected {' or '.join(map(str, allowed))}"
     dotted = ".".join([*section, *keys])
+    message = _in_toml_words(message, dotted, _type_at(root, keys))
     if dotted in MOVED:  # a name that is a table now
         return f"settings: {dotted} is now {MOVED[dotted]}"
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
+
+
+def _suggestion(dotted: str, table: Any) -> str:
+    """Return the end of an error about the unknown setting `dotted` in a table of type `table`: a similar name, and
+    where all are listed."""
+    *above, name = dotted.split(".")
+    names = [f for kind in _choices(table) for f in getattr(kind, "__struct_fields__", ())]
+    close = difflib.get_close_matches(name, names, n=1)
+    meant = f"; did you mean {'.'.join([*above, close[0]])}?" if close else "."
+    return f"{meant} docs/configuration.md lists all settings"
+
+
+def _in_toml_words(message: str, dotted: str, kind: Any) -> str:
+    """Return msgspec's error about a type in TOML's words: it says `array`, `object` and `str`."""
+    if "xpected `" not in message:
+        return message
+    tables = any(
+        isinstance(part, type) and issubclass(part, msgspec.Struct)
+        for choice in _choices(kind)
+        if typing.get_origin(choice) is tuple
+        for part in typing.get_args(choice)
+    )
+    message = message.replace("`array`", f"list of tables (`[[{dotted}]]`)" if tables else "list", 1)
+    return message.replace("`array`", "list").replace("`object`", "table").replace("`str`", "text")
 
 
 def _name_value(keys: list[str], tree: Any, root: Any) -> None:

@@ -231,19 +231,21 @@ def telemetry_wanted(config: Config) -> bool:
     return any(os.environ.get(name) for name in TELEMETRY_VARIABLES)
 
 
+def check_base(base: str, setting: str) -> None:
+    """Raise `ConfigError`, which begins with `setting`, if `base` is empty or a path where no folder is."""
+    path = base.startswith(("/", ".", "~")) or base.count("/") > 1  # otherwise a name on the hub
+    if not base or (path and not Path(base).is_dir()):
+        raise ConfigError(
+            f"{setting}: there is no folder {base!r}; expected one with the base model, or its name on the hub"
+        )
+
+
 def _check_models(config: Config) -> None:
     """Raise `ConfigError` if a model has no base, or its folder does not exist."""
     if not any(m.base for m in config.models):
         raise ConfigError("no model is configured: --set models.0.name=... --set models.0.base=...")
     for i, model in enumerate(config.models):
-        path = (
-            model.base.startswith(("/", ".", "~")) or model.base.count("/") > 1
-        )  # otherwise a name on the hub
-        if not model.base or (path and not Path(model.base).is_dir()):
-            raise ConfigError(
-                f"models.{i}.base: there is no folder {model.base!r}; "
-                "expected one with the base model, or its name on the hub"
-            )
+        check_base(model.base, f"models.{i}.base")
 
 
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:

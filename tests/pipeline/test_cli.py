@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.cli import SUBCOMMANDS, main
-from pipeline.config import Config, NatsConfig
+from pipeline.config import Config, NatsConfig, load
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.running import plan
@@ -132,7 +133,7 @@ def test_a_chosen_port_that_another_takes_is_chosen_again(
             chosen.append(taken if not chosen else choose(host))
             return chosen[-1]
 
-        async def supervise(config: Config, supervisor: Supervisor) -> None:
+        async def supervise(config: Config, services: Sequence[str], supervisor: Supervisor) -> None:
             async with anyio.create_task_group() as tg:
                 await tg.start(supervisor.run)
                 supervisor.stop()
@@ -157,3 +158,13 @@ def test_a_service_that_can_not_start_ends_up_with_its_reason(
         main(["up", *flags, "--nats-url", "nats://127.0.0.1:1"])
     assert caught.value.code == 1
     assert "no NATS server answers at nats://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_ready_says_what_is_ready() -> None:
+    config = load(None, ["gateway.port=8080", "nats.url=nats://127.0.0.1:4222"])
+    assert "point your agents at [bold]http://127.0.0.1:8080/v1[/]" in cli._ready(
+        config, ("gateway", "judge")
+    )
+    alone = cli._ready(config, ("judge", "store"))
+    assert "agents" not in alone
+    assert "judge, store, on the log at [bold]nats://127.0.0.1:4222[/]" in alone

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
+from pipeline.running.plan import check_base
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
 from trainer.first import import_first
@@ -106,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def command() -> None:
         config: Config = load(args.config, [*args.overrides, f"models.0.base={json.dumps(args.model)}"])
+        check_base(args.model, "model")
         found = check(args.model, config.trainer_of(config.models[0]))
         sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else report(found))
         if found["refused"] is not None:

@@ -7,11 +7,11 @@ from typing import Any
 import anyio
 import pytest
 
-from judge.rewards.compose import ConfiguredComposer, combine
+from judge.rewards.compose import ConfiguredComposer, combine, open_composer
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError
-from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import TrajectoryCompleted
 from tests.judge.kit import Model, completed, ruler, transcript
 from tests.kits.scoring_server import Scorer
@@ -155,3 +155,12 @@ def test_ways_to_combine(how: Any, value: float) -> None:
 def test_settings_that_can_t_work_are_refused(override: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load(None, [override])
+
+
+async def test_a_function_that_can_t_be_imported_stops_the_judge_s_start() -> None:
+    reward = RewardConfig(name="x", kind="python", entry="nomod:fn")
+    with pytest.raises(
+        ConfigError, match=r"judge.rewards: x: nomod:fn cannot be imported: .*No module named 'nomod'"
+    ):
+        async with open_composer(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
+            pass

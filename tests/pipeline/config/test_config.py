@@ -39,7 +39,7 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("gateway.replicas.timeout_s=0", "settings: gateway.replicas.timeout_s: expected `float` > 0.0"),
         ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
         ("nats.port=-1", "settings: nats.port: expected `int` >= 0"),
-        ("vllm.port=x", "settings: vllm.port: expected `int`, got `str`"),
+        ("vllm.port=x", "settings: vllm.port: expected `int`, got text"),
         ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
@@ -77,8 +77,16 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("models.0.name=a/../b", "models.0.name: 'a/../b' can't be a name"),
         ("models.3.name=m", "'models.3.name' is not the name of a setting"),
         ("trainer.learning_rat=1", "settings: trainer.learning_rat: there is no such setting"),
-        ("vllm.env=3", "settings: vllm.env: expected `object`, got `int`"),
-        ('vllm.env={"A": 1}', "settings: vllm.env.A: expected `str`, got `int`"),
+        (
+            "trainer.sede=1",
+            "there is no such setting; did you mean trainer.seed? docs/configuration.md lists",
+        ),
+        ("gatway.port=1", "settings: gatway: there is no such setting; did you mean gateway?"),
+        ("=3", "'=3' is not a setting: write section.key=value"),
+        ('models={name="x"}', "settings: models: expected list of tables (`[[models]]`), got table"),
+        ("vllm.args=3", "settings: vllm.args: expected list, got `int`"),
+        ("vllm.env=3", "settings: vllm.env: expected table, got `int`"),
+        ('vllm.env={"A": 1}', "settings: vllm.env.A: expected text, got `int`"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_allowed(

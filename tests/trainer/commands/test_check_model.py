@@ -74,3 +74,9 @@ def test_what_can_not_be_loaded_is_refused_and_not_a_traceback(
     assert code == 1
     assert "no_such_family" in json.loads(out)["refused"]
     assert asked(capsys, str(tmp_path), "--set", "trainer.nonsense=1")[0] == 2
+
+
+def test_a_missing_folder_is_told_as_up_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check_model.main(["/nope"])
+    assert "model: there is no folder '/nope'; expected one with the base model" in capsys.readouterr().err
