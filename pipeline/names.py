@@ -11,6 +11,8 @@ import re
 import secrets
 
 MAX_NAME = 200
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+"""A step as `version_name` writes it. 18 digits fit into 64 bits."""
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_\-/@:+=,~]")
 
 
@@ -51,12 +53,26 @@ def version_name(model: str, step: int) -> str:
 
 
 def parse_version(version: str) -> tuple[str, int]:
-    """Return model and step of a policy version: `("m", 7)` of `"m@7"`. Raises `InvalidNameError` if it names no
-    step."""
-    model, at, step = version.rpartition("@")
-    if not at or not step.isdigit():
-        raise InvalidNameError(version, "a policy version has the form <model>@<step>")
+    """Return model and step of a policy version: `("m", 7)` of `"m@7"`.
+
+    A version has one spelling, the one of `version_name`. Raises `InvalidNameError` for anything else: `m@07`, a step
+    in other than ASCII digits, or one of more than 18 digits."""
+    if not is_version(version):
+        why = "a policy version has the form <model>@<step>, and the step is a number without leading zeros"
+        raise InvalidNameError(version[:MAX_NAME], why)
+    model, _, step = version.rpartition("@")
     return model, int(step)
+
+
+def is_version(name: str) -> bool:
+    """Whether `parse_version` accepts `name`."""
+    _, at, step = name.rpartition("@")
+    return bool(at and _STEP.fullmatch(step))
+
+
+def is_base_version(version: str) -> bool:
+    """Whether `version`, which `parse_version` accepts, is the base model of its model."""
+    return version.endswith("@0")
 
 
 def new_id(prefix: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import re
 from urllib.parse import parse_qs, quote
 
 import msgspec
@@ -32,6 +33,7 @@ from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.routing import VersionRouter
 
+_LIMIT = re.compile(r"[0-9]{1,4}")
 _BATCH = 1000
 """Trajectories that a list looks at before other tasks get a turn: about a millisecond."""
 _PAGE_BYTES = 1_000_000
@@ -170,7 +172,7 @@ class TrajectoryRoutes:
 
         `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
         limit_text = query.get("limit", "100")
-        if not (limit_text.isascii() and limit_text.isdigit() and 1 <= int(limit_text[:5]) <= 1000):
+        if not (_LIMIT.fullmatch(limit_text) and 1 <= int(limit_text) <= 1000):
             raise ApiError(
                 400, "`limit` must be a number from 1 to 1000.", code="invalid_query", param="limit"
             )

@@ -8,8 +8,9 @@ gateway that restarts recognises what a server already holds.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import anyio
 import msgspec
@@ -23,10 +24,26 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving import adapter_api
 from rollout_gateway.serving.adapter_files import AdapterError, AdapterFiles
-from rollout_gateway.serving.policies import Policies
+from rollout_gateway.serving.policies import Checkpoint, Policies
 from rollout_gateway.serving.replicas import Fleet, LoadedAdapter, Replica
 
 log = get_logger("rollout_gateway.serving.adapters")
+
+
+@contextlib.contextmanager
+def _contained(version: str) -> Iterator[None]:
+    """Turn an unexpected error while `version` is loaded into an `AdapterError`. One version's fault must not end the
+    gateway, which serves the others. Failures of the server and of the log pass: `_keep` handles them."""
+    try:
+        yield
+    except (AdapterError, UpstreamError, msgspec.DecodeError, BrokerError):
+        raise
+    except OSError as error:  # such as a full disk
+        raise AdapterError(f"{type(error).__name__}: {error}", lasting=False) from error
+    except Exception as error:
+        log.error("unexpected error while an adapter was loaded", version=version, exc=error)
+        message = f"loading it failed unexpectedly ({type(error).__name__}); the gateway's log says more"
+        raise AdapterError(message, lasting=True) from error
 
 
 class AdapterManager:
@@ -107,10 +124,11 @@ class AdapterManager:
             return
         if model not in self._policies.models:
             return
-        known = self._policies.knows(version)
-        if known and self._files.is_published(self._policies.checkpoint(version).event, path):
+        known = self._policies.checkpoint(version)
+        if known is not None and self._files.is_published(known.event, path):
             try:
-                await self._verify(replica, version, path, now_us())
+                with _contained(version):
+                    await self._verify(replica, known, path, now_us())
                 return
             except AdapterError as error:
                 log.warning("adapter not taken over", version=version, error=str(error))
@@ -129,19 +147,20 @@ class AdapterManager:
         demanded = self._fleet.demanded
         out += sorted(demanded, key=lambda v: -demanded[v])
         limit = self._config.vllm.max_loras
-        return [v for v in dict.fromkeys(out) if not v.endswith("@0") and self._policies.knows(v)][:limit]
+        return [v for v in dict.fromkeys(out) if self._policies.checkpoint(v) is not None][:limit]
 
     async def _load_wanted(self, replica: Replica) -> bool:
         """Load the wanted versions that are missing. Returns false if some must be tried again soon."""
         done = await self._drop_replaced(replica)
         for version in self.wanted():
-            if replica.holds(version) or version in self._policies.refused:
+            checkpoint = self._policies.checkpoint(version)
+            if checkpoint is None or replica.holds(version) or version in self._policies.refused:
                 continue
             if not await self._make_room(replica):
                 done = False
                 break
             try:
-                await self._load(replica, version)
+                await self._load(replica, checkpoint)
             except AdapterError as error:
                 log.error("adapter refused", version=version, replica=replica.name, error=str(error))
                 if error.lasting:
@@ -156,9 +175,8 @@ class AdapterManager:
         the trainer's disk. No new call goes to them. Returns false while calls still run on one."""
         done = True
         for version, held in list(replica.loaded.items()):
-            if not self._policies.knows(version):
-                continue
-            if self._files.is_published(self._policies.checkpoint(version).event, held.path):
+            known = self._policies.checkpoint(version)
+            if known is None or self._files.is_published(known.event, held.path):
                 continue
             replica.draining.add(version)
             if replica.in_flight[version]:
@@ -198,20 +216,22 @@ class AdapterManager:
         )  # fmt: skip
         await self._broker.publish(event)
 
-    async def _load(self, replica: Replica, version: str) -> None:
+    async def _load(self, replica: Replica, checkpoint: Checkpoint) -> None:
         started_at = now_us()
-        event = self._policies.checkpoint(version).event
-        path = await self._files.ensure(version, event.adapter, event.adapter_sha256, event.files)
-        await adapter_api.load(replica, version, str(path))
+        event, version = checkpoint.event, checkpoint.event.version
+        with _contained(version):
+            path = await self._files.ensure(version, event.adapter, event.adapter_sha256, event.files)
+            await adapter_api.load(replica, version, str(path))
         try:
-            await self._verify(replica, version, str(path), started_at)
+            with _contained(version):
+                await self._verify(replica, checkpoint, str(path), started_at)
         except AdapterError:
             await adapter_api.unload(replica, version)
             raise
 
-    async def _verify(self, replica: Replica, version: str, path: str, started_at: int) -> None:
+    async def _verify(self, replica: Replica, checkpoint: Checkpoint, path: str, started_at: int) -> None:
         """Probe a loaded adapter, publish `policy.loaded`, then let the version take calls. Raises `AdapterError`."""
-        checkpoint = self._policies.checkpoint(version)
+        version = checkpoint.event.version
         model, step = parse_version(version)
         delta = await self._probe.delta(replica, model, version)
         if delta == 0.0:

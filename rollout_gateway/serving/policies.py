@@ -15,7 +15,7 @@ from pipeline.events import CheckpointPublished, DeadLettered, Event, PolicyProm
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
-from pipeline.names import InvalidNameError, parse_version, version_name
+from pipeline.names import is_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 
@@ -90,15 +90,14 @@ class Policies:
 
     def knows(self, version: str) -> bool:
         """Whether `version` is a base model or a published checkpoint of a model served here."""
-        try:
-            name, step = parse_version(version)
-        except InvalidNameError:
-            return False
-        model = self.models.get(name)
-        return model is not None and (step == 0 or version in model.checkpoints)
+        model = self.models.get(version.rpartition("@")[0])
+        return model is not None and (version == version_name(model.name, 0) or version in model.checkpoints)
 
-    def checkpoint(self, version: str) -> Checkpoint:
-        return self.models[parse_version(version)[0]].checkpoints[version]
+    def checkpoint(self, version: str) -> Checkpoint | None:
+        """The published checkpoint of `version`; none for a base model, which has no adapter, and for an unknown
+        version."""
+        model = self.models.get(version.rpartition("@")[0])
+        return model.checkpoints.get(version) if model is not None else None
 
     def newest(self, model: str) -> str:
         """The newest version of the main branch that may serve; the base if nothing was trained yet."""
@@ -125,6 +124,10 @@ class Policies:
             return False
         if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
             return False  # versions of other branches have names that the main branch uses too
+        named = (event.version, event.other) if isinstance(event, PolicyPromoted) else (event.version,)
+        if not all(is_version(name) for name in named if name):
+            log.error("event ignored: it names no policy version", versions=named, seq=recorded.seq)
+            return False
         if isinstance(event, PolicyRetired):
             (self.retired.discard if event.withdrawn else self.retired.add)(event.version)
             return False

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.names import is_base_version
 from rollout_gateway.http.errors import stopping, unavailable
 from rollout_gateway.http.upstream import Upstream
 
@@ -56,7 +57,7 @@ class Replica:
         return self.ready and self.holds(version)
 
     def holds(self, version: str) -> bool:
-        return version.endswith("@0") or (version in self.loaded and version not in self.draining)
+        return is_base_version(version) or (version in self.loaded and version not in self.draining)
 
     def suspect(self) -> None:
         """Send nothing to the server until it has been checked: it may have died or lost its adapters."""

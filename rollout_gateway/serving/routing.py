@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
-from pipeline.names import version_name
+from pipeline.names import is_version, version_name
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.policies import Policies
@@ -54,6 +54,8 @@ class VersionRouter:
         self.check(model, opening)
         if opening is not None and opening.pinned:
             version = opening.pinned
+            if not is_version(version):
+                raise unknown_model(version, self._policies.names(opening.model))
         elif model in self._policies.models:
             version = self.current(model, opening.trajectory if opening else "")
         else:

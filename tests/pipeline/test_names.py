@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pipeline.names import (
     MAX_NAME,
     InvalidNameError,
+    is_base_version,
+    is_version,
     name_of_token,
     parse_version,
     subject_token,
@@ -25,9 +27,21 @@ def test_a_token_is_one_subject_token_and_reads_back(name: str) -> None:
     assert name_of_token(token) == name
 
 
-@given(names, st.integers(0, 10**9))
+@given(names, st.integers(0, 10**18 - 1))
 def test_versions_read_back(model: str, step: int) -> None:
     assert parse_version(version_name(model, step)) == (model, step)
+
+
+@given(st.from_regex(r"(m|m@)@[\d+\-_ \n²]{1,22}", fullmatch=True) | st.text())
+def test_a_version_has_one_spelling(text: str) -> None:
+    try:
+        model, step = parse_version(text)
+    except InvalidNameError:
+        assert not is_version(text)
+    else:
+        assert is_version(text)
+        assert version_name(model, step) == text
+        assert is_base_version(text) == (step == 0)
 
 
 @pytest.mark.parametrize("bad", ["", "a\nb", "x" * (MAX_NAME + 1)])
@@ -36,7 +50,26 @@ def test_what_can_not_be_a_name_says_why(bad: str) -> None:
         subject_token(bad)
 
 
-@pytest.mark.parametrize("bad", ["m", "m@", "m@x", "@"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "m",
+        "m@",
+        "m@x",
+        "@",
+        "m@00",
+        "m@07",
+        "m@-1",
+        "m@+1",
+        "m@ 1",
+        "m@1\n",
+        "m@1_0",
+        "m@٠",
+        "m@²",
+        "m@" + "1" * 19,
+        pytest.param("m@" + "9" * 5000, id="5000 digits"),
+    ],
+)
 def test_a_version_without_a_step_says_so(bad: str) -> None:
     with pytest.raises(InvalidNameError):
         parse_version(bad)

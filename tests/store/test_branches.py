@@ -114,7 +114,9 @@ async def test_a_replayed_branch_is_judged_again_and_trained_on(
         policies = Policies("p", [kit.MODEL])
         await policies.rebuild(broker)
         assert policies.newest(kit.MODEL) == f"{kit.MODEL}@2"
-        assert policies.checkpoint(f"{kit.MODEL}@1").event == main[0]
+        published = policies.checkpoint(f"{kit.MODEL}@1")
+        assert published is not None
+        assert published.event == main[0]
         folders = {p.name for p in (tmp_path / "checkpoints").iterdir()}
         assert folders == {kit.MODEL, "branches"}
 

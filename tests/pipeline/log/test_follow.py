@@ -64,7 +64,9 @@ async def test_a_gateway_that_lives_on_follows_what_comes_under_numbers_it_knows
             while model.promoted.version != "m@3":
                 await changed.wait()
         assert list(model.newest_first()) == [f"m@{i}" for i in range(5, 0, -1)]
-        assert policies.checkpoint("m@5").event.adapter_sha256 == "another"
+        published = policies.checkpoint("m@5")
+        assert published is not None
+        assert published.event.adapter_sha256 == "another"
         tg.cancel_scope.cancel()
 
 

@@ -1,0 +1,104 @@
+"""Which policy versions exist, and what becomes of a name that only looks like one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import PolicyPromoted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.serving.adapters import AdapterManager
+from tests.rollout_gateway.conftest import PROJECT, StartGatewayAlone, publish_adapter
+from tests.rollout_gateway.fake_vllm import FakeVllm, parts
+
+pytestmark = pytest.mark.anyio
+
+NO_VERSIONS = [f"tictactoe@{step}" for step in ("00", "٠", "²", "01", "9" * 5000, "", "-1")]
+
+
+async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
+    start_gateway_alone: StartGatewayAlone,
+) -> None:
+    server = FakeVllm()
+    await server.start()
+    gateway = start_gateway_alone(urls=(server.url,), **{"replicas.wait_s": 10.0})
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+
+        async def post(path: str, **body: Any) -> tuple[int, str, str]:
+            reply = await client.post(path, json=body)
+            error = reply.json()["error"]
+            return reply.status_code, error["code"], error["param"]
+
+        for name in NO_VERSIONS:
+            chat = await post("/v1/chat/completions", model=name, messages=[])
+            assert chat == (404, "model_not_found", "model")
+            pin = await post("/v1/trajectories", model="tictactoe", pinned=name)
+            assert pin == (404, "model_not_found", "pinned")
+            for action in ("promote", "pin", "rollback"):
+                decided = await post(f"/v1/policies/tictactoe/{action}", version=name)
+                assert decided == (404, "model_not_found", "version")
+            split = await post("/v1/policies/tictactoe/split", version="tictactoe@0", other=name)
+            assert split == (404, "model_not_found", "other")
+        for action in ("promote", "pin"):
+            reply = await client.post(f"/v1/policies/tictactoe/{action}", json={})
+            assert reply.status_code == 400
+            assert "`version` is missing" in reply.json()["error"]["message"]
+        reply = await client.post(
+            "/v1/chat/completions",
+            json={"model": "tictactoe", "messages": [{"role": "user", "content": "hi"}]},
+        )
+        assert reply.status_code == 200, reply.text
+    gateway.stop()
+    await server.stop()
+
+
+async def test_what_an_older_gateway_recorded_under_such_a_name_harms_nobody(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(
+            PolicyPromoted(project=PROJECT, model="tictactoe", version="tictactoe@00", action="promote")
+        )
+    async with parts(nats_config, tmp_path, [FakeVllm()]) as gateway:
+        opened = TrajectoryOpened(
+            project=PROJECT, trajectory="t", model="tictactoe", group="g", pinned="tictactoe@00"
+        )
+        await gateway.registry.open(opened, "")
+        with pytest.raises(ApiError, match="'tictactoe@00' does not exist"):
+            await gateway.call("t")
+        assert (await gateway.call())[0] == 200
+
+
+async def test_a_base_version_loaded_as_an_adapter_is_unloaded(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    server = FakeVllm()
+    server.loaded["tictactoe@0"] = "/elsewhere"
+    async with parts(nats_config, tmp_path, [server]):
+        assert not server.loaded
+
+
+async def test_an_unexpected_error_while_one_version_loads_refuses_that_version(
+    nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = AdapterManager._verify
+
+    async def broken(self: AdapterManager, replica: Any, checkpoint: Any, *rest: Any) -> None:
+        if checkpoint.event.step == 1:
+            raise KeyError("unforeseen")
+        await verify(self, replica, checkpoint, *rest)
+
+    monkeypatch.setattr(AdapterManager, "_verify", broken)
+    server = FakeVllm()
+    async with parts(nats_config, tmp_path, [server]) as gateway:
+        await publish_adapter(gateway.broker, 1)
+        await gateway.until(lambda: "tictactoe@1" in gateway.policies.refused)
+        assert "KeyError" in gateway.policies.refused["tictactoe@1"]
+        await publish_adapter(gateway.broker, 2)
+        await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@2")
+        assert set(server.loaded) == {"tictactoe@2"}
