@@ -82,7 +82,7 @@ class TrajectoryDetector:
         """Note the answer of a detected run's call: the next call begins with it."""
         if trajectory.id in self._open and answer.choices:
             said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
-            self._set_history(trajectory, [*_messages(call), _canonical(said)])
+            self._set_history(trajectory, [*_messages(call), *_canonicals([said])])
 
     def _set_history(self, trajectory: Trajectory, messages: list[Canonical]) -> None:
         history = _histories(trajectory.opened.owner, trajectory.opened.model, messages)[-1]
@@ -135,7 +135,7 @@ class TrajectoryDetector:
             if last is not None:
                 messages = _canonicals(msgspec.json.decode(last.request).get("messages"))
                 (choice,) = msgspec.json.decode(last.response)["choices"]
-                self._set_history(trajectory, [*messages, _canonical(choice.get("message") or {})])
+                self._set_history(trajectory, [*messages, *_canonicals([choice.get("message")])])
         log.info("detected trajectories taken over", trajectories=len(self._open))
 
     async def _complete(self, trajectory: Trajectory) -> None:
@@ -165,7 +165,9 @@ def _messages(call: Call) -> list[Canonical]:
 
 
 def _canonicals(messages: Any) -> list[Canonical]:
-    return [_canonical(m) for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    """The messages without empty ones of the assistant, which some clients leave out of the history they send."""
+    found = [_canonical(m) for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return [m for m in found if m != ("assistant", "", "")]
 
 
 def _canonical(message: dict[str, Any]) -> Canonical:
