@@ -105,11 +105,11 @@ class Promotion:
         return version_name(model, 0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
-        """Wait until every replica holds `version`. Raises `ApiError`; a 400 or 404 one names the field `param`."""
+        """Wait until every replica holds `version`. Raises `ApiError`; a 404 one names the field `param`."""
         if not version:
             example = version_name(model, 1)
             message = f"`{param}` is missing: name an exact version of {model!r}, such as {example!r}."
-            raise ApiError(400, message, code="invalid_body", param=param)
+            raise ApiError(404, message, kind="not_found_error", code="model_not_found", param=param)
         if not self._policies.offered(version) or parse_version(version)[0] != model:
             error = unknown_model(version, self._policies.names())
             error.param = param

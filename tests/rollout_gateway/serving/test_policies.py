@@ -46,7 +46,7 @@ async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
             assert split == (404, "model_not_found", "other")
         for action in ("promote", "pin"):
             reply = await client.post(f"/v1/policies/tictactoe/{action}", json={})
-            assert reply.status_code == 400
+            assert reply.status_code == 404
             assert "`version` is missing" in reply.json()["error"]["message"]
         reply = await client.post(
             "/v1/chat/completions",
