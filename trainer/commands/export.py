@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def find_files(
                 "no validation trajectories were scored, so no checkpoint is the best: name a step"
             )
         number = best.step
-    elif step.isdigit() and int(step) > 0:
+    elif re.fullmatch("[1-9][0-9]{0,17}", step):
         number = int(step)
     else:
         raise cli.UsageError(f"--step {step}: write a number from 1 on, `latest` or `best`")

@@ -27,7 +27,9 @@ class BatchStatistics:
     def __init__(self) -> None:
         self.loss = 0.0
         self.differences: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-        """Trainer's logprob minus the recorded one of every token; NaN where none was recorded."""
+        """Trainer's logprob minus the sampler's for every token; NaN where either is missing or NaN."""
+        self.recorded: list[np.ndarray[Any, np.dtype[np.bool_]]] = []
+        """Whether the sampler gave a logprob for every token."""
         self.steps: list[np.ndarray[Any, np.dtype[np.int32]]] = []
         """The policy step that sampled every token."""
 
@@ -38,23 +40,26 @@ class BatchStatistics:
         for part in parts:
             out.loss += part.loss
             out.differences += part.differences
+            out.recorded += part.recorded
             out.steps += part.steps
         return out
 
     def add(self, sequence: TokenSequence, logprobs_k: np.ndarray[Any, Any]) -> None:
         """Count the trained tokens of `sequence`, whose logprobs by the trainer are `logprobs_k`, in nats."""
-        self.differences.append((logprobs_k - sequence.logprobs[sequence.loss_mask]).astype(np.float32))
+        sampled = sequence.logprobs[sequence.loss_mask]
+        self.differences.append((logprobs_k - sampled).astype(np.float32))
+        self.recorded.append(~np.isnan(sampled))
         self.steps.append(sequence.steps[sequence.loss_mask])
 
     def summary(self, step: int, largest_ratio: float) -> dict[str, float]:
         """The metrics of the module's table as seen from `step`; `largest_ratio` is the bound that `clip_share`
         counts by."""
-        recorded = np.concatenate(self.differences)
-        differences = np.nan_to_num(recorded.astype(np.float64))
+        raw = np.concatenate(self.differences)
+        differences = np.nan_to_num(raw.astype(np.float64))
         ratios = np.exp(differences)
         lags = step - np.concatenate(self.steps)
-        apart = np.abs(recorded[lags == 0])
-        apart = apart[~np.isnan(apart)]
+        # A NaN of the trainer stays in: it makes the mean NaN, and the step is refused.
+        apart = np.abs(raw[(lags == 0) & np.concatenate(self.recorded)])
         on_policy = {
             "on_policy_logprob_diff": float(apart.mean()), "on_policy_logprob_diff_max": float(apart.max())
         } if len(apart) else {}  # fmt: skip

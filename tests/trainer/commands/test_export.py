@@ -73,7 +73,7 @@ async def test_a_pruned_step_comes_from_the_log(
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size > 0
 
 
-@pytest.mark.parametrize("step", ["0", "newest", "-1"])
+@pytest.mark.parametrize("step", ["0", "newest", "-1", "²", "1" * 5000], ids=lambda step: step[:8])
 async def test_a_step_that_is_none_is_bad_usage(run_dir: Path, tmp_path: Path, step: str) -> None:
     with pytest.raises(SystemExit) as error:
         export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), f"--step={step}"])
