@@ -13,6 +13,7 @@
 | module | contents |
 | --- | --- |
 | `client` | HTTP clients of the gateway, blocking and asynchronous |
+| `transport` | errors, backoff, responses |
 | `trajectory` | one agent run and its result |
 | `gathering` | concurrent runs, evaluation, comparison of versions |
 | `statistics` | means with 95 % intervals |
@@ -20,15 +21,11 @@
 Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
-from journeyman.client import (
-    AsyncJourneyman,
-    GatewayUnavailableError,
-    Journeyman,
-    JourneymanError,
-)
+from journeyman.client import AsyncJourneyman, Journeyman
 from journeyman.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
 from journeyman.statistics import Estimate
 from journeyman.trajectory import CompleteOptions, OpenOptions, Outcome, Trajectory
+from journeyman.transport import GatewayUnavailableError, JourneymanError
 
 __all__ = [
     "AsyncJourneyman",

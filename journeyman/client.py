@@ -9,7 +9,6 @@ code and message.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -25,86 +24,19 @@ from typing_extensions import Unpack
 from journeyman import gathering
 from journeyman.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
 from journeyman.trajectory import CompleteOptions, OpenOptions, Trajectory
+from journeyman.transport import (
+    CONFLICT,
+    RETRIED_STATUSES,
+    Backoff,
+    GatewayUnavailableError,
+    JourneymanError,
+    gateway_url,
+    read,
+    retry_after_s,
+    status_problem,
+)
 
 Result = TypeVar("Result")
-
-_RETRIED_STATUSES = (429, 502, 503, 504)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_PROBLEM_CHARACTERS = 200
-"""Characters of a response's body that an error message quotes."""
-
-
-class JourneymanError(Exception):
-    """The gateway refused a request. `status` is the HTTP status, `code` the error code of docs/gateway.md."""
-
-    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-class GatewayUnavailableError(JourneymanError):
-    """The gateway was unreachable or overloaded until `wait_s` was over."""
-
-
-class _Backoff:
-    """Exponential backoff, for at most `wait_s` seconds."""
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s, self._pause_s = wait_s, _FIRST_PAUSE_S
-        self._end = time.monotonic() + wait_s
-
-    def next_pause(self, last_problem: str, retry_after_s: float = 0.0) -> float:
-        """Return the seconds to wait before the next attempt: at least `retry_after_s`, but not beyond the end.
-
-        Raises `GatewayUnavailableError` with `last_problem` if `wait_s` is over."""
-        left = self._end - time.monotonic()
-        if left < 0:
-            raise GatewayUnavailableError(f"gave up after {self._wait_s:g} s; last problem: {last_problem}")
-        pause, self._pause_s = self._pause_s, min(self._pause_s * 2, _LONGEST_PAUSE_S)
-        return max(pause, min(retry_after_s, left))
-
-
-def _retry_after_s(reply: httpx.Response) -> float:
-    """Return the seconds in the header `Retry-After`; 0 without the header, or if it holds a date."""
-    value = reply.headers.get("retry-after", "").strip()
-    return float(value) if value.isdecimal() else 0.0
-
-
-def _status_problem(reply: httpx.Response) -> str:
-    return f"status {reply.status_code}: {reply.text[:_PROBLEM_CHARACTERS]}"
-
-
-def _url(url: str | None) -> str:
-    found = url or os.environ.get("JOURNEYMAN_URL")
-    if not found:
-        raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYMAN_URL")
-    if not found.startswith(("http://", "https://")):
-        raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://")
-    return found.rstrip("/").removesuffix("/v1")
-
-
-def _read(reply: httpx.Response) -> dict[str, Any]:
-    try:
-        body: dict[str, Any] = reply.json()
-    except ValueError as invalid:
-        kind = reply.headers.get("content-type", "no content type")
-        raise JourneymanError(
-            f"{reply.url} returned status {reply.status_code} with {kind}, not JSON: is this the gateway's URL? "
-            f"The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
-            status=reply.status_code,
-        ) from invalid
-    if reply.is_success and isinstance(body, dict):
-        return body
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
-        raise JourneymanError(
-            f"{reply.url} returned status {reply.status_code} with JSON that no gateway sends: is this the "
-            f"gateway's URL? The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
-            status=reply.status_code,
-        )
-    raise JourneymanError(
-        str(error.get("message", reply.text)), status=reply.status_code, code=str(error.get("code") or "")
-    )
 
 
 def _new_id() -> str:
@@ -129,15 +61,27 @@ def _note(failure: BaseException, error: JourneymanError) -> None:
     failure.add_note(f"its trajectory could not be completed as no_result: {error}")
 
 
-def _complete_path(trajectory: str) -> str:
-    return f"/v1/trajectories/{quote(trajectory, safe='')}/complete"
+def _leaves_open(failure: Exception) -> bool:
+    """Whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
+
+    It did not if another result was accepted before (409). While the gateway is away nobody knows."""
+    if isinstance(failure, JourneymanError):
+        return failure.status != CONFLICT and not isinstance(failure, GatewayUnavailableError)
+    return True
+
+
+def _path(trajectory: str, action: str = "") -> str:
+    """Return the path of a trajectory. Raises `ValueError` for an empty id, whose path is that of the list."""
+    if not trajectory:
+        raise ValueError("the id of the trajectory is empty")
+    return f"/v1/trajectories/{quote(trajectory, safe='')}{action}"
 
 
 class Journeyman:
     """A blocking client of one gateway. `url` defaults to $JOURNEYMAN_URL."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
-        self.url, self._api_key, self._wait_s = _url(url), api_key, wait_s
+        self.url, self._api_key, self._wait_s = gateway_url(url), api_key, wait_s
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=60)
 
@@ -157,10 +101,10 @@ class Journeyman:
     def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
         `JourneymanError` (409)."""
-        return self._request("POST", _complete_path(trajectory), {**result})
+        return self._request("POST", _path(trajectory, "/complete"), {**result})
 
     def get(self, trajectory: str) -> dict[str, Any]:
-        return self._request("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
+        return self._request("GET", _path(trajectory))
 
     def policies(self) -> list[dict[str, Any]]:
         """For each model: the version its name currently resolves to, and the loaded versions."""
@@ -230,43 +174,53 @@ class Journeyman:
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
         """Open a trajectory, and complete it when the `with` block ends.
 
-        If the block raises, the trajectory is completed with the outcome `no_result` and the exception is re-raised."""
+        If the block raises, or the gateway refuses the result, the trajectory is completed with the outcome `no_result`
+        and the exception is re-raised. `GatewayUnavailableError` at the block's end leaves the trajectory as it is:
+        `complete(run.id, **run.result())` completes it later."""
         run = self.open(model, **options)
         try:
             yield run
-            self.complete(run.id, **run.result())
         except BaseException as failure:
-            run.outcome = "no_result"
-            try:
-                self.complete(run.id, outcome="no_result")
-            except JourneymanError as error:
-                _note(failure, error)
+            self._give_up(run, failure)
             raise
+        try:
+            self.complete(run.id, **run.result())
+        except Exception as failure:
+            if _leaves_open(failure):
+                self._give_up(run, failure)
+            raise
+
+    def _give_up(self, run: Trajectory, failure: BaseException) -> None:
+        run.outcome = "no_result"
+        try:
+            self.complete(run.id, outcome="no_result")
+        except JourneymanError as error:
+            _note(failure, error)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
 
         Raises `GatewayUnavailableError` if this lasts longer than `wait_s`, and `JourneymanError` if the gateway
         refuses the request."""
-        backoff = _Backoff(self._wait_s)
+        backoff = Backoff(self._wait_s)
         while True:
-            retry_after_s = 0.0
+            pause_s = 0.0
             try:
                 reply = self._http.request(method, path, json=body)
             except httpx.TransportError as error:
                 last_problem = str(error) or type(error).__name__
             else:
-                if reply.status_code not in _RETRIED_STATUSES:
-                    return _read(reply)
-                last_problem, retry_after_s = _status_problem(reply), _retry_after_s(reply)
-            time.sleep(backoff.next_pause(last_problem, retry_after_s))
+                if reply.status_code not in RETRIED_STATUSES:
+                    return read(reply)
+                last_problem, pause_s = status_problem(reply), retry_after_s(reply)
+            time.sleep(backoff.next_pause(last_problem, pause_s))
 
 
 class AsyncJourneyman:
     """`Journeyman` for asyncio or trio, with the same methods as coroutines."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
-        self.url, self._wait_s = _url(url), wait_s
+        self.url, self._wait_s = gateway_url(url), wait_s
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60)
 
@@ -286,10 +240,10 @@ class AsyncJourneyman:
     async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
         `JourneymanError` (409)."""
-        return await self._request("POST", _complete_path(trajectory), {**result})
+        return await self._request("POST", _path(trajectory, "/complete"), {**result})
 
     async def get(self, trajectory: str) -> dict[str, Any]:
-        return await self._request("GET", f"/v1/trajectories/{quote(trajectory, safe='')}")
+        return await self._request("GET", _path(trajectory))
 
     async def policies(self) -> list[dict[str, Any]]:
         """For each model: the version its name currently resolves to, and the loaded versions."""
@@ -338,9 +292,7 @@ class AsyncJourneyman:
 
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
-        """Open a trajectory, and complete it when the `with` block ends.
-
-        If the block raises, the trajectory is completed with the outcome `no_result` and the exception is re-raised."""
+        """As `Journeyman.trajectory`."""
         options = {**options, "id": options.get("id") or _new_id()}
         try:
             run = await self.open(model, **options)
@@ -351,28 +303,36 @@ class AsyncJourneyman:
             raise
         try:
             yield run
+        except BaseException as failure:
+            await self._give_up(run, failure)
+            raise
+        try:
             with anyio.CancelScope(shield=True):  # the run is over: its result is not lost to a cancellation
                 await self.complete(run.id, **run.result())
-        except BaseException as failure:
-            run.outcome = "no_result"
-            with anyio.CancelScope(shield=True):
-                try:
-                    await self.complete(run.id, outcome="no_result")
-                except JourneymanError as error:
-                    _note(failure, error)
+        except Exception as failure:
+            if _leaves_open(failure):
+                await self._give_up(run, failure)
             raise
+
+    async def _give_up(self, run: Trajectory, failure: BaseException) -> None:
+        run.outcome = "no_result"
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.complete(run.id, outcome="no_result")
+            except JourneymanError as error:
+                _note(failure, error)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As `Journeyman._request`."""
-        backoff = _Backoff(self._wait_s)
+        backoff = Backoff(self._wait_s)
         while True:
-            retry_after_s = 0.0
+            pause_s = 0.0
             try:
                 reply = await self._http.request(method, path, json=body)
             except httpx.TransportError as error:
                 last_problem = str(error) or type(error).__name__
             else:
-                if reply.status_code not in _RETRIED_STATUSES:
-                    return _read(reply)
-                last_problem, retry_after_s = _status_problem(reply), _retry_after_s(reply)
-            await anyio.sleep(backoff.next_pause(last_problem, retry_after_s))
+                if reply.status_code not in RETRIED_STATUSES:
+                    return read(reply)
+                last_problem, pause_s = status_problem(reply), retry_after_s(reply)
+            await anyio.sleep(backoff.next_pause(last_problem, pause_s))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
@@ -96,21 +98,22 @@ class Comparison:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each rollout. Nothing is shown without a terminal or without the package rich."""
-    bar: Any = None
-    if shown:
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            console = Console(stderr=True)
-            bar = Progress(*columns, console=console) if console.is_terminal else None
-    if bar is None:
+def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each rollout. The bar is on standard error, and only if that is a terminal; the
+    package rich draws it where it is installed."""
+    if not (shown and sys.stderr.isatty()):
         yield lambda: None
         return
-    with bar:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        done = itertools.count(1)
+        yield lambda: sys.stderr.write(f"\r{label} {next(done)}/{total}")
+        sys.stderr.write("\n")
+        return
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         counter = bar.add_task(label, total=total)
         yield lambda: bar.advance(counter)
 
@@ -152,7 +155,7 @@ async def gather(
     done, slots = 0, anyio.Semaphore(concurrency)
     limiter = anyio.CapacityLimiter(concurrency)
 
-    async def attempt(at: int, number: int, count: Callable[[], None]) -> None:
+    async def attempt(at: int, number: int, count: Callable[[], object]) -> None:
         nonlocal done
         group = groups[at]
         try:
@@ -173,6 +176,8 @@ async def gather(
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
             raised.append(error)
+            if number in opened[at]:
+                opened[at][number].outcome = "no_result"
         finally:
             slots.release()
         done += 1

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 import journeyman.client as client_module
+import journeyman.transport as transport_module
 from journeyman import AsyncJourneyman, GatewayUnavailableError, Journeyman, JourneymanError
 from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
 from tests.rollout_gateway.kit import ASK
@@ -76,7 +77,8 @@ async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch:
     async def sleep_async(seconds: float) -> None:
         sleep(seconds)
 
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
     message = rf"^gave up after 10 s; last problem: status 503: x{{{200}}}$"
     with Journeyman("http://gateway", wait_s=10) as jm:

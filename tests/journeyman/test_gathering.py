@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +13,14 @@ import anyio.to_thread
 import httpx
 import pytest
 
-from journeyman import AsyncJourneyman, Journeyman, JourneymanError, TooManyExceptionsError
+from journeyman import (
+    AsyncJourneyman,
+    GatewayUnavailableError,
+    Journeyman,
+    JourneymanError,
+    TooManyExceptionsError,
+)
+from journeyman.gathering import progress_bar
 from journeyman.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -245,3 +254,88 @@ def test_json_of_another_server_is_named_as_such(status: int, body: str) -> None
             client.open("m")
         assert seen.value.code == ""
         client._http.close()
+
+
+async def _ends(stub: StubGateway, blocking: bool, reward: float, failure: type[BaseException]) -> Trajectory:
+    """Run one trajectory that ends with `reward`, with either client. Returns it once `failure` was raised."""
+    seen: list[Trajectory] = []
+
+    def play() -> None:
+        with Journeyman(stub.url, wait_s=0.1) as client, client.trajectory("m") as run:
+            seen.append(run)
+            run.reward = reward
+
+    with pytest.raises(failure) as raised:  # noqa: PT012
+        if blocking:
+            await anyio.to_thread.run_sync(play)
+        else:
+            async with AsyncJourneyman(stub.url, wait_s=0.1) as client, client.trajectory("m") as run:
+                seen.append(run)
+                run.reward = reward
+    assert not getattr(raised.value, "__notes__", [])
+    return seen[0]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_result_that_finds_no_gateway_is_not_replaced(stub: StubGateway, blocking: bool) -> None:
+    stub.away = True
+    run = await _ends(stub, blocking, 0.5, GatewayUnavailableError)
+    assert stub.sent
+    assert all(body["reward"] == 0.5 for body in stub.sent)
+    stub.away = False
+    async with AsyncJourneyman(stub.url) as client:  # as the docstring says
+        await client.complete(run.id, **run.result())
+    assert stub.completed[run.id]["reward"] == 0.5
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_refused_result_is_no_result(stub: StubGateway, blocking: bool) -> None:
+    run = await _ends(stub, blocking, 1e9, JourneymanError)
+    assert stub.completed[run.id] == {"outcome": "no_result"}
+    assert run.outcome == "no_result"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_run_that_somebody_else_completed_stays_as_it_is(stub: StubGateway, blocking: bool) -> None:
+    stub.completed_by_others = {"outcome": "scored", "reward": 0.25}
+    await _ends(stub, blocking, 0.5, JourneymanError)
+    assert len(stub.sent) == 1
+
+
+async def test_a_reward_that_never_arrived_is_no_reward_of_its_group(stub: StubGateway) -> None:
+    stub.away = True
+    async with AsyncJourneyman(stub.url, wait_s=0.1) as client:
+        (group,) = await client.gather(
+            "m", [1], lambda run, task: 1.0, group_size=2, max_exceptions=2, progress=False
+        )
+    assert group.rewards == []
+    assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
+
+
+async def test_an_empty_id_is_refused(stub: StubGateway) -> None:
+    """Its path is that of the list of trajectories."""
+    async with AsyncJourneyman(stub.url) as client:
+        for request in (client.get, client.complete):
+            with pytest.raises(ValueError, match="the id of the trajectory is empty"):
+                await request("")
+    with (
+        Journeyman(stub.url) as blocking,
+        pytest.raises(ValueError, match="the id of the trajectory is empty"),
+    ):
+        await anyio.to_thread.run_sync(blocking.get, "")
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_a_bar_is_shown_on_a_terminal(with_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    if not with_rich:  # as where only the SDK is installed
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress_bar(2, "m train", True) as count:
+            count()
+            count()
+        assert ("2/2" in stream.getvalue()) == shown

@@ -17,6 +17,9 @@ from starlette.routing import Route
 
 from tests.conftest import free_port
 
+MAX_REWARD = 1e3
+"""As `gateway.max_reward` by default."""
+
 
 @dataclass
 class StubGateway:
@@ -24,6 +27,12 @@ class StubGateway:
     opened: dict[str, dict[str, Any]] = field(default_factory=dict)
     completed: dict[str, dict[str, Any]] = field(default_factory=dict)
     most_open: int = 0
+    away: bool = False
+    """Whether completions are answered with 503, as while the log cannot be reached."""
+    sent: list[dict[str, Any]] = field(default_factory=list)
+    """Results that clients sent, refused ones included."""
+    completed_by_others: dict[str, Any] | None = None
+    """A result that every trajectory gets from somebody else before its own arrives."""
 
     @property
     def url(self) -> str:
@@ -36,13 +45,22 @@ class StubGateway:
         told = {"id": body["id"], "model": body["model"], "group": body.get("group", body["id"])}
         return JSONResponse({**told, "base_url": f"{self.url}/v1", "api_key": "k"}, 201)
 
+    async def _list(self, _: Request) -> JSONResponse:
+        return JSONResponse({"data": list(self.opened.values())})
+
     async def _complete(self, request: Request) -> JSONResponse:
         name, body = request.path_params["name"], await request.json()
         if name not in self.opened:
             return JSONResponse(
                 {"error": {"message": f"no trajectory {name}", "code": "trajectory_not_found"}}, 404
             )
-        if self.completed.setdefault(name, body) != body:
+        self.sent.append(body)
+        if self.away:
+            return JSONResponse({"error": {"message": "the log is away"}}, 503)
+        if abs(body.get("reward") or 0) > MAX_REWARD:
+            message = f"The value of `reward` is {body['reward']:g}."
+            return JSONResponse({"error": {"message": message, "code": "reward_out_of_range"}}, 400)
+        if self.completed.setdefault(name, self.completed_by_others or body) != body:
             return JSONResponse({"error": {"message": "another result", "code": "trajectory_completed"}}, 409)
         return JSONResponse({"id": name})
 
@@ -51,6 +69,7 @@ class StubGateway:
         """Serve while the block runs; a second block on the same object is a restart."""
         app = Starlette(
             routes=[
+                Route("/v1/trajectories", self._list, methods=["GET"]),
                 Route("/v1/trajectories", self._open, methods=["POST"]),
                 Route("/v1/trajectories/{name}/complete", self._complete, methods=["POST"]),
             ]

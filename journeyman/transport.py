@@ -1,0 +1,90 @@
+"""What every request to a gateway needs: errors, backoff, and reading the response."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import httpx
+
+RETRIED_STATUSES = (429, 502, 503, 504)
+CONFLICT = 409
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_PROBLEM_CHARACTERS = 200
+"""Characters of a response's body that an error message quotes."""
+
+
+class JourneymanError(Exception):
+    """The gateway refused a request. `status` is the HTTP status, `code` the error code of docs/gateway.md."""
+
+    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class GatewayUnavailableError(JourneymanError):
+    """The gateway was unreachable or overloaded until `wait_s` was over."""
+
+
+class Backoff:
+    """Exponential backoff, for at most `wait_s` seconds."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s, self._pause_s = wait_s, _FIRST_PAUSE_S
+        self._end = time.monotonic() + wait_s
+
+    def next_pause(self, last_problem: str, retry_after_s: float = 0.0) -> float:
+        """Return the seconds to wait before the next attempt: at least `retry_after_s`, but not beyond the end.
+
+        Raises `GatewayUnavailableError` with `last_problem` if `wait_s` is over."""
+        left = self._end - time.monotonic()
+        if left < 0:
+            raise GatewayUnavailableError(f"gave up after {self._wait_s:g} s; last problem: {last_problem}")
+        pause, self._pause_s = self._pause_s, min(self._pause_s * 2, _LONGEST_PAUSE_S)
+        return max(pause, min(retry_after_s, left))
+
+
+def retry_after_s(reply: httpx.Response) -> float:
+    """Return the seconds in the header `Retry-After`; 0 without the header, or if it holds a date."""
+    value = reply.headers.get("retry-after", "").strip()
+    return float(value) if value.isdecimal() else 0.0
+
+
+def status_problem(reply: httpx.Response) -> str:
+    return f"status {reply.status_code}: {reply.text[:_PROBLEM_CHARACTERS]}"
+
+
+def gateway_url(url: str | None) -> str:
+    """Return the URL without `/v1`. Raises `ValueError` if it is missing or has no scheme."""
+    found = url or os.environ.get("JOURNEYMAN_URL")
+    if not found:
+        raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYMAN_URL")
+    if not found.startswith(("http://", "https://")):
+        raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://")
+    return found.rstrip("/").removesuffix("/v1")
+
+
+def read(reply: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object of a response. Raises `JourneymanError` for an error or another server's answer."""
+    try:
+        body: dict[str, Any] = reply.json()
+    except ValueError as invalid:
+        kind = reply.headers.get("content-type", "no content type")
+        raise JourneymanError(
+            f"{reply.url} returned status {reply.status_code} with {kind}, not JSON: is this the gateway's URL? "
+            f"The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
+            status=reply.status_code,
+        ) from invalid
+    if reply.is_success and isinstance(body, dict):
+        return body
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        raise JourneymanError(
+            f"{reply.url} returned status {reply.status_code} with JSON that no gateway sends: is this the "
+            f"gateway's URL? The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
+            status=reply.status_code,
+        )
+    raise JourneymanError(
+        str(error.get("message", reply.text)), status=reply.status_code, code=str(error.get("code") or "")
+    )
