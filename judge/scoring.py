@@ -21,7 +21,15 @@ from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
 from judge.ruler.rubrics import load_rubric
 from pipeline.config import JudgeConfig
-from pipeline.events import GroupDiscarded, GroupScored, Member, Score, TrajectoryCompleted, Verdict
+from pipeline.events import (
+    GroupDiscarded,
+    GroupScored,
+    Member,
+    Score,
+    TrainingBatch,
+    TrajectoryCompleted,
+    Verdict,
+)
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
@@ -83,18 +91,22 @@ async def score_closed(
     group: Group, config: JudgeConfig, judge: str, composer: RewardComposer | None
 ) -> GroupScored | GroupDiscarded:
     """Return the event that ends a closed group. `judge` is the judge configuration's hash."""
+    batch = batch_of(group)
     scorable = [a.event for a in group.members if a.event.outcome == "scored"]
     # Validation rewards are only reported, not compared, so one member is enough.
     needed = 1 if group.key.split == "val" else config.min_size
-    if len(scorable) < needed:
+    if len(scorable) < needed and batch is None:
         return discarded_event(group, "too_small", _too_few(len(scorable), len(group.arrivals), needed))
     rewards = agent_rewards(scorable)
-    if composer is not None and (config.rewards or len(rewards.final) < len(scorable)):
+    if composer is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
         try:
             rewards = await composer(scorable)
         except UnscoredError as error:
-            return discarded_event(group, "unscored", str(error))
-    if len(rewards.final) < needed:
+            if batch is None:
+                return discarded_event(group, "unscored", str(error))
+            rewards = GroupRewards({}, {}, ())
+    # The trainer waits for every group of a batch, so it also gets those that it will discard.
+    if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(group.arrivals), needed)
         return discarded_event(group, "unscored" if config.rewards else "too_small", why)
     return GroupScored(
@@ -107,7 +119,13 @@ async def score_closed(
         members=tuple(make_member(a.event, a.seq, rewards) for a in group.members),
         verdicts=rewards.verdicts,
         closed_by=group.closed_by,
+        batch=batch,
     )
+
+
+def batch_of(group: Group) -> TrainingBatch | None:
+    """Return the batch that the group is trained in, if a member names one."""
+    return next((a.event.batch for a in group.members if a.event.batch is not None), None)
 
 
 def _too_few(usable: int, total: int, needed: int) -> str:

@@ -19,6 +19,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api import openapi, routes
 from rollout_gateway.api.auxiliary import AuxiliaryRoutes
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
+from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
 from rollout_gateway.api.models import ModelRoutes
 from rollout_gateway.api.sinks import RequestSink, TranslatingSink
@@ -76,6 +77,7 @@ class App:
         self,
         calls: CallHandler,
         trajectories: TrajectoryRoutes,
+        groups: GroupRoutes,
         models: ModelRoutes,
         auxiliary: AuxiliaryRoutes,
         identity: Identity,
@@ -107,7 +109,8 @@ class App:
             "list": trajectories.list,
             "get": trajectories.get,
             "complete": trajectories.complete,
-            "complete_group": trajectories.complete_group,
+            "complete_group": groups.complete_group,
+            "group": groups.state,
             "version": auxiliary.version,
             "tokenize": auxiliary.tokenize,
             "detokenize": auxiliary.detokenize,

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from pipeline.config import Config, ConfigError
-from pipeline.events import CheckpointPublished, Event, PolicyLoaded, wire_name
+from pipeline.events import CheckpointPublished, Event, GroupDiscarded, PolicyLoaded, wire_name
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
 from pipeline.running.service import Ready
@@ -21,6 +21,7 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.auxiliary import AuxiliaryRoutes
+from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.api.models import ModelRoutes
@@ -133,9 +134,13 @@ async def serve(config: Config, ready: Ready) -> None:
             detector = TrajectoryDetector(config.project, registry, config.gateway)
             calls.on_answered.append(detector.answered)
         identity = Identity(config.project, api_keys, registry, router, detector)
+        trajectories = TrajectoryRoutes(
+            config.project, config.gateway, policies, registry, router, pacing, origins
+        )
         app = App(
             calls,
-            TrajectoryRoutes(config.project, config.gateway, policies, registry, router, pacing, origins),
+            trajectories,
+            GroupRoutes(broker, registry, policies, trajectories),
             ModelRoutes(policies, fleet, router, promotion, feed, log_health),
             AuxiliaryRoutes(fleet, router, identity),
             identity,
@@ -155,6 +160,9 @@ async def serve(config: Config, ready: Ready) -> None:
                 pacing.done(recorded.event.model, recorded.event.groups)
             feed.broadcast(wire_name(recorded.event), shown_fields(recorded.event))
 
+        def discarded(event: GroupDiscarded) -> None:
+            feed.broadcast(wire_name(event), shown_fields(event))
+
         adapters.on_loaded.append(loaded)
         try:
             async with anyio.create_task_group() as tg:
@@ -163,8 +171,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tg.start_soon(api_keys.watch)
                 tg.start_soon(policies.follow, broker, changed)
                 tg.start_soon(registry.follow_completions)
-                if config.gateway.max_groups_ahead:
-                    tg.start_soon(pacing.follow, broker)
+                tg.start_soon(pacing.follow, broker, discarded)
                 if detector is not None:
                     tg.start_soon(detector.run)
                 async with run_server(

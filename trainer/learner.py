@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from pipeline import crash
-from pipeline.config import Config, ModelConfig, config_hash
-from pipeline.events import CheckpointPublished, GroupDiscarded, GroupScored, now_us, pack_seqs
+from pipeline.config import Config, ModelConfig, config_hash, with_values
+from pipeline.events import CheckpointPublished, GroupDiscarded, GroupScored, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import TrainingGroup, examples
@@ -68,7 +68,6 @@ class Learner:
         self.settings = config.trainer_of(model)
         self.checkpoints = Checkpoints.of(config, model.name)
         self.checkpoints.open_to_write()
-        self.config_hash = config_hash(self.settings)
         self.state = engine.initial_state()
         self._fresh = self.state.weights
         """The adapter of step 0, with which the model computes the same as the base model."""
@@ -170,23 +169,31 @@ class Learner:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Sequence[TrainingGroup], trace: dict[str, str] | None = None) -> PendingStep:
+    def train_step(
+        self,
+        batch: Sequence[TrainingGroup],
+        trace: dict[str, str] | None = None,
+        request: TrainingBatch | None = None,
+    ) -> PendingStep:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
         The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the
-        checkpoint's event is published. Raises `UntrainableError` if the batch can't be trained, or if the
-        process died `MAX_ATTEMPTS` times while it computed the batch."""
+        checkpoint's event is published; `request` may hold a learning rate for this step. Raises `UntrainableError` if
+        the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it computed the batch."""
         began, started_at = time.perf_counter(), now_us()
         groups = tuple(g.event.group for g in batch)
         places = [
             g.place for g in batch
         ]  # read before the computation, since the intake may replace a group's place
-        batch_hash = batch_id(self.version, groups, self.config_hash)
+        settings = self.settings
+        if request is not None and request.learning_rate is not None:
+            settings = with_values(settings, {"optimizer.learning_rate": request.learning_rate})
+        batch_hash = batch_id(self.version, groups, config_hash(settings))
         if self.checkpoints.count_attempt(batch_hash) > MAX_ATTEMPTS:
             raise UntrainableError(f"the trainer died {MAX_ATTEMPTS} times while it computed this batch")
-        self.engine.configure(self.settings)
+        self.engine.configure(settings)
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
-        result = self.engine.step(self.state, examples(batch, self.settings), group_of)
+        result = self.engine.step(self.state, examples(batch, settings), group_of)
         self.checkpoints.clear_attempts()
         metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
         metrics["step_s"] = time.perf_counter() - began
@@ -208,7 +215,7 @@ class Learner:
             groups=groups,
             group_seqs=pack_seqs([p.seq for p in places]),
             group_times=pack_seqs([p.at for p in places]),
-            config_hash=self.config_hash,
+            config_hash=config_hash(settings),
             base_model=self.model.base,
             adapter=f"{self.config.project}/{version}/{digest[:16]}",
             adapter_sha256=digest,
@@ -219,7 +226,7 @@ class Learner:
             branch=self.config.trainer.branch,
         )
         manifest = Manifest(
-            event=event, config=msgspec.to_builtins(self.settings), trace=trace or {},
+            event=event, config=msgspec.to_builtins(settings), trace=trace or {},
             discarded=_too_large(batch, result.dropped, version),
         )  # fmt: skip
         crash.point("trainer.before_checkpoint")

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.config import TrainerConfig
+from pipeline.events import GroupDiscarded, GroupScored, TrainingBatch
+from pipeline.log.broker import Broker
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
 from trainer.learner import Learner
+
+
+@dataclass(eq=False)
+class RequestedBatch:
+    """Groups that their agent wants to be trained together, in a step of their own."""
+
+    request: TrainingBatch
+    groups: list[TrainingGroup] = field(default_factory=list)
+    """Those that wait, in stream order."""
+    settled: set[str] = field(default_factory=set)
+    """Names of the groups that wait or were discarded."""
+
+    @property
+    def complete(self) -> bool:
+        return self.settled.issuperset(self.request.groups)
 
 
 @dataclass(eq=False)
@@ -18,9 +37,13 @@ class ModelQueue:
     learner: Learner
     histories: Histories
     waiting: deque[TrainingGroup] = field(default_factory=deque)
-    """The waiting groups, in stream order."""
+    """The waiting groups of no requested batch, in stream order."""
+    requested: dict[str, RequestedBatch] = field(default_factory=dict)
+    """The requested batches by id, in the order in which their first group came."""
     batch: list[TrainingGroup] = field(default_factory=list)
     """The groups of the step that is being filled, computed or committed."""
+    request: TrainingBatch | None = None
+    """The request that `batch` is for; `None` for a step of any groups."""
 
     @property
     def step(self) -> int:
@@ -37,4 +60,73 @@ class ModelQueue:
     @property
     def full(self) -> bool:
         """Whether there are enough groups for a step, if none of them is refused."""
+        if any(batch.complete for batch in self.requested.values()):
+            return True
         return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
+
+    @property
+    def first_seq(self) -> int:
+        """Stream sequence of the first group held here; 0 if none is."""
+        return next((group.place.seq for group in self.held()), 0)
+
+    def held(self) -> Iterator[TrainingGroup]:
+        """Yield all groups that wait or are in the batch."""
+        yield from self.waiting
+        yield from self.batch
+        for batch in self.requested.values():
+            yield from batch.groups
+
+    def add(self, group: TrainingGroup) -> None:
+        """Queue a group in stream order. A redelivered group may come behind newer ones."""
+        request = group.event.batch
+        if request is None:
+            index = _index(self.waiting, group)
+            self.waiting.insert(index, group)
+            return
+        batch = self.requested[request.id]
+        batch.groups.insert(_index(batch.groups, group), group)
+        batch.settled.add(group.event.group)
+
+    async def expect(self, event: GroupScored, broker: Broker) -> None:
+        """Begin the requested batch of a group, if it is the first one of it here. Groups of the batch that were
+        discarded before count as settled."""
+        request = event.batch
+        if request is None or request.id in self.requested:
+            return
+        batch = self.requested[request.id] = RequestedBatch(request)
+        for name in request.groups:
+            keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
+            found = await broker.read(GroupDiscarded, **keys)
+            if any(r.event.branch == event.branch and r.event.reason != "too_large" for r in found):
+                batch.settled.add(name)
+
+    def settle(self, event: GroupScored) -> None:
+        """Let the requested batch of a discarded group go on without it."""
+        batch = self.requested.get(event.batch.id) if event.batch is not None else None
+        if batch is None:
+            return
+        batch.settled.add(event.group)
+        batch.groups = [group for group in batch.groups if group.event.group != event.group]
+        if not batch.groups:
+            del self.requested[batch.request.id]  # the next group of it, if there is one, begins it again
+
+    def incomplete(self) -> list[TrainingGroup]:
+        """Return the groups of the requested batches that are not complete."""
+        return [group for b in self.requested.values() if not b.complete for group in b.groups]
+
+    def next_requested(self) -> bool:
+        """Make the first complete requested batch the batch of the next step. Returns whether there is one."""
+        complete = next((b for b in self.requested.values() if b.complete), None)
+        if complete is None:
+            return False
+        self.waiting.extendleft(reversed(self.batch))  # groups of a step that was not full yet
+        self.batch, self.request = complete.groups, complete.request
+        del self.requested[complete.request.id]
+        return True
+
+
+def _index(groups: deque[TrainingGroup] | list[TrainingGroup], group: TrainingGroup) -> int:
+    index = len(groups)
+    while index and groups[index - 1].place.seq > group.place.seq:
+        index -= 1
+    return index

@@ -160,13 +160,14 @@ class Trainer:
             if delivery is not None:
                 await delivery.ack()
             return
-        for held in (*queue.waiting, *queue.batch):
+        for held in queue.held():
             if held.event.subject() == event.subject():
                 # A subject holds one event. At another place it is the same group, scored again after the log lost
                 # the first.
                 held.place, held.delivery = place, delivery
                 return
         group = TrainingGroup(event, place, delivery)
+        await queue.expect(event, self.broker)
         refusal = await self._refuse_repeated(event)
         if refusal is None:
             queue.learner.record_validation(event)
@@ -174,11 +175,7 @@ class Trainer:
         if refusal is not None:
             await self._discard(queue, group, refusal)
             return
-        # A redelivered group may come behind newer ones.
-        index = len(queue.waiting)
-        while index and queue.waiting[index - 1].place.seq > place.seq:
-            index -= 1
-        queue.waiting.insert(index, group)
+        queue.add(group)
         self._group_queued.set()
 
     async def _refuse_repeated(self, event: GroupScored) -> Refusal | None:
@@ -211,6 +208,8 @@ class Trainer:
         await self._publish_discard(queue, group, trajectories, refusal)
         self._consumed.add(group.place)
         queue.learner.without_variance += refusal.reason == "no_variance"
+        queue.settle(event)
+        self._group_queued.set()  # the group's batch may be complete without it
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             queue.learner.untrained_rewards += [m.reward for m in group.members]
         if group.delivery is not None:
@@ -249,29 +248,45 @@ class Trainer:
 
     def _next_queue(self) -> ModelQueue | None:
         ready = [q for q in self.queues.values() if q.full and not q.finished]
-        return min(ready, key=lambda q: (q.step, (q.waiting or q.batch)[0].place.seq), default=None)
+        return min(ready, key=lambda q: (q.step, q.first_seq), default=None)
 
     async def _fill_batch(self, queue: ModelQueue) -> bool:
-        """Move groups that can train at the current step into the batch. Returns whether the batch is full."""
+        """Move groups that can train at the current step into the batch. Returns whether the batch is full. A requested
+        batch comes before other groups, and is full with what is left of it."""
         settings = queue.settings
+        if queue.next_requested():
+            await self._refuse_untrainable(queue, list(queue.batch))
+            return bool(queue.batch)
+        queue.request = None
         while len(queue.batch) < settings.groups_per_step and queue.waiting:
             missing = settings.groups_per_step - len(queue.batch)
             candidates = [queue.waiting.popleft() for _ in range(min(missing, len(queue.waiting)))]
             queue.batch += candidates
-            refusals = await queue.histories.read_all(candidates)
-            for group in candidates:
-                if token := queue.learner.unknown_token(group.sequences or ()):
-                    await self._dead_letter(queue, [group], f"token {token} is not in the model's vocabulary")
-                    continue
-                refusal = (
-                    refusals.get(group.place)
-                    or group.refuse(queue.step, settings)
-                    or group.bound_staleness(queue.step, settings)
-                )
-                if refusal is not None:
-                    await self._discard(queue, group, refusal)
-                    queue.batch.remove(group)
+            await self._refuse_untrainable(queue, candidates)
         return len(queue.batch) == settings.groups_per_step
+
+    async def _refuse_untrainable(self, queue: ModelQueue, candidates: Sequence[TrainingGroup]) -> None:
+        """Read the exchanges of groups of the batch, and take those out of it that can't train at the current step."""
+        refusals = await queue.histories.read_all(candidates)
+        for group in candidates:
+            if token := queue.learner.unknown_token(group.sequences or ()):
+                await self._dead_letter(queue, [group], f"token {token} is not in the model's vocabulary")
+                continue
+            refusal = (
+                refusals.get(group.place)
+                or group.refuse(queue.step, queue.settings)
+                or group.bound_staleness(queue.step, queue.settings)
+            )
+            if refusal is not None:
+                await self._discard(queue, group, refusal)
+                queue.batch.remove(group)
+
+    async def _refuse_stale_batches(self, queue: ModelQueue) -> None:
+        """Discard the groups of incomplete requested batches that became too old. Their agent may have died before it
+        completed the others."""
+        for group in queue.incomplete():
+            if refusal := group.refuse(queue.step, queue.settings):
+                await self._discard(queue, group, refusal)
 
     async def _prefetch(self, queue: ModelQueue) -> None:
         """Read the exchanges of the next batch. Groups whose exchanges are gone are discarded when their turn comes."""
@@ -297,6 +312,7 @@ class Trainer:
                     acknowledge = partial(group.delivery.ack, confirmed=True)
                     await self.broker.retry(acknowledge, "a group was not acknowledged")
             queue.batch = []
+            await self._refuse_stale_batches(queue)
         metrics = {k: round(v, 6) for k, v in event.metrics.items()}
         log.info("step", version=event.version, batch=event.batch_id, **metrics)
 
@@ -307,7 +323,7 @@ class Trainer:
             tg.start_soon(self._prefetch, queue)
             try:
                 return await self.commits.run_in_thread(
-                    queue.learner.train_step, queue.batch, _trace_of(queue.batch)
+                    queue.learner.train_step, queue.batch, _trace_of(queue.batch), queue.request
                 )
             except UntrainableError as caught:
                 error = caught  # raised below, as a task group would wrap it

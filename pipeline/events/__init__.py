@@ -35,7 +35,7 @@ from pipeline.events.policy import (
     PolicyRetired,
     PolicyUnloaded,
 )
-from pipeline.events.rollout import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events.rollout import ExchangeRecorded, TrainingBatch, TrajectoryCompleted, TrajectoryOpened
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, StreamSeqs, TokenIds, TokenMask
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "StreamSeqs",
     "TokenIds",
     "TokenMask",
+    "TrainingBatch",
     "TrajectoryCompleted",
     "TrajectoryOpened",
     "Verdict",

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.events.base import Event
+from pipeline.events.rollout import TrainingBatch
 from pipeline.events.types import Outcome, Split
 
 
@@ -80,6 +81,8 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     closed_by: Literal["size", "timeout", "replay"] = "size"
     split: Split = "train"
     """Split of the members. Trajectories of different splits with one group id form separate groups."""
+    batch: TrainingBatch | None = None
+    """The batch that the group is trained in; `null`: the trainer forms its steps of any groups."""
 
     def message_id(self) -> str:
         ended = "scored" if self.split == "train" else f"scored/{self.split}"

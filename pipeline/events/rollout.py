@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from pipeline.events.base import Event
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, TokenIds, TokenMask
+
+
+class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that are trained together, in one step of their own."""
+
+    id: str
+    groups: tuple[str, ...]
+    """The groups of the batch. The step begins when each of them is scored or discarded."""
+    learning_rate: float | None = None
+    """Learning rate of the step; `null`: the trainer's."""
 
 
 class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
@@ -38,6 +50,8 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     opened without a key."""
     key_completes: bool = False
     """Whether the trajectory's own key may complete it and report its reward."""
+    references: bool = False
+    """Whether every choice of an answer names its exchange, so that another trajectory can be made of it."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/opened"
@@ -84,6 +98,9 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     started_at: Micros = 0
     first_token_at: Micros = 0
     """0 where the reply was not streamed."""
+    copied_from: str = ""
+    """`<trajectory>/<seq>` of the exchange that this one is a copy of: the trajectory was made of calls that were
+    recorded in another one. Empty: the call was made in this trajectory."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
@@ -118,6 +135,8 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     opened_at: Micros = 0
     inferred: bool = False
     """The gateway inferred where the trajectory began and ended."""
+    batch: TrainingBatch | None = None
+    """The batch that the trajectory's group is trained in; `null`: the trainer forms its steps of any groups."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/completed"

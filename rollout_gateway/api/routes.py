@@ -77,6 +77,10 @@ ROUTES = (
         "POST", "/v1/groups/{group}/complete", "complete_group", "Complete trajectories of a group",
         s.GroupCompletion, s.GroupCompleted, _WRITES,
     ),
+    Route(
+        "GET", "/v1/groups/{group}", "group", "Whether a group was trained or discarded",
+        answer=s.GroupState, errors=(400, 404, 503), query=("model",),
+    ),
     Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), key="call"),
     Route("GET", "/ping", "ping", "Whether the gateway answers", key="", content=""),
     Route("POST", "/ping", "ping", "Whether the gateway answers", key="", content=""),

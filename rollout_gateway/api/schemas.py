@@ -48,6 +48,9 @@ class Opening(Body, frozen=True, kw_only=True):
     """Exact version that answers every call; if empty, the version that `model` is routed to."""
     key_completes: bool = False
     """Whether the trajectory's own key may complete it, and so decide its reward."""
+    references: bool = False
+    """Whether every choice of an answer names its exchange in `journeyman`. Other trajectories can be completed with
+    these references as `exchanges`."""
 
 
 class Opened(Struct, kw_only=True):
@@ -66,9 +69,13 @@ class GroupMember(Completion, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class GroupCompletion(Body, frozen=True, kw_only=True):
-    """Body of `POST /v1/groups/{group}/complete`."""
+    """Body of `POST /v1/groups/{group}/complete`. A member with `exchanges` that was not opened is opened with the
+    other fields."""
 
     trajectories: list[GroupMember]
+    model: str = ""
+    task: str = ""
+    split: Literal["train", "val"] = "train"
 
 
 class Completed(Struct, kw_only=True):
@@ -83,6 +90,19 @@ class GroupCompleted(Struct, kw_only=True):
     object: Literal["list"] = "list"
     group: str
     data: list[Completed]
+
+
+class GroupState(Struct, kw_only=True):
+    object: Literal["group"] = "group"
+    group: str
+    model: str
+    status: Literal["waiting", "trained", "discarded"]
+    """`waiting`: neither a checkpoint nor a discard names the group."""
+    version: str = ""
+    """Policy version that the group was trained into."""
+    reason: str = ""
+    """Why the group was discarded, as in `group.discarded`."""
+    detail: str = ""
 
 
 class TrajectoryState(Struct, kw_only=True):

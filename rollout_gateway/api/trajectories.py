@@ -17,8 +17,6 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.schemas import (
     Completed,
-    GroupCompleted,
-    GroupCompletion,
     Opened,
     Opening,
     TrajectoryList,
@@ -26,7 +24,7 @@ from rollout_gateway.api.schemas import (
 )
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
-from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory, wrong_key
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.pacing import Pacing
@@ -87,6 +85,7 @@ class TrajectoryRoutes:
             paced_s=paced_s,
             owner=access.owner,
             key_completes=opening.key_completes,
+            references=opening.references,
         )
         await self._registry.open(event, traceparent(request.http.headers))
         base_url = f"{self._origins.base_url(request.http)}/t/{quote(trajectory, safe='')}/v1"
@@ -118,26 +117,33 @@ class TrajectoryRoutes:
     async def complete(self, request: ControlRequest) -> Completed:
         """Complete a trajectory. The same request again gets the same answer."""
         completion = request.read(Completion)
-        self._check_rewards(completion)
-        return await self._complete(request.values[0], completion)
+        await self.check(completion, request.access)
+        return await self.complete_as(request.values[0], completion)
 
-    async def _complete(self, trajectory: str, completion: Completion) -> Completed:
+    async def complete_as(self, trajectory: str, completion: Completion) -> Completed:
+        """Complete a trajectory whose results were checked."""
         event = await self._registry.complete(trajectory, completion)
         return Completed(id=trajectory, outcome=event.outcome, reward=event.reward, exchanges=event.exchanges)
 
-    async def complete_group(self, request: ControlRequest) -> GroupCompleted:
-        """Complete trajectories of a group, one after the other. After a failure, the same request completes the
-        rest."""
-        group, members = request.values[0], request.read(GroupCompletion).trajectories
-        for member in members:
-            self._check_rewards(member)
-            opened = await self._registry.opening(member.id)
-            if opened is None or not request.access.owns(opened.owner):
-                raise unknown_trajectory(member.id)
-            if opened.group != group:
-                message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
-                raise ApiError(400, message, code="wrong_group")
-        return GroupCompleted(group=group, data=[await self._complete(m.id, m) for m in members])
+    async def check(self, completion: Completion, access: Access) -> None:
+        """Raises an `ApiError`: 400 for a reward out of range or an invalid batch, 403 if the caller may not
+        form trajectories and batches, 404 for calls of trajectories that it may not see."""
+        self._check_rewards(completion)
+        batch = completion.batch
+        if access.trajectory and (completion.exchanges or batch is not None):
+            raise wrong_key(
+                "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key.", "wrong_role"
+            )
+        if batch is not None:
+            check_name(batch.id)
+            rate = batch.learning_rate
+            if not batch.groups or (rate is not None and rate < 0):
+                message = "`batch` must name its groups, and its learning rate must not be negative."
+                raise ApiError(400, message, code="invalid_body", param="batch")
+        for trajectory in {reference.trajectory for reference in completion.exchanges}:
+            opened = await self._registry.opening(trajectory)
+            if opened is None or not access.owns(opened.owner):
+                raise unknown_trajectory(trajectory)
 
     def _check_rewards(self, completion: Completion) -> None:
         rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}

@@ -55,7 +55,7 @@ class CallHandler:
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = Exchange(dialect, call, caller, self.captures(caller))
+            exchange = self._exchange(dialect, call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 return 200, msgspec.json.encode(before)
             attempt = await self._answer_or_record_failure(exchange)
@@ -78,7 +78,7 @@ class CallHandler:
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = Exchange(dialect, call, caller, self.captures(caller))
+            exchange = self._exchange(dialect, call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 sink.start(ignore_flow)
                 sink.write(b"".join(b"data: %b\n\n" % event for event in dialect.as_stream(before)))
@@ -98,6 +98,12 @@ class CallHandler:
         finally:
             if caller.trajectory is not None:
                 caller.trajectory.end()
+
+    def _exchange(self, dialect: Dialect, call: Call, caller: Caller) -> Exchange:
+        exchange = Exchange(dialect, call, caller, self.captures(caller))
+        if exchange.captured and exchange.recorded_in.opened.references:
+            call.referenced_in = exchange.recorded_in.id
+        return exchange
 
     async def _answer_or_record_failure(self, exchange: Exchange) -> Attempt:
         """Send the call to an inference server. A call that was sent to a server but not answered is recorded as

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded, Outcome, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import ExchangeRecorded, Outcome, TrainingBatch, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_messages
 from pipeline.names import name_of_token
 from pipeline.telemetry import spans
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.copies import Reference, copy_calls
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.capture.trajectory import Trajectory, opened_differently
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
@@ -39,6 +40,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics: Numbers = {}
     metadata: dict[str, Any] = {}
     outcome: Outcome = "scored"
+    exchanges: tuple[Reference, ...] = ()
+    """Calls of other trajectories that make up this one, in this order. Empty: its own calls."""
+    batch: TrainingBatch | None = None
 
 
 class Registry:
@@ -184,6 +188,8 @@ class Registry:
         await self._wait_until_idle(found)
         found.completing = True
         try:
+            if completion.exchanges:
+                await copy_calls(found, [(await self._source(found, r), r) for r in completion.exchanges])
             await found.refresh()
             event = _completed(found, completion, inferred)
             ack = await self.log.broker.publish(event, {"traceparent": found.traceparent})
@@ -192,6 +198,23 @@ class Registry:
             raise
         self._known.pop(trajectory, None)
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
+
+    async def _source(self, into: Trajectory, reference: Reference) -> Trajectory:
+        """The trajectory that recorded a call. Raises an `ApiError`: 404 if it is unknown, 400 if its answers carry no
+        references or come from another model."""
+        try:
+            source = await self.find(reference.trajectory)
+        except ApiError as error:
+            if error.code != "trajectory_completed":
+                raise
+            source = await self.find_to_read(reference.trajectory)
+        if not source.opened.references or source.opened.model != into.opened.model:
+            message = (
+                f"Calls of trajectory {source.id!r} can't make up {into.id!r}: it must be opened with `references`, "
+                f"for the model {into.opened.model!r}."
+            )
+            raise ApiError(400, message, code="wrong_reference", param="exchanges")
+        return source
 
     async def _wait_until_idle(self, found: Trajectory) -> None:
         if not found.in_flight:
@@ -242,6 +265,7 @@ def _completed(found: Trajectory, body: Completion, inferred: bool) -> Trajector
         last_step=max(calls.last_step, 0),
         opened_at=opened.at,
         inferred=inferred,
+        batch=body.batch,
     )
 
 

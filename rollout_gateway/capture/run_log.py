@@ -36,6 +36,10 @@ class RunLog:
         )
         return recorded.event if recorded is not None else None
 
+    async def calls(self, trajectory: str) -> list[Recorded[ExchangeRecorded]]:
+        """All exchanges of a trajectory, in the order of the log."""
+        return await self.broker.read(ExchangeRecorded, project=self.project, trajectory=trajectory)
+
     async def unfinished(self, prefix: str) -> list[str]:
         """Ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""
         ids: list[set[str]] = []

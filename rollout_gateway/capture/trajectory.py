@@ -56,6 +56,9 @@ class RecordedCalls:
     last_step: int = -1
     recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
     """Stream sequences of the events of the last few complete calls, by request hash."""
+    replies: dict[tuple[str, int], int] | None = None
+    """Stream sequences of the complete exchanges by the reply's id and the choice, in a run whose answers carry
+    references. `None` in any other run."""
 
     def add(self, event: ExchangeRecorded, stream_seq: int) -> None:
         self.exchanges += 1
@@ -63,6 +66,8 @@ class RecordedCalls:
         self.last_stream_seq, self.last_at = stream_seq, event.at
         self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
         self.last_step = max(self.last_step, event.step)
+        if self.replies is not None and event.status == "complete":
+            self.replies[_reply_id(event), event.choice] = stream_seq
         if event.request_hash and event.status == "complete":
             if event.choice == 0:
                 self.recent[event.request_hash] = [stream_seq]
@@ -98,6 +103,12 @@ class Trajectory:
     """Held while a call is recorded."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no call is in flight."""
+
+    def __post_init__(self) -> None:
+        self.recorded = self._no_calls()
+
+    def _no_calls(self) -> RecordedCalls:
+        return RecordedCalls(replies={} if self.opened.references else None)
 
     @property
     def id(self) -> str:
@@ -253,7 +264,7 @@ class Trajectory:
             opening = await self.log.opening(self.id)
             if opening is None or not same_opening(opening.event, self.opened):
                 raise opened_differently(self.id)
-        before, fresh = self.recorded, RecordedCalls()
+        before, fresh = self.recorded, self._no_calls()
         await self._read(fresh)
         lost = before.exchanges - fresh.exchanges
         same_end = (fresh.last_stream_seq, fresh.last_at) == (before.last_stream_seq, before.last_at)
@@ -291,6 +302,26 @@ class Trajectory:
             if call := await self.recorded_call(request_hash):
                 return call[0]
         return None
+
+    async def referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
+        """The complete exchange that a reference in an answer names, or `None`. The run must have been opened with
+        `references`."""
+        assert self.recorded.replies is not None
+        seq = self.recorded.replies.get((reply, choice))
+        if seq is None:
+            await self.refresh()  # another replica may have answered
+            assert self.recorded.replies is not None
+            seq = self.recorded.replies.get((reply, choice))
+        if seq is None:
+            return None
+        try:
+            event = (await self.log.broker.read_at(ExchangeRecorded, seq)).event
+        except HistoryGoneError:
+            return None
+        # After a power cut, the number may belong to another call.
+        return (
+            event if (event.trajectory, event.choice, _reply_id(event)) == (self.id, choice, reply) else None
+        )
 
     async def exchange_of(self, reply: str) -> ExchangeRecorded | None:
         """The complete exchange whose reply has the id `reply`, or `None`. Reads the whole run if it is not a recent

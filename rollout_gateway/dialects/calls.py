@@ -22,6 +22,9 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 _ids_decoder = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
+REFERENCE = "journeyman"
+"""Field of a choice that names its exchange."""
+
 _GRAMMAR_FIELDS = frozenset(
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 )
@@ -136,10 +139,19 @@ class Call:
     """How many choices the reply will have."""
     echo: Echo | None = None
     """Set if the client asked for its prompt in the reply."""
+    referenced_in: str = ""
+    """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
 
     @property
     def stream(self) -> bool:
         return bool(self.params.stream)
+
+    def add_reference(self, choice: Fields, reply: msgspec.Raw | None) -> None:
+        """Name the exchange in a choice of the reply whose `id` is `reply`, if the trajectory wants that."""
+        if self.referenced_in and reply is not None:
+            choice[REFERENCE] = Raw(
+                b'{"trajectory":%b,"reply":%b}' % (_encode(self.referenced_in), bytes(reply))
+            )
 
     def hash(self) -> str:
         """Return the SHA-256 of the endpoint and the fields in alphabetical order."""

@@ -110,6 +110,7 @@ class Dialect:
             self.clean_choice(choice, params)
             if echo is not None:
                 choice[self.content] = self.echoed(echo.text(sampled.index), choice.get(self.content))
+            call.add_reference(choice, fields.get("id"))
             choices.append(sampled)
         return Answer(fields, prompt_ids, choices)
 

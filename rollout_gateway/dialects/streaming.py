@@ -79,6 +79,7 @@ class StreamCapture:
 
     def __init__(self, dialect: Dialect, call: Call) -> None:
         self._dialect, self._params, self._expected = dialect, call.params, call.choices
+        self._call = call
         self._echo = call.echo
         self._buffer = b""
         self._prompt_ids = b""
@@ -233,6 +234,7 @@ class StreamCapture:
         self._dialect.clean_choice(choice, self._params)
         if not is_null(choice.get("finish_reason")):
             self._finished += 1
+            self._call.add_reference(choice, self._top.get("id"))
             state.finish = {
                 k: v for k, v in choice.items() if k not in (self._dialect.piece, "logprobs", "token_ids")
             }

@@ -8,6 +8,7 @@ other replicas and of earlier processes do not count: the limit is approximate.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from pipeline.events import GroupDiscarded
 from pipeline.log.broker import Broker
@@ -63,9 +64,10 @@ class Pacing:
         """Note the log's present end. `follow` begins there."""
         self._next_seq = (await broker.stream_info(stream_of(GroupDiscarded))).state.last_seq + 1
 
-    async def follow(self, broker: Broker) -> None:
-        """Stop counting groups as they are discarded. Never returns."""
+    async def follow(self, broker: Broker, on_discard: Callable[[GroupDiscarded], None]) -> None:
+        """Stop counting groups as they are discarded, and call `on_discard` with each event. Never returns."""
         discarded = follow_events(broker, [GroupDiscarded], lambda: self._next_seq, project=self._project)
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1
             self.done(recorded.event.model, (recorded.event.group,))
+            on_discard(recorded.event)

@@ -124,7 +124,8 @@ class Promotion:
 
 
 _SHOWN = (
-    "type", "model", "version", "step", "action", "other", "percent", "by", "reason", "replica", "probe_delta", "at"
+    "type", "model", "version", "step", "action", "other", "percent", "by", "reason", "replica", "probe_delta", "at",
+    "group", "detail",
 )  # fmt: skip
 
 

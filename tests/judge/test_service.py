@@ -12,7 +12,7 @@ import pytest
 
 from judge.service import Judge
 from pipeline.config import Config, JudgeConfig, NatsConfig
-from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
+from pipeline.events import GroupDiscarded, GroupScored, TrainingBatch, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from tests.judge.kit import groups, judging
 
@@ -257,3 +257,21 @@ async def test_a_judge_that_was_down_reads_its_backlog_before_it_closes_groups(
             found = await groups(broker, 300)
             await drained(broker)
         assert {g.closed_by for g in found} == {"size"}
+
+
+async def test_the_trainer_gets_every_group_of_a_batch(nats_config: NatsConfig) -> None:
+    """It waits for all of them, so one that can't be compared is not discarded here."""
+    batch = TrainingBatch(id="b", groups=("full", "small"), learning_rate=0.5)
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, settings(nats_config)):
+            await publish(broker, [completed(f"f{n}", "full", n / 2, batch=batch) for n in range(3)])
+            small = {"group_size": 2, "batch": batch}
+            await publish(broker, [completed("s0", "small", 1.0, **small)])
+            await publish(broker, [completed("s1", "small", None, outcome="no_result", **small)])
+            scored: list[GroupScored] = await groups(broker, 2)
+            await drained(broker)
+        assert await broker.read(GroupDiscarded) == []
+    assert [(g.group, g.batch) for g in scored] == [("full", batch), ("small", batch)]
+    assert [(m.trajectory, m.outcome, m.reward) for m in scored[1].members] == [
+        ("s0", "scored", 1.0), ("s1", "no_result", 0.0)
+    ]  # fmt: skip

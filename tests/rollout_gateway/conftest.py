@@ -249,7 +249,13 @@ def make_adapter(seed: int, scale: float = 0.1) -> bytes:
 
 
 async def publish_adapter(
-    broker: Broker, step: int, *, scale: float = 0.1, sha256: str = "", seed: int | None = None
+    broker: Broker,
+    step: int,
+    *,
+    scale: float = 0.1,
+    sha256: str = "",
+    seed: int | None = None,
+    groups: tuple[str, ...] = (),
 ) -> str:
     """Put a checkpoint on the log as a trainer does; its version."""
     data = make_adapter(step if seed is None else seed, scale)
@@ -265,7 +271,7 @@ async def publish_adapter(
             version=version,
             parent=f"tictactoe@{step - 1}",
             batch_id=f"b{step}",
-            groups=(),
+            groups=groups,
             config_hash="c",
             adapter=name,
             adapter_sha256=sha256 or digest,

@@ -163,9 +163,9 @@ def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded
 
 
 async def publish_group(
-    broker: Broker, name: str, rewards: Sequence[float], *, step: int = 0, seed: int = 0
+    broker: Broker, name: str, rewards: Sequence[float], *, step: int = 0, seed: int = 0, **other: object
 ) -> GroupScored:
-    scored = group(name, rewards, step=step)
+    scored = group(name, rewards, step=step, **other)
     for i, member in enumerate(scored.members):
         for event in turns(member.trajectory, 1000 * seed + i, step=step):
             await broker.publish(event)

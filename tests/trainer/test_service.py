@@ -15,7 +15,7 @@ import torch
 
 from pipeline import streams
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
-from pipeline.events import DeadLettered, GroupDiscarded
+from pipeline.events import DeadLettered, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -394,3 +394,51 @@ async def test_a_batch_that_kills_the_trainer_again_and_again_is_buried(
             (event,) = await steps_reach(broker, 1)
         assert event.groups == ("good",)
         assert len(await broker.read(DeadLettered)) == 1
+
+
+def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
+    return TrainingBatch(id="b", groups=groups, learning_rate=rate)
+
+
+async def test_a_requested_batch_is_a_step_of_its_own(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """However many groups a step takes otherwise; with its own learning rate; and after a restart."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
+    request = batch_request("b0", "equal", "b1", rate=0.125)
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "plain0", [0.0, 1.0], seed=1)
+            await kit.publish_group(broker, "b0", [0.0, 1.0], seed=2, batch=request)
+            await kit.publish_group(broker, "equal", [0.5, 0.5], seed=3, batch=request)
+            await until(partial(discards, broker))
+            assert await checkpoints(broker) == []
+        async with running(config):
+            await kit.publish_group(broker, "b1", [0.0, 1.0], seed=4, batch=request)
+            (first,) = await steps_reach(broker, 1)
+            assert first.groups == ("b0", "b1")
+            assert first.metrics["learning_rate"] == 0.125
+            for n in (1, 2):
+                await kit.publish_group(broker, f"plain{n}", [0.0, 1.0], seed=4 + n)
+            second = (await steps_reach(broker, 2))[1]
+            await all_acked(broker)
+    assert second.groups == ("plain0", "plain1", "plain2")
+    assert second.metrics["learning_rate"] == config.trainer.optimizer.learning_rate
+    assert first.config_hash != second.config_hash
+
+
+async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "equal", [0.5, 0.5], seed=1, batch=batch_request("equal"))
+        await kit.publish_group(
+            broker, "half", [0.0, 1.0], seed=2, batch=TrainingBatch(id="c", groups=("half", "never"))
+        )
+        await kit.publish_group(broker, "plain", [0.0, 1.0], seed=3)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        reasons = {d.group: d.reason for d in await discards(broker)}
+    assert event.groups == ("plain",)
+    assert reasons == {"equal": "no_variance", "half": "stale"}

@@ -200,7 +200,7 @@ async def test_a_gateway_starts_and_follows(nats_config: NatsConfig) -> None:
         await paced.mark_position(broker)
         async with anyio.create_task_group() as tg:
             tg.start_soon(policies.follow, broker, changed)
-            tg.start_soon(paced.follow, broker)
+            tg.start_soon(paced.follow, broker, lambda _: None)
             await throw(broker, "policy.checkpoint.p.m.998")
             await throw(broker, "group.discarded.p.m.g.judge")
             await broker.publish(checkpoint(2))

@@ -1,0 +1,98 @@
+"""Completing the trajectories of a group, and reading what became of a group."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+from pipeline.events import GroupDiscarded, TrajectoryOpened
+from pipeline.log.broker import Broker
+from pipeline.names import check_name
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.api.control_request import ControlRequest
+from rollout_gateway.api.schemas import GroupCompleted, GroupCompletion, GroupMember, GroupState
+from rollout_gateway.api.trajectories import TrajectoryRoutes
+from rollout_gateway.capture.registry import Registry
+from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
+from rollout_gateway.serving.policies import Policies
+
+
+class GroupRoutes:
+    """Handlers of the routes about groups. All raise `ApiError`."""
+
+    def __init__(
+        self, broker: Broker, registry: Registry, policies: Policies, trajectories: TrajectoryRoutes
+    ) -> None:
+        self._broker, self._registry = broker, registry
+        self._policies, self._trajectories = policies, trajectories
+
+    async def complete_group(self, request: ControlRequest) -> GroupCompleted:
+        """Complete trajectories of a group, one after the other. After a failure, the same request completes the
+        rest."""
+        group, body, access = request.values[0], request.read(GroupCompletion), request.access
+        for member in body.trajectories:
+            await self._trajectories.check(member, access)
+            opened = await self._registry.opening(member.id)
+            if opened is None and member.exchanges:
+                self._check_opening(group, body, access)
+            elif opened is None or not access.owns(opened.owner):
+                raise unknown_trajectory(member.id)
+            elif opened.group != group:
+                message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
+                raise ApiError(400, message, code="wrong_group")
+        data = []
+        for number, member in enumerate(body.trajectories, 1):
+            if member.exchanges:
+                await self._open(group, body, member, number, access)
+            data.append(await self._trajectories.complete_as(member.id, member))
+        return GroupCompleted(group=group, data=data)
+
+    def _check_opening(self, group: str, body: GroupCompletion, access: Access) -> None:
+        check_name(group)
+        if body.model not in self._policies.models or not access.sees(body.model):
+            raise unknown_model(body.model, [name for name in self._policies.models if access.sees(name)])
+
+    async def _open(
+        self, group: str, body: GroupCompletion, member: GroupMember, number: int, access: Access
+    ) -> None:
+        """Open a member that is made of calls of other trajectories, unless an earlier request did."""
+        if await self._registry.opening(member.id) is not None:
+            return
+        check_name(member.id)
+        tokens = self._registry.tokens
+        event = TrajectoryOpened(
+            project=self._registry.project,
+            trajectory=member.id,
+            model=body.model,
+            group=group,
+            task=body.task,
+            attempt=number,
+            split=body.split,
+            group_size=len(body.trajectories),
+            key_hash=tokens.digest(tokens.issue(member.id)),
+            owner=access.owner,
+        )
+        await self._registry.open(event, "")
+
+    async def state(self, request: ControlRequest) -> GroupState:
+        """Whether a group was trained or discarded. `model` in the query may be left out if there is one model only."""
+        group, access = request.values[0], request.access
+        query = parse_qs(request.http.target.partition("?")[2], keep_blank_values=True)
+        models = [name for name in self._policies.models if access.sees(name)]
+        model = query.get("model", models[:1] if len(models) == 1 else [""])[-1]
+        if model not in models:
+            raise unknown_model(model, models)
+        for checkpoint in reversed(self._policies.models[model].checkpoints.values()):
+            if group in checkpoint.event.groups and checkpoint.event.branch == "main":
+                return GroupState(
+                    group=group, model=model, status="trained", version=checkpoint.event.version
+                )
+        discards = await self._broker.read(
+            GroupDiscarded, project=self._registry.project, model=model, group=group
+        )
+        for event in (recorded.event for recorded in reversed(discards)):
+            # `late` and `too_large` concern single trajectories.
+            if event.branch == "main" and event.reason not in ("late", "too_large"):
+                return GroupState(
+                    group=group, model=model, status="discarded", reason=event.reason, detail=event.detail
+                )
+        return GroupState(group=group, model=model, status="waiting")

@@ -1,0 +1,84 @@
+"""Makes a trajectory of calls that were recorded in other trajectories.
+
+A client that learns only afterwards which calls belong together opens one trajectory with `references` for all of its
+calls. Later it completes a trajectory for each run, with references to the calls of that run. They are copied: the
+copy has the tokens, logprobs and policy version of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pipeline.events import ExchangeRecorded
+from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.http.errors import ApiError
+
+
+class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names one choice of a recorded call: the field `journeyman` of the choice, and the choice's index."""
+
+    trajectory: str
+    reply: str
+    """`id` of the reply."""
+    choice: int = 0
+
+
+class _Copy:
+    """A copied call, as `Trajectory.record` takes it."""
+
+    traceparent = ""
+
+    def __init__(self, original: ExchangeRecorded, into: Trajectory) -> None:
+        self._original, self._opened = original, into.opened
+
+    def events(self, seq: int) -> list[ExchangeRecorded]:
+        """`at` stays that of the original, so that a copy that is published again is the same event."""
+        original, opened = self._original, self._opened
+        source = f"{original.trajectory}/{original.seq}"
+        return [
+            msgspec.structs.replace(
+                original, trajectory=opened.trajectory, group=opened.group, seq=seq, copied_from=source
+            )
+        ]
+
+
+async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Reference]]) -> None:
+    """Copy calls into a trajectory, in this order. `references` holds each with the trajectory that recorded it.
+
+    A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory has calls of its own,
+    and a 404 one if a call is not on the log."""
+    await into.refresh()
+    done = [_source(r.event) for r in await into.log.calls(into.id)] if into.recorded.exchanges else []
+    for number, (source, reference) in enumerate(references):
+        original = await source.referenced(reference.reply, reference.choice)
+        if original is None:
+            raise ApiError(
+                404,
+                f"Trajectory {source.id!r} has no recorded choice {reference.choice} of a reply {reference.reply!r}.",
+                kind="not_found_error",
+                code="exchange_not_found",
+                param="exchanges",
+            )
+        if number >= len(done):
+            await into.record(_Copy(original, into))
+        elif done[number] != (f"{source.id}/{original.seq}", original.choice):
+            raise _calls_of_its_own(into)
+    if into.recorded.exchanges != len(references):
+        raise _calls_of_its_own(into)
+
+
+def _source(event: ExchangeRecorded) -> tuple[str, int]:
+    """What a recorded call is a copy of."""
+    return event.copied_from, event.choice
+
+
+def _calls_of_its_own(into: Trajectory) -> ApiError:
+    return ApiError(
+        409,
+        f"Trajectory {into.id!r} has recorded calls of its own, so it can't be made of other trajectories' calls. Open "
+        "a new one.",
+        kind="conflict_error",
+        code="calls_of_its_own",
+    )

@@ -1,0 +1,144 @@
+"""Trajectories that are made of calls which were recorded in another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, GroupDiscarded, TrajectoryCompleted
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
+from tests.rollout_gateway.kit import ASK, exchanges, serves
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+
+BATCH = {"id": "b1", "groups": ["g1", "g2"], "learning_rate": 0.5}
+
+
+def reference(choice: Any) -> dict[str, Any]:
+    """What a completion names a choice of an answer by."""
+    return {**choice.journeyman, "choice": choice.index}
+
+
+def complete_group(
+    gateway: GatewayProcess, group: str, *members: dict[str, Any], **body: Any
+) -> httpx.Response:
+    url = f"{gateway.url}/v1/groups/{group}/complete"
+    return httpx.post(url, json={"model": "tictactoe", "trajectories": members, **body}, timeout=60)
+
+
+def without_place(event: ExchangeRecorded) -> ExchangeRecorded:
+    return msgspec.structs.replace(event, trajectory="", group="", seq=0, copied_from="")
+
+
+async def test_calls_of_one_trajectory_become_the_members_of_a_group(
+    gateway: GatewayProcess, nats_config: NatsConfig
+) -> None:
+    agent = gateway.agent(gateway.open(id="calls", split="val", references=True))
+    first = agent.chat.completions.create(**{**ASK, "n": 2}).choices
+    second = agent.chat.completions.create(**ASK).choices[0]
+    finish = [c for c in agent.chat.completions.create(**ASK, stream=True) if c.choices[0].finish_reason]
+    streamed = finish[-1].choices[0]
+    text = agent.completions.create(model="tictactoe", prompt="a1=x", max_tokens=3).choices[0]
+    members = (
+        {"id": "m1", "exchanges": [reference(first[0]), reference(second)], "reward": 1.0, "batch": BATCH},
+        {"id": "m2", "exchanges": [reference(first[1]), reference(streamed)], "reward": 0.0, "batch": BATCH},
+        {"id": "m3", "exchanges": [reference(text)], "reward": 0.5, "batch": BATCH},
+    )
+    done = complete_group(gateway, "g1", *members, task="play")
+    assert done.status_code == 200, done.text
+    assert [(t["id"], t["exchanges"]) for t in done.json()["data"]] == [("m1", 2), ("m2", 2), ("m3", 1)]
+    assert complete_group(gateway, "g1", *members, task="play").json() == done.json()
+    async with Broker.connect(nats_config) as broker:
+        made = await exchanges(broker, "calls")
+        assert [(e.seq, e.choice) for e in made] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
+        for member, originals in {"m1": (0, 2), "m2": (1, 3), "m3": (4,)}.items():
+            copies = await exchanges(broker, member)
+            assert [without_place(e) for e in copies] == [without_place(made[n]) for n in originals]
+            assert [e.copied_from for e in copies] == [f"calls/{made[n].seq}" for n in originals]
+            assert [e.seq for e in copies] == list(range(len(originals)))
+            assert {e.group for e in copies} == {"g1"}
+        ended = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    assert {e.trajectory: (e.group_size, e.attempt, e.task, e.split) for e in ended} == {
+        f"m{n}": (3, n, "play", "train") for n in (1, 2, 3)
+    }
+    assert all(msgspec.to_builtins(e.batch) == {**BATCH, "groups": ("g1", "g2")} for e in ended)
+
+
+async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:
+    choice = gateway.agent(gateway.open()).chat.completions.create(**ASK).choices[0]
+    assert not hasattr(choice, "journeyman")
+    assert not hasattr(gateway.client().chat.completions.create(**ASK).choices[0], "journeyman")
+
+
+async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> None:
+    gateway.open(id="plain")
+    agent = gateway.agent(gateway.open(id="calls", references=True))
+    good = reference(agent.chat.completions.create(**ASK).choices[0])
+
+    def refused(member: dict[str, Any], **body: Any) -> tuple[int, str]:
+        reply = complete_group(gateway, "g", {"id": "m", "reward": 1.0, **member}, **body)
+        return reply.status_code, reply.json()["error"]["code"]
+
+    assert refused({"exchanges": [{**good, "choice": 1}]}) == (404, "exchange_not_found")
+    assert refused({"exchanges": [{**good, "trajectory": "plain"}]}) == (400, "wrong_reference")
+    assert refused({"exchanges": [{**good, "trajectory": "nobody"}]}) == (404, "trajectory_not_found")
+    assert refused({"id": "new", "exchanges": [good]}, model="chess") == (404, "model_not_found")
+    assert refused({"exchanges": [good], "batch": {"id": "b", "groups": []}}) == (400, "invalid_body")
+    assert refused({"exchanges": [good], "batch": {**BATCH, "learning_rate": -1}}) == (400, "invalid_body")
+    own = gateway.open(id="own", group="g", key_completes=True)
+    gateway.agent(own).chat.completions.create(**ASK)
+    assert refused({"id": "own", "exchanges": [good]}) == (409, "calls_of_its_own")
+    with_token = httpx.post(
+        f"{gateway.url}/v1/trajectories/own/complete",
+        json={"reward": 1.0, "batch": BATCH},
+        headers={"authorization": f"Bearer {own['api_key']}"},
+    )
+    assert (with_token.status_code, with_token.json()["error"]["code"]) == (403, "wrong_role")
+
+
+async def test_a_copy_that_broke_off_is_continued_by_another_replica(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway()
+    agent = gateway.agent(gateway.open(id="calls", references=True))
+    calls = [reference(agent.chat.completions.create(**ASK).choices[0]) for _ in range(3)]
+    gone = {**calls[2], "reply": "gone"}
+    assert complete_group(gateway, "g", {"id": "m", "exchanges": [*calls[:2], gone]}).status_code == 404
+    gateway.kill()
+    other = start_gateway(folder="other")
+    done = complete_group(other, "g", {"id": "m", "exchanges": calls, "reward": 1.0})
+    assert done.status_code == 200, done.text
+    async with Broker.connect(nats_config) as broker:
+        copies = await exchanges(broker, "m")
+    assert [e.copied_from for e in copies] == ["calls/0", "calls/1", "calls/2"]
+
+
+async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+    def state(group: str) -> dict[str, Any]:
+        return dict(httpx.get(f"{gateway.url}/v1/groups/{group}").json())
+
+    assert state("g1")["status"] == "waiting"
+    async with Broker.connect(nats_config) as broker:
+        await publish_adapter(broker, 1, groups=("g0", "g1"))
+        await serves(gateway, "tictactoe@1")
+        for name, reason in (("g2", "late"), ("g3", "no_variance")):
+            await broker.publish(
+                GroupDiscarded(
+                    project=PROJECT, group=name, model="tictactoe", trajectories=("t",), reason=reason, by="judge",
+                    detail="why",
+                )
+            )  # fmt: skip
+    assert (state("g1")["status"], state("g1")["version"]) == ("trained", "tictactoe@1")
+    assert state("g2")["status"] == "waiting"
+    assert (state("g3")["status"], state("g3")["reason"], state("g3")["detail"]) == (
+        "discarded",
+        "no_variance",
+        "why",
+    )
+    unknown = httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
