@@ -22,7 +22,6 @@ from rollout_gateway.api.control_request import ControlRequest, RawAnswer
 from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
 from rollout_gateway.api.models import ModelRoutes
-from rollout_gateway.api.sinks import RequestSink, TranslatingSink
 from rollout_gateway.api.trajectories import TrajectoryRoutes, traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
@@ -31,9 +30,9 @@ from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.responses import ResponsesTranslation, previous_not_found
-from rollout_gateway.dialects.translate import Translation
+from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.content_encoding import decode_body
-from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping, too_many_calls, unavailable
+from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import HeaderList, Request
 from rollout_gateway.serving.routing import VersionRouter
@@ -210,7 +209,7 @@ class App:
             if self._stopping:
                 raise stopping()
             if len(self._running) > self._max_calls:
-                raise too_many_calls()
+                raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
             _check_size(request)
             dialect = _DIALECTS.get(path)
             if dialect is None:
@@ -219,7 +218,7 @@ class App:
             call = dialect.read(request.body)
             caller = await self._caller(call, admitted, request)
             if call.stream:
-                status, answer = await self._calls.stream(dialect, call, caller, RequestSink(request))
+                status, answer = await self._calls.stream(dialect, call, caller, StreamSink(request))
             else:
                 status, answer = await self._calls.plain(dialect, call, caller)
             if not request.started:
@@ -249,15 +248,14 @@ class App:
     async def _translated_call(self, request: Request, admitted: _Admitted, translation: Translation) -> int:
         """Answer a call of another API as a chat completion. Returns the status."""
         call = translation.call()
-        if isinstance(translation, ResponsesTranslation) and translation.previous:
+        if translation.previous:
             caller, call = await self._continued_call(translation, call, admitted, request)
         else:
             caller = await self._caller(call, admitted, request)
-        if isinstance(translation, ResponsesTranslation):
-            translation.stored = self._calls.captures(caller)
+        translation.stored = self._calls.captures(caller)
         headers = _left_out_header(translation)
         if call.stream:
-            sink = TranslatingSink(request, translation, headers)
+            sink = TranslatedSink(request, translation, headers)
             status, answer = await self._calls.stream(CHAT, call, caller, sink)
         else:
             status, answer = await self._calls.plain(CHAT, call, caller)
@@ -269,7 +267,7 @@ class App:
         return status
 
     async def _continued_call(
-        self, translation: ResponsesTranslation, call: Call, admitted: _Admitted, request: Request
+        self, translation: Translation, call: Call, admitted: _Admitted, request: Request
     ) -> tuple[Caller, Call]:
         """The call of a response that continues another one, with the messages of that one from the log."""
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
@@ -293,7 +291,7 @@ async def _ping(_: ControlRequest) -> RawAnswer:
 def _check_size(request: Request) -> None:
     if request.too_large:
         message = f"The body is larger than {request.max_body} bytes."
-        raise ApiError(413, message, code="body_too_large")
+        raise ApiError(413, "body_too_large", message)
 
 
 def _without_trajectory(request: Request) -> str:
@@ -305,9 +303,9 @@ def _without_trajectory(request: Request) -> str:
 def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
     match error:
         case BrokerError():
-            return unavailable(f"The log does not answer: {error}", "log_unavailable")
+            return ApiError(503, "log_unavailable", f"The log does not answer: {error}")
         case InvalidNameError():
-            return ApiError(400, str(error), code="invalid_name")
+            return ApiError(400, "invalid_name", str(error))
     return error
 
 
@@ -323,7 +321,7 @@ def _refuse(request: Request, error: ApiError) -> None:
 
 def _left_out_header(translation: Translation) -> HeaderList:
     """The header that names the tools which the model was not shown, if there are any."""
-    left_out = translation.left_out if isinstance(translation, ResponsesTranslation) else ()
+    left_out = list(translation.left_out)
     if not left_out:
         return ()
     log.warning("tools that only OpenAI can run were left out", types=left_out)

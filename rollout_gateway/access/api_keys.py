@@ -90,11 +90,7 @@ class Access:
         """Raise a 403 `ApiError` if it may not use the model."""
         if not self.sees(model):
             raise ApiError(
-                403,
-                f"This API key may not use the model {model!r}.",
-                kind="permission_error",
-                code="model_not_allowed",
-                param="model",
+                403, "model_not_allowed", f"This API key may not use the model {model!r}.", param="model"
             )
 
 
@@ -126,10 +122,9 @@ class _Account:
             retry_after_s = int((1 - self.left) / rate) + 1
             raise ApiError(
                 429,
+                "rate_limit_exceeded",
                 f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {retry_after_s} s.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                headers=((b"retry-after", str(retry_after_s).encode()),),
+                retry_after_s=retry_after_s,
             )
         self.left -= 1
 

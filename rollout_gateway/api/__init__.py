@@ -11,5 +11,4 @@
 | `auxiliary` | token counts and other requests that sample nothing |
 | `metrics` | metrics for Prometheus |
 | `log_health` | whether the log takes writes |
-| `sinks` | outputs of a streamed answer |
 """

@@ -73,9 +73,8 @@ class AuxiliaryRoutes:
         if found is None or found.endpoint != ResponsesTranslation.path:
             raise ApiError(
                 404,
+                "response_not_found",
                 f"The log holds no response {name!r} of this trajectory. Name its trajectory by key, URL or header.",
-                kind="not_found_error",
-                code="response_not_found",
                 param="response_id",
             )
         return ResponsesTranslation.recorded(name, found)
@@ -102,6 +101,6 @@ class AuxiliaryRoutes:
         except UpstreamError as error:
             lease.replica.suspect()
             message = f"The inference server did not answer: {error}"
-            raise ApiError(502, message, kind="api_error", code="bad_upstream") from error
+            raise ApiError(502, "bad_upstream", message) from error
         finally:
             lease.release()

@@ -38,7 +38,7 @@ class GroupRoutes:
                 raise unknown_trajectory(member.id)
             elif opened.group != group:
                 message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
-                raise ApiError(400, message, code="wrong_group")
+                raise ApiError(400, "wrong_group", message)
         data = []
         for number, member in enumerate(body.trajectories, 1):
             if member.exchanges:

@@ -13,17 +13,12 @@ from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.schemas import Health, Model, ModelList, Policy, PolicyList, ReplicaHealth
 from rollout_gateway.http.errors import ClientGoneError, unknown_model
-from rollout_gateway.http.request import HeaderList
+from rollout_gateway.http.request import SSE_HEADERS
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.policy_feed import PolicyFeed
 from rollout_gateway.serving.promotion import Action, Decided, Decision, Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
-
-SSE_HEADERS: HeaderList = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-)
 
 
 class ModelRoutes:

@@ -114,7 +114,7 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
             allowed.append(route.method)
     if allowed:
         raise not_allowed(*allowed)
-    raise ApiError(404, f"There is no route {method} {path}.", kind="not_found_error", code="unknown_url")
+    raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
 
 
 def decode_part(part: str) -> str:
@@ -125,13 +125,13 @@ def decode_part(part: str) -> str:
             part if part.isascii() and "%" not in part else unquote_to_bytes(part.encode("latin-1")).decode()
         )
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"{part[:200]!r} in the URL is not UTF-8.", code="invalid_url") from error
+        raise ApiError(400, "invalid_url", f"{part[:200]!r} in the URL is not UTF-8.") from error
 
 
 def not_allowed(*allowed: str) -> ApiError:
     methods = ", ".join(dict.fromkeys(allowed))
     headers = ((b"allow", methods.encode()),)
-    return ApiError(405, f"This URL takes {methods}.", code="method_not_allowed", headers=headers)
+    return ApiError(405, "method_not_allowed", f"This URL takes {methods}.", headers=headers)
 
 
 def _match(route: Route, parts: list[str]) -> list[str] | None:

@@ -24,7 +24,7 @@ from rollout_gateway.api.schemas import (
 )
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
-from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory, wrong_key
+from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.pacing import Pacing
@@ -95,22 +95,17 @@ class TrajectoryRoutes:
         """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
         model, pinned = opening.model, opening.pinned
         if model not in self._policies.models:
-            error = unknown_model(model, [name for name in self._policies.models if access.sees(name)])
             name = self._router.name(model)
-            if name in self._policies.models:
-                error.message = (
-                    f"{model!r} is a version, not a model. "
-                    f"Open with the model {name!r}, and fix the version with `pinned`."
-                )
-            raise error
+            if name not in self._policies.models:
+                raise unknown_model(model, [name for name in self._policies.models if access.sees(name)])
+            message = (
+                f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."
+            )
+            raise ApiError(404, "model_not_found", message, param="model")
         if pinned and (not self._policies.offered(pinned) or parse_version(pinned)[0] != model):
             versions = [name for name in self._policies.names(model) if name != model]
-            error = unknown_model(pinned, versions)
-            error.message = (
-                f"{pinned!r} is not a version that can be pinned. There are: {', '.join(versions)}."
-            )
-            error.param = "pinned"
-            raise error
+            message = f"{pinned!r} is not a version that can be pinned. There are: {', '.join(versions)}."
+            raise ApiError(404, "model_not_found", message, param="pinned")
 
     # -- completing ------------------------------------------------------------------------------------------------
 
@@ -131,15 +126,17 @@ class TrajectoryRoutes:
         self._check_rewards(completion)
         batch = completion.batch
         if access.trajectory and (completion.exchanges or batch is not None):
-            raise wrong_key(
-                "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key.", "wrong_role"
+            raise ApiError(
+                403,
+                "wrong_role",
+                "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key.",
             )
         if batch is not None:
             check_name(batch.id)
             rate = batch.learning_rate
             if not batch.groups or (rate is not None and rate < 0):
                 message = "`batch` must name its groups, and its learning rate must not be negative."
-                raise ApiError(400, message, code="invalid_body", param="batch")
+                raise ApiError(400, "invalid_body", message, param="batch")
         for trajectory in {reference.trajectory for reference in completion.exchanges}:
             opened = await self._registry.opening(trajectory)
             if opened is None or not access.owns(opened.owner):
@@ -156,9 +153,9 @@ class TrajectoryRoutes:
                 what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"
                 raise ApiError(
                     400,
+                    "reward_out_of_range",
                     f"The value of {what} is {value:g}. It must be from -{self._max_reward:g} to {self._max_reward:g} "
                     "(gateway.max_reward).",
-                    code="reward_out_of_range",
                     param=name,
                 )
 
@@ -179,15 +176,13 @@ class TrajectoryRoutes:
         `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
         limit_text = query.get("limit", "100")
         if not (_LIMIT.fullmatch(limit_text) and 1 <= int(limit_text) <= 1000):
-            raise ApiError(
-                400, "`limit` must be a number from 1 to 1000.", code="invalid_query", param="limit"
-            )
+            raise ApiError(400, "invalid_query", "`limit` must be a number from 1 to 1000.", param="limit")
         limit, before = int(limit_text), (math.inf, "")
         if "after" in query:
             last = self._registry.get(query["after"])
             if last is None or not access.owns(last.opened.owner):
                 message = "`after` must be the id of an open trajectory."
-                raise ApiError(400, message, code="invalid_query", param="after")
+                raise ApiError(400, "invalid_query", message, param="after")
             before = (last.opened.at, last.id)
         newest: list[tuple[float, str, Trajectory]] = []
         """A heap of one more than the page holds, the oldest at the top."""

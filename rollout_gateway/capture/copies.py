@@ -56,9 +56,8 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
         if original is None:
             raise ApiError(
                 404,
+                "exchange_not_found",
                 f"Trajectory {source.id!r} has no recorded choice {reference.choice} of a reply {reference.reply!r}.",
-                kind="not_found_error",
-                code="exchange_not_found",
                 param="exchanges",
             )
         if number >= len(done):
@@ -77,8 +76,7 @@ def _source(event: ExchangeRecorded) -> tuple[str, int]:
 def _calls_of_its_own(into: Trajectory) -> ApiError:
     return ApiError(
         409,
+        "calls_of_its_own",
         f"Trajectory {into.id!r} has recorded calls of its own, so it can't be made of other trajectories' calls. Open "
         "a new one.",
-        kind="conflict_error",
-        code="calls_of_its_own",
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.names import parse_version
@@ -30,24 +29,6 @@ class Caller:
     side_call: bool = False
     cancellation: Cancellation = field(default_factory=Cancellation)
     """Cancels the call while it waits for an inference server."""
-
-
-class StreamSink(Protocol):
-    """Writes a streamed answer to the client."""
-
-    def start(self, flow: Callable[[bool], None]) -> None:
-        """Begin the answer. `flow(True)` is called when the client is too slow, `flow(False)` when it can take more."""
-
-    @property
-    def write_chunks(self) -> Callable[[bytes], None] | None:
-        """As `write`, for data that is in HTTP's chunked coding already. `None` if the client does not get that
-        coding."""
-
-    def write(self, data: bytes) -> None:
-        """Write whole server-sent events."""
-
-    def end(self) -> None:
-        """End the answer."""
 
 
 @dataclass(eq=False, slots=True)

@@ -17,12 +17,13 @@ from pipeline.config import GatewayConfig
 from pipeline.log.broker import BrokerError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
-from rollout_gateway.capture.exchange import Caller, Exchange, Status, StreamSink
+from rollout_gateway.capture.exchange import Caller, Exchange, Status
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import Dialect
 from rollout_gateway.dialects.streaming import StreamCapture
-from rollout_gateway.http.errors import ApiError, ClientGoneError, error_body, timed_out, unavailable
+from rollout_gateway.dialects.translate import StreamSink
+from rollout_gateway.http.errors import ApiError, ClientGoneError, timed_out
 from rollout_gateway.http.request import ignore_flow
 from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet
@@ -228,7 +229,7 @@ class CallHandler:
             await trajectory.record(exchange)
         except BrokerError as error:
             log.error("call not recorded", trajectory=trajectory.id, error=str(error))
-            raise unavailable(f"The answer could not be recorded: {error}", "not_recorded") from error
+            raise ApiError(503, "not_recorded", f"The answer could not be recorded: {error}") from error
 
     async def _record_later(self, exchange: Exchange) -> None:
         """For `capture = "async"`. Nobody waits for the record, so a failure is kept with the trajectory and shows in
@@ -257,10 +258,7 @@ def _read_answer(exchange: Exchange, body: bytes) -> Answer:
         return exchange.dialect.read_answer(body, exchange.call)
     except (msgspec.DecodeError, KeyError) as error:
         raise ApiError(
-            502,
-            f"The inference server's answer can't be read: {error}",
-            kind="api_error",
-            code="bad_upstream",
+            502, "bad_upstream", f"The inference server's answer can't be read: {error}"
         ) from error
 
 
@@ -273,4 +271,4 @@ def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:
         return b"data: %b\n\n" % error.body(), False
     log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
     message = f"The inference server ended the stream early: {error}"
-    return b"data: %b\n\n" % error_body(message, "api_error", "upstream_broke_off"), True
+    return b"data: %b\n\n" % ApiError(502, "upstream_broke_off", message).body(), True

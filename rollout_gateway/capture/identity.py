@@ -14,7 +14,7 @@ from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Call
-from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajectory, wrong_key
+from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajectory
 from rollout_gateway.serving.routing import VersionRouter
 
 Headers = dict[bytes, bytes]
@@ -64,18 +64,19 @@ class Identity:
             if own is None:
                 raise invalid_key()
             if wanted not in ("call", "trajectory"):
-                raise wrong_key(
-                    "A trajectory's key can only make the trajectory's calls, read it and complete it.",
+                raise ApiError(
+                    403,
                     "wrong_role",
+                    "A trajectory's key can only make the trajectory's calls, read it and complete it.",
                 )
             if trajectory is not None:
                 _check_own(trajectory, own)
             return Access(trajectory=own)
         access = self._api_keys.authenticate(key)
         if wanted == "operator" and not access.operator:
-            raise wrong_key("This request needs an operator's key.", "wrong_role")
+            raise ApiError(403, "wrong_role", "This request needs an operator's key.")
         if access.calls_only and wanted != "call":
-            raise wrong_key("This API key is for model calls only.", "wrong_role")
+            raise ApiError(403, "wrong_role", "This API key is for model calls only.")
         return access
 
     # -- with the body ---------------------------------------------------------------------------------------------
@@ -90,9 +91,10 @@ class Identity:
         if access.trajectory and wanted:
             opened = await self.charge(access.trajectory)
             if complete and not opened.key_completes:
-                raise wrong_key(
-                    "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key.",
+                raise ApiError(
+                    403,
                     "key_does_not_complete",
+                    "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key.",
                 )
             return replace(access, models=frozenset((opened.model,)))
         if wanted == "trajectory":
@@ -189,7 +191,7 @@ def _key_of(headers: Headers) -> str:
 def _check_own(named: str, own: str) -> None:
     """Raises a 403 `ApiError` if a request with the key of the trajectory `own` names another one."""
     if named and named != own:
-        raise wrong_key("This API key belongs to another trajectory.", "wrong_key")
+        raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
 def _named(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:

@@ -213,7 +213,7 @@ class Registry:
                 f"Calls of trajectory {source.id!r} can't make up {into.id!r}: it must be opened with `references`, "
                 f"for the model {into.opened.model!r}."
             )
-            raise ApiError(400, message, code="wrong_reference", param="exchanges")
+            raise ApiError(400, "wrong_reference", message, param="exchanges")
         return source
 
     async def _wait_until_idle(self, found: Trajectory) -> None:
@@ -225,9 +225,8 @@ class Registry:
         except TimeoutError:
             raise ApiError(
                 409,
+                "calls_in_flight",
                 f"Trajectory {found.id!r} still has {found.in_flight} calls in flight. Complete it after they end.",
-                kind="conflict_error",
-                code="calls_in_flight",
             ) from None
 
     async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:

@@ -351,7 +351,6 @@ def _reply_id(event: ExchangeRecorded) -> str:
 def opened_differently(trajectory: str) -> ApiError:
     return ApiError(
         409,
+        "trajectory_exists",
         f"Trajectory {trajectory!r} was opened before with other settings. Choose another id.",
-        kind="conflict_error",
-        code="trajectory_exists",
     )

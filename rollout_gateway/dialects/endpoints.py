@@ -208,7 +208,7 @@ class ChatDialect(Dialect):
             params.top_logprobs and not params.logprobs
         ):  # vLLM would accept it, since the gateway asks for logprobs
             message = "top_logprobs needs logprobs to be true."
-            raise ApiError(400, message, code="invalid_body", param="top_logprobs")
+            raise ApiError(400, "invalid_body", message, param="top_logprobs")
         return Call(body, fields, params, self.path, params.n or 1)
 
     def logprobs(self, raw: Raw | None) -> bytes:
@@ -289,7 +289,7 @@ class CompletionDialect(Dialect):
         prompt = msgspec.json.decode(params.prompt)
         if not isinstance(prompt, str | list):
             message = "prompt must be a string, a list of token ids, or a list of these."
-            raise ApiError(400, message, code="invalid_body", param="prompt")
+            raise ApiError(400, "invalid_body", message, param="prompt")
         prompts: list[Any] = [prompt]
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompts = prompt

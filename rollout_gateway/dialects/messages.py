@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from rollout_gateway.dialects.calls import Call
-from rollout_gateway.dialects.translate import chat_call, chat_request, sampling_fields, sse
-from rollout_gateway.http.body import read_body
+from pipeline.events import ExchangeRecorded
+from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.errors import ApiError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -16,6 +15,13 @@ _ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+
+_BLOCKS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "reasoning": ("thinking", {"thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    "content": ("text", {"text": ""}, "text_delta", "text"),
+    "tool": ("tool_use", {"input": {}}, "input_json_delta", "partial_json"),
+}
+"""By the kind of a block: its type, its fields without content, the type of its deltas, and the field of a delta."""
 
 
 class _Block(msgspec.Struct):
@@ -61,36 +67,21 @@ class _MessagesRequest(msgspec.Struct):
     stream: bool = False
 
 
-class MessagesTranslation:
-    """One call of `/v1/messages`. Raises a 400 `ApiError` for an invalid body."""
+class MessagesTranslation(Translation):
+    """One call of `/v1/messages`."""
 
-    path: ClassVar[str] = "/v1/messages"
+    path = "/v1/messages"
+    kind = _MessagesRequest
+    request: _MessagesRequest
 
-    def __init__(self, body: bytes) -> None:
-        self.request = read_body(body, _MessagesRequest)
-        self._sampling = sampling_fields(body)
-        self._index = 0
-        """Index of the content block that is being streamed."""
-        self._block = ""
-        """Type of the open block. Empty between blocks."""
-        self._tool = -1
-        """Index of the tool call that is being streamed."""
-        self._stop_reason = "end_turn"
-        self._stop_sequence: str | None = None
-        self._usage: dict[str, int] = {}
-        self._started = False
-
-    def chat(self) -> dict[str, Any]:
-        """Return the chat completion request."""
+    def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.system:
             messages.append({"role": "system", "content": _text(request.system)})
         for message in request.messages:
             messages += _chat_messages(message)
-        chat = chat_request(request, messages, self._sampling)
-        if request.max_tokens is not None:
-            chat["max_tokens"] = request.max_tokens
+        chat = self._chat(messages, request.max_tokens)
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
         if request.tools:
@@ -104,108 +95,65 @@ class MessagesTranslation:
                 chat["parallel_tool_calls"] = False
         return chat
 
-    def call(self) -> Call:
-        """Return the call for the inference server, as `chat` has it."""
-        return chat_call(self.chat(), self.path)
-
-    def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """Return the message of a whole chat completion."""
-        choice = completion["choices"][0]
-        message = choice["message"]
-        content: list[dict[str, Any]] = []
-        if message.get("reasoning"):
-            content.append({"type": "thinking", "thinking": message["reasoning"], "signature": ""})
-        if message.get("content"):
-            content.append({"type": "text", "text": message["content"]})
-        for call in message.get("tool_calls") or ():
-            name, arguments = call["function"]["name"], _arguments(call["function"]["arguments"])
-            content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
+    def whole(self) -> dict[str, Any]:
         return {
-            **self._head(completion),
-            "content": content,
-            "stop_reason": _stop_reason(choice, bool(message.get("tool_calls"))),
-            "stop_sequence": _stop_sequence(choice),
-            "usage": _usage(completion.get("usage") or {}),
-        }
-
-    def _head(self, completion: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": "msg_" + str(completion.get("id", "")).rpartition("-")[2], "type": "message", "role": "assistant",
-            "model": completion.get("model", self.request.model),
+            "id": "msg_" + self.id.rpartition("-")[2], "type": "message", "role": "assistant",
+            "model": self.head.get("model", self.request.model), "content": self.blocks, **self._stop(),
+            "usage": _usage(self.usage),
         }  # fmt: skip
 
-    @staticmethod
-    def error(body: bytes, status: int) -> bytes:
-        return messages_error(body, status)
+    def begin(self) -> bytes:
+        empty: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(None),
+        }
+        return self.event("message_start", message=self.whole() | empty)
 
-    # -- a stream ------------------------------------------------------------------------------------------------
+    def open(self, kind: str, call_id: str, name: str) -> bytes:
+        self._delta = _BLOCKS[kind][2:]
+        named = {"id": call_id, "name": name} if kind == "tool" else {}
+        block = {"type": _BLOCKS[kind][0], **named, **_BLOCKS[kind][1]}
+        self.blocks.append(block)
+        return self._event("content_block_start", content_block=block)
 
-    def take(self, chunk: dict[str, Any]) -> bytes:
-        """Return the events of a chunk."""
-        out = b""
-        if not self._started:
-            self._started = True
-            message = {
-                **self._head(chunk), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage({})
-            }  # fmt: skip
-            out += _event("message_start", message=message)
-        if usage := chunk.get("usage"):
-            self._usage = _usage(usage)
-        for choice in chunk["choices"]:
-            delta = choice.get("delta") or {}
-            if delta.get("reasoning"):
-                out += self._in_block({"type": "thinking", "thinking": "", "signature": ""})
-                out += self._delta({"type": "thinking_delta", "thinking": delta["reasoning"]})
-            if delta.get("content"):
-                out += self._in_block({"type": "text", "text": ""})
-                out += self._delta({"type": "text_delta", "text": delta["content"]})
-            for call in delta.get("tool_calls") or ():
-                out += self._call_delta(call)
-            if choice.get("finish_reason"):
-                self._stop_reason = _stop_reason(choice, self._tool >= 0)
-                self._stop_sequence = _stop_sequence(choice)
-        return out
+    def delta(self, text: str) -> bytes:
+        kind, field = self._delta
+        return self._event("content_block_delta", delta={"type": kind, field: text})
+
+    def complete(self, block: dict[str, Any]) -> bytes:
+        match block["type"]:
+            case "tool_use":
+                block["input"] = _arguments(self.text)
+            case kind:
+                block[kind] = self.text
+        return self._event("content_block_stop")
 
     def end(self) -> bytes:
-        """Return the last events."""
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        last = _event("message_delta", delta=delta, usage=self._usage or {"output_tokens": 0})
-        return self._close_block() + last + _event("message_stop")
+        out = self.close()
+        out += self.event("message_delta", delta=self._stop(), usage=_usage(self.usage))
+        return out + self.event("message_stop")
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        """Return the last event of a stream that failed."""
         status = 503 if error.get("code") == "stopping" else 500
-        return sse("error", _error(error, status))
+        return self.event("error", error=_error(error, status)["error"])
 
-    def _call_delta(self, call: dict[str, Any]) -> bytes:
-        function = call.get("function") or {}
-        out = b""
-        if call["index"] != self._tool:
-            self._tool = call["index"]
-            out += self._close_block()
-            name = function.get("name", "")
-            out += self._in_block({"type": "tool_use", "id": call.get("id", ""), "name": name, "input": {}})
-        if function.get("arguments"):
-            out += self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
-        return out
+    def error(self, body: bytes, status: int) -> bytes:
+        return messages_error(body, status)
 
-    def _in_block(self, start: dict[str, Any]) -> bytes:
-        """Begin a content block of the type of `start`, unless one is open."""
-        if self._block == start["type"]:
-            return b""
-        out = self._close_block()
-        self._block = start["type"]
-        return out + _event("content_block_start", index=self._index, content_block=start)
+    def _event(self, kind: str, **data: Any) -> bytes:
+        """An event about the last block."""
+        return self.event(kind, index=len(self.blocks) - 1, **data)
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
-
-    def _close_block(self) -> bytes:
-        if not self._block:
-            return b""
-        self._block = ""
-        self._index += 1
-        return _event("content_block_stop", index=self._index - 1)
+    def _stop(self) -> dict[str, str | None]:
+        """Why the model stopped."""
+        sequence, reason = self.ended.get("stop_reason"), self.ended.get("finish_reason") or "stop"
+        if isinstance(sequence, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        called = reason == "stop" and any(block["type"] == "tool_use" for block in self.blocks)
+        reason = "tool_use" if called else _STOP_REASONS.get(reason, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": None}
 
 
 def messages_error(body: bytes, status: int) -> bytes:
@@ -218,26 +166,9 @@ def _error(error: dict[str, Any], status: int) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.get("message")}}
 
 
-def _event(kind: str, **data: Any) -> bytes:
-    return sse(kind, {"type": kind, **data})
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, int]:
-    return {
-        "input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)
-    }  # fmt: skip
-
-
-def _stop_reason(choice: dict[str, Any], has_calls: bool) -> str:
-    if _stop_sequence(choice) is not None:
-        return "stop_sequence"
-    reason = choice.get("finish_reason") or "stop"
-    return "tool_use" if has_calls and reason == "stop" else _STOP_REASONS.get(reason, "end_turn")
-
-
-def _stop_sequence(choice: dict[str, Any]) -> str | None:
-    stopped_by = choice.get("stop_reason")
-    return stopped_by if isinstance(stopped_by, str) else None
+def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
+    usage = usage or {}
+    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -287,9 +218,7 @@ def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
             case "thinking" | "redacted_thinking":
                 pass  # chat templates drop earlier reasoning too
             case other:
-                raise ApiError(
-                    400, f"Content of type {other!r} is not supported.", code="unsupported_content"
-                )
+                raise ApiError(400, "unsupported_content", f"Content of type {other!r} is not supported.")
     if parts or calls:
         joined = "\n".join(part.get("text", "") for part in parts) or None
         content = joined if all(part["type"] == "text" for part in parts) else parts

@@ -7,14 +7,12 @@ is false if the client asked for that."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from pipeline.events import ExchangeRecorded
-from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.responses_input import (
-    ResponsesRequest,
     ToolName,
     Tools,
     add_message,
@@ -22,8 +20,6 @@ from rollout_gateway.dialects.responses_input import (
     response_format,
 )
 from rollout_gateway.dialects.responses_output import ResponseWriter
-from rollout_gateway.dialects.translate import chat_call, chat_request, sampling_fields
-from rollout_gateway.http.body import read_body
 from rollout_gateway.http.errors import ApiError
 
 _WITH_INSTRUCTIONS, _WITHOUT_INSTRUCTIONS = "resp_i", "resp_n"
@@ -32,50 +28,27 @@ TOOL_NAMES = "journeyman_tools"
 """Field of the recorded request's `metadata`: `Tools.renamed()`, from which `GET` makes the response again."""
 
 
-class ResponsesTranslation:
-    """One call of `/v1/responses`. Raises a 400 `ApiError` for an invalid body."""
+class ResponsesTranslation(ResponseWriter):
+    """One call of `/v1/responses`."""
 
-    path: ClassVar[str] = "/v1/responses"
+    path = "/v1/responses"
 
     def __init__(self, body: bytes) -> None:
-        self.request = read_body(body, ResponsesRequest)
-        self._sampling = sampling_fields(body)
-        if self.request.background:
-            raise ApiError(400, "background is not supported.", code="unsupported", param="background")
-        self._tools = Tools.of(self.request.tools or [])
-        prefix = _WITH_INSTRUCTIONS if self.request.instructions else _WITHOUT_INSTRUCTIONS
-        self._writer = ResponseWriter(self.request, prefix, self._tools.names)
-        self.answer = self._writer.answer
-        self.take = self._writer.take
-        self.end = self._writer.end
-        self.stream_error = self._writer.stream_error
-
-    @property
-    def stored(self) -> bool:
-        """Whether the log keeps the response."""
-        return self._writer.stored
-
-    @stored.setter
-    def stored(self, stored: bool) -> None:
-        self._writer.stored = stored
-
-    @property
-    def left_out(self) -> list[str]:
-        """Types of the request's tools that the model was not shown."""
-        return self._tools.left_out
-
-    @property
-    def previous(self) -> str:
-        """Id of the chat completion that the call continues. Empty if there is none. Raises a 400 `ApiError` for an
-        invalid id."""
-        name = self.request.previous_response_id
-        completion = completion_of(name) if name else ""
-        if name and not completion:
+        super().__init__(body)
+        request = self.request
+        if request.background:
+            raise ApiError(400, "unsupported", "background is not supported.", param="background")
+        self._tools = Tools.of(request.tools or [])
+        self.names, self.left_out = self._tools.names, self._tools.left_out
+        renamed = self._tools.renamed()
+        self.metadata = {TOOL_NAMES: renamed} if renamed else None
+        self.prefix = _WITH_INSTRUCTIONS if request.instructions else _WITHOUT_INSTRUCTIONS
+        name = request.previous_response_id
+        self.previous = completion_of(name) if name else ""
+        if name and not self.previous:
             raise previous_not_found(name)
-        return completion
 
     def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
-        """Return the chat completion request. `before` is the exchange that `previous` names."""
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.instructions:
@@ -89,9 +62,7 @@ class ResponsesTranslation:
         else:
             for item in request.input:
                 add_message(messages, item)
-        chat = chat_request(request, messages, self._sampling)
-        if request.max_output_tokens is not None:
-            chat["max_tokens"] = request.max_output_tokens
+        chat = self._chat(messages, request.max_output_tokens)
         if self._tools.chat:
             chat["tools"] = self._tools.chat
         if request.tools and request.tool_choice is not None:
@@ -101,15 +72,6 @@ class ResponsesTranslation:
         if (form := response_format(request.text)) is not None:
             chat["response_format"] = form
         return chat
-
-    def call(self, before: ExchangeRecorded | None = None) -> Call:
-        """Return the call for the inference server, as `chat` has it."""
-        names = self._tools.renamed()
-        return chat_call(self.chat(before), self.path, {TOOL_NAMES: names} if names else None)
-
-    @staticmethod
-    def error(body: bytes, status: int) -> bytes:
-        return body  # both APIs have OpenAI's format
 
     @classmethod
     def recorded(cls, name: str, exchange: ExchangeRecorded) -> dict[str, Any]:
@@ -142,8 +104,8 @@ def completion_of(response: str) -> str:
 def previous_not_found(name: str) -> ApiError:
     return ApiError(
         400,
+        "previous_response_not_found",
         f"The log holds no response {name!r} of this trajectory: send the whole input without previous_response_id.",
-        code="previous_response_not_found",
         param="previous_response_id",
     )
 

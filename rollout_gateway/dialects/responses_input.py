@@ -119,7 +119,7 @@ class Tools:
                 self.left_out.append(tool.type)
         else:
             message = f"Tools of type {tool.type!r} are not supported."
-            raise ApiError(400, message, code="unsupported_tool", param="tools")
+            raise ApiError(400, "unsupported_tool", message, param="tools")
 
     def _add_function(self, tool: ToolParam, namespace: str) -> None:
         custom = tool.type == "custom"
@@ -157,7 +157,7 @@ class Tools:
 
 
 def _invalid_choice(why: str) -> ApiError:
-    return ApiError(400, f"tool_choice is invalid: {why}.", code="invalid_body", param="tool_choice")
+    return ApiError(400, "invalid_body", f"tool_choice is invalid: {why}.", param="tool_choice")
 
 
 def client_tools(chat: list[dict[str, Any]], names: dict[str, ToolName]) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ def add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
             pass  # the text that follows holds the result of a hosted tool
         case other:
             message = f"Input of type {other!r} is not supported."
-            raise ApiError(400, message, code="unsupported_content", param="input")
+            raise ApiError(400, "unsupported_content", message, param="input")
 
 
 def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:

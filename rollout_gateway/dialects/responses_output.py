@@ -9,229 +9,170 @@ from typing import Any
 import msgspec
 
 from rollout_gateway.dialects.responses_input import CUSTOM_INPUT, ResponsesRequest, ToolName
-from rollout_gateway.dialects.translate import sse
+from rollout_gateway.dialects.translate import Translation
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 """How the ids of output items begin."""
+_PARTS = {
+    "reasoning": ("summary", "response.reasoning_summary_part", "response.reasoning_summary_text"),
+    "message": ("content", "response.content_part", "response.output_text"),
+}
+"""Of items with text: the field of their only part, and how the events about the part and its text begin."""
 
 
-class ResponseWriter:
-    """Writes one response."""
+class ResponseWriter(Translation):
+    """The answer to a call of `/v1/responses`."""
 
-    def __init__(self, request: ResponsesRequest, prefix: str, names: dict[str, ToolName]) -> None:
-        """`prefix` begins the response's id. `names` are the client's tools by the name that the model was shown."""
-        self._request, self._prefix, self._names = request, prefix, names
-        self.stored = False
-        self._id = ""
+    kind = ResponsesRequest
+    request: ResponsesRequest
+    prefix = ""
+    """How the response's id begins."""
+    names: dict[str, ToolName]
+    """The client's tools by the name that the model was shown."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(body)
         self._created = int(time.time())
-        self._model = request.model
-        self._items: list[dict[str, Any]] = []
-        """Output items. The last one is being written while `_writing` is not empty."""
-        self._writing = ""
-        """Type of the item that is being written."""
         self._number = 0
         """Sequence number of the next event."""
-        self._tool = -1
-        """Index of the tool call that is being written."""
-        self._arguments = ""
-        """Its arguments so far."""
-        self._finish = "stop"
-        self._usage: dict[str, Any] | None = None
 
-    def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """Return the response of a whole chat completion."""
-        self._take_head(completion)
-        choice = completion["choices"][0]
-        message = choice["message"]
-        if message.get("reasoning"):
-            self._add("reasoning", message["reasoning"])
-        if message.get("content"):
-            self._add("message", message["content"])
-        for call in message.get("tool_calls") or ():
-            item = self._add_call(call["id"], call["function"]["name"])
-            _set_arguments(item, call["function"]["arguments"])
-        self._finish = choice.get("finish_reason") or "stop"
-        return self._response()
+    def whole(self) -> dict[str, Any]:
+        return self._response("incomplete" if self._cut else "completed")
 
-    # -- a stream ------------------------------------------------------------------------------------------------
+    def begin(self) -> bytes:
+        response = self._response("in_progress", usage=None)
+        created = self.event("response.created", response=response)
+        return created + self.event("response.in_progress", response=response)
 
-    def take(self, chunk: dict[str, Any]) -> bytes:
-        """Return the events of a chunk."""
-        self._take_head(chunk)
-        out = self._begin()
-        for choice in chunk["choices"]:
-            delta = choice.get("delta") or {}
-            if delta.get("reasoning"):
-                out += self._reasoning_delta(delta["reasoning"])
-            if delta.get("content"):
-                out += self._text_delta(delta["content"])
-            for call in delta.get("tool_calls") or ():
-                out += self._call_delta(call)
-            self._finish = choice.get("finish_reason") or self._finish
-        return out
+    def open(self, kind: str, call_id: str, name: str) -> bytes:
+        item: dict[str, Any]
+        if kind == "tool":
+            tool = self.names.get(name) or ToolName(name)
+            kind = "custom_tool_call" if tool.custom else "function_call"
+            item = {"call_id": call_id, "name": tool.name, "input" if tool.custom else "arguments": ""}
+            item |= {"namespace": tool.namespace} if tool.namespace else {}
+        elif kind == "reasoning":
+            item = {"summary": [{"type": "summary_text", "text": ""}]}
+        else:
+            kind = "message"
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"role": "assistant", "content": [part]}
+        item = {"type": kind, "id": self._item_id(kind), **item}
+        unfinished: dict[str, Any] = {}
+        if kind != "reasoning":
+            item["status"], unfinished["status"] = "completed", "in_progress"
+        if kind in _PARTS:
+            unfinished[_PARTS[kind][0]] = []
+        self.blocks.append(item)
+        index = len(self.blocks) - 1
+        out = self.event("response.output_item.added", output_index=index, item=item | unfinished)
+        return out + self._part_event("added") if kind in _PARTS else out
+
+    def delta(self, text: str) -> bytes:
+        kind = self.blocks[-1]["type"]
+        if kind in _PARTS:
+            return self._text_event("delta", delta=text)
+        if kind == "function_call":
+            return self._item_event("response.function_call_arguments.delta", delta=text)
+        return b""  # the text of a custom tool is sent once it is complete
+
+    def complete(self, block: dict[str, Any]) -> bytes:
+        """An item that the token limit ended is incomplete, and no event says that its call is done."""
+        self._fill(block)
+        out = b""
+        match block["type"]:
+            case "function_call" if not self._cut:
+                done = {"arguments": block["arguments"], "name": block["name"]}
+                out = self._item_event("response.function_call_arguments.done", **done)
+            case "custom_tool_call":
+                if block["input"]:
+                    out = self._item_event("response.custom_tool_call_input.delta", delta=block["input"])
+                if not self._cut:
+                    out += self._item_event("response.custom_tool_call_input.done", input=block["input"])
+            case "reasoning" | "message":
+                out = self._text_event("done", text=self.text) + self._part_event("done")
+        if self._cut:
+            _mark_incomplete(block)
+        return out + self.event("response.output_item.done", output_index=len(self.blocks) - 1, item=block)
 
     def end(self) -> bytes:
-        """Return the last events."""
-        out = self._begin() + self._close_item(cut=self._finish == "length")
-        response = self._response()
-        return out + self._event("response." + response["status"], response=response)
+        out = (b"" if self._number else self.begin()) + self.close()
+        response = self.whole()
+        return out + self.event("response." + response["status"], response=response)
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        """Return the last events of a stream that failed."""
-        if self._writing:
-            item = self._items[-1]
-            if "arguments" in item:
-                item["arguments"] = self._arguments
-            _mark_incomplete(item)
-        self._finish, self._usage = "stop", None
-        begun = self._begin()
-        failed = {"status": "failed", "error": {"code": "server_error", "message": error.get("message")}}
-        return begun + self._event("response.failed", response={**self._response(), **failed})
+        if self.is_open:
+            self._fill(self.blocks[-1])
+            _mark_incomplete(self.blocks[-1])
+        out = b"" if self._number else self.begin()
+        shown = {"code": "server_error", "message": error.get("message")}
+        return out + self.event("response.failed", response=self._response("failed", error=shown, usage=None))
 
-    def _begin(self) -> bytes:
-        """The first events, if they have not been written."""
-        if self._number:
-            return b""
-        response = {**self._response(), "status": "in_progress", "usage": None}
-        created = self._event("response.created", response=response)
-        return created + self._event("response.in_progress", response=response)
+    # -- events ----------------------------------------------------------------------------------------------------
 
-    def _reasoning_delta(self, text: str) -> bytes:
-        out = b""
-        if self._writing != "reasoning":
-            out += self._close_item()
-            out += self._open_item(self._add("reasoning", ""), summary=[])
-            part = _summary_part("")
-            out += self._item_event("response.reasoning_summary_part.added", summary_index=0, part=part)
-        self._items[-1]["summary"][0]["text"] += text
-        return out + self._item_event("response.reasoning_summary_text.delta", summary_index=0, delta=text)
-
-    def _text_delta(self, text: str) -> bytes:
-        out = b""
-        if self._writing != "message":
-            out += self._close_item()
-            out += self._open_item(self._add("message", ""), status="in_progress", content=[])
-            part = _text_part("")
-            out += self._item_event("response.content_part.added", content_index=0, part=part)
-        self._items[-1]["content"][0]["text"] += text
-        return out + self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
-
-    def _call_delta(self, call: dict[str, Any]) -> bytes:
-        function = call.get("function") or {}
-        out = b""
-        if call["index"] != self._tool:
-            out += self._close_item()
-            self._tool, self._arguments = call["index"], ""
-            item = self._add_call(call.get("id", ""), function.get("name", ""))
-            out += self._open_item(item, status="in_progress")
-        if arguments := function.get("arguments"):
-            self._arguments += arguments
-            if self._writing == "function_call":  # the text of a custom tool is sent once it is complete
-                out += self._item_event("response.function_call_arguments.delta", delta=arguments)
-        return out
-
-    def _open_item(self, item: dict[str, Any], **shown: Any) -> bytes:
-        """Begin to write the item that was just added. `shown` replaces fields that are not complete."""
-        self._writing = item["type"]
-        shown = {**item, **shown}
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
-
-    def _close_item(self, *, cut: bool = False) -> bytes:
-        """Complete the item that is being written. `cut` says that the token limit ended it: no event says that it is
-        done."""
-        if not self._writing:
-            return b""
-        item = self._items[-1]
-        kind, self._writing = self._writing, ""
-        if kind == "reasoning":
-            part = item["summary"][0]
-            out = self._item_event("response.reasoning_summary_text.done", summary_index=0, text=part["text"])
-            out += self._item_event("response.reasoning_summary_part.done", summary_index=0, part=part)
-        elif kind == "message":
-            part = item["content"][0]
-            out = self._item_event(
-                "response.output_text.done", content_index=0, text=part["text"], logprobs=[]
-            )
-            out += self._item_event("response.content_part.done", content_index=0, part=part)
-        else:
-            out = self._close_call(item, cut)
-        if cut:
-            _mark_incomplete(item)
-        return out + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-    def _close_call(self, item: dict[str, Any], cut: bool) -> bytes:
-        _set_arguments(item, self._arguments)
-        if item["type"] == "function_call":
-            if cut:
-                return b""
-            done = {"arguments": item["arguments"], "name": item["name"]}
-            return self._item_event("response.function_call_arguments.done", **done)
-        out, text = b"", item["input"]
-        if text:
-            out = self._item_event("response.custom_tool_call_input.delta", delta=text)
-        return out if cut else out + self._item_event("response.custom_tool_call_input.done", input=text)
+    def event(self, kind: str, **data: Any) -> bytes:
+        self._number += 1
+        return super().event(kind, sequence_number=self._number - 1, **data)
 
     def _item_event(self, kind: str, **data: Any) -> bytes:
         """An event about the last item."""
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **data)
+        return self.event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._number, **data}
-        self._number += 1
-        return sse(kind, event)
+    def _part_event(self, what: str) -> bytes:
+        """The only part of the last item was added or is done."""
+        item = self.blocks[-1]
+        field, kind, _ = _PARTS[item["type"]]
+        return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, part=item[field][0])
 
-    # -- its parts -----------------------------------------------------------------------------------------------
+    def _text_event(self, what: str, **text: str) -> bytes:
+        """A further piece, or the whole, of the last item's text."""
+        item = self.blocks[-1]
+        field, _, kind = _PARTS[item["type"]]
+        logprobs: dict[str, Any] = {"logprobs": []} if field == "content" else {}
+        return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, **text, **logprobs)
 
-    def _take_head(self, completion: dict[str, Any]) -> None:
-        """Note what a chat completion and each of its chunks say about the whole."""
-        if not self._id:
-            self._id = f"{self._prefix}-{completion.get('id', '')}"
-            self._created = completion.get("created") or self._created
-        self._model = completion.get("model", self._model)
-        self._usage = completion.get("usage") or self._usage
+    # -- the response ----------------------------------------------------------------------------------------------
 
-    def _add(self, kind: str, text: str) -> dict[str, Any]:
-        """Add an item of the model's reasoning, or a message."""
-        item: dict[str, Any] = {"type": kind, "id": self._item_id(kind)}
-        if kind == "reasoning":
-            item["summary"] = [_summary_part(text)]
-        else:
-            item |= {"role": "assistant", "status": "completed", "content": [_text_part(text)]}
-        self._items.append(item)
-        return item
+    @property
+    def _cut(self) -> bool:
+        """Whether the token limit ended the answer."""
+        return self.ended.get("finish_reason") == "length"
 
-    def _add_call(self, call_id: str, flat: str) -> dict[str, Any]:
-        """Add a tool call without its arguments. `flat` is the tool's name as the model knows it."""
-        tool = self._names.get(flat) or ToolName(flat)
-        kind = "custom_tool_call" if tool.custom else "function_call"
-        item = {
-            "type": kind, "id": self._item_id(kind), "call_id": call_id, "name": tool.name,
-            "input" if tool.custom else "arguments": "", "status": "completed",
-        }  # fmt: skip
-        if tool.namespace:
-            item["namespace"] = tool.namespace
-        self._items.append(item)
-        return item
+    def _fill(self, item: dict[str, Any]) -> None:
+        """Put what has come of an item into it: text, a call's arguments as the model wrote them, or the text in them
+        if the tool is a custom one."""
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = self.text
+            case "custom_tool_call":
+                try:
+                    values = msgspec.json.decode(self.text or "null")
+                except msgspec.DecodeError:
+                    values = None
+                has_input = isinstance(values, dict) and CUSTOM_INPUT in values
+                item["input"] = str(values[CUSTOM_INPUT]) if has_input else self.text
+            case kind:
+                item[_PARTS[kind][0]][0]["text"] = self.text
 
     def _item_id(self, kind: str) -> str:
         """The id of the next item. It depends on the response only, so that reading it again gives the same."""
-        digest = hashlib.sha256(f"{self._id} {len(self._items)}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.prefix}-{self.id} {len(self.blocks)}".encode()).hexdigest()
         return f"{_PREFIXES[kind]}_{digest[:24]}"
 
-    def _response(self) -> dict[str, Any]:
-        request, items, usage = self._request, self._items, self._usage
-        cut = self._finish == "length"
-        if cut and items:
-            _mark_incomplete(items[-1])
+    def _response(self, status: str, **changed: Any) -> dict[str, Any]:
+        """The response as it is now. `changed` are fields with other values."""
+        request = self.request
+        if status == "incomplete" and self.blocks:
+            _mark_incomplete(self.blocks[-1])
         return {
-            "id": self._id,
+            "id": f"{self.prefix}-{self.id}",
             "object": "response",
-            "created_at": self._created,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "created_at": self.head.get("created") or self._created,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "error": None,
-            "model": self._model,
-            "output": items,
+            "model": self.head.get("model", request.model),
+            "output": self.blocks,
             "instructions": request.instructions,
             "metadata": request.metadata or {},
             "max_output_tokens": request.max_output_tokens,
@@ -243,34 +184,14 @@ class ResponseWriter:
             "previous_response_id": request.previous_response_id,
             "store": self.stored and request.store is not False,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
-            "usage": _usage(usage) if usage else None,
+            "usage": _usage(self.usage) if self.usage else None,
+            **changed,
         }
 
 
 def _mark_incomplete(item: dict[str, Any]) -> None:
     if "status" in item:
         item["status"] = "incomplete"
-
-
-def _set_arguments(item: dict[str, Any], arguments: str) -> None:
-    """Set a call's arguments as the model wrote them, or the text in them if the tool is a custom one."""
-    if item["type"] == "function_call":
-        item["arguments"] = arguments
-        return
-    try:
-        values = msgspec.json.decode(arguments or "null")
-    except msgspec.DecodeError:
-        values = None
-    has_input = isinstance(values, dict) and CUSTOM_INPUT in values
-    item["input"] = str(values[CUSTOM_INPUT]) if has_input else arguments
-
-
-def _summary_part(text: str) -> dict[str, Any]:
-    return {"type": "summary_text", "text": text}
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

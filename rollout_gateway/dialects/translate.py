@@ -5,90 +5,227 @@ like any other."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
+from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.calls import Call, Fields, Raw, RequestParams
+from rollout_gateway.http.body import read_body
+from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
 _encode = msgspec.json.Encoder().encode
-
-
-class Translation(Protocol):
-    """One call of another API. It is created with the client's body."""
-
-    path: ClassVar[str]
-    """Where clients post the call."""
-
-    def chat(self) -> dict[str, Any]:
-        """Return the chat completion request."""
-
-    def call(self) -> Call:
-        """Return the same as a call for the inference server."""
-
-    def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """Convert a whole chat completion."""
-
-    def take(self, chunk: dict[str, Any]) -> bytes:
-        """Convert a chunk of a streamed chat completion to events."""
-
-    def end(self) -> bytes:
-        """Return the last events of a stream."""
-
-    def error(self, body: bytes, status: int) -> bytes:
-        """Convert an error from OpenAI's format."""
-
-    def stream_error(self, error: dict[str, Any]) -> bytes:
-        """Convert an error in the middle of a stream to events."""
-
-
-SAMPLING_FIELDS = (
+_fields_decoder = msgspec.json.Decoder(Fields)
+_SAMPLING = (
     "seed", "logit_bias", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
 )  # fmt: skip
 """vLLM's sampling settings that neither API has. Clients may send them as extra fields."""
+_NAMED_ALIKE = ("temperature", "top_p", "top_k", "parallel_tool_calls")
 
 
-def sampling_fields(body: bytes) -> dict[str, Any]:
-    """Return the `SAMPLING_FIELDS` of a valid body."""
-    fields = msgspec.json.decode(body, type=Fields)
-    return {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
+class Translation(ABC):
+    """One call of another API, and its answer.
+
+    An answer is a list of blocks: reasoning, text, tool calls. A whole chat completion is read like a stream with one
+    chunk, so both ways give the same blocks. Only a streaming client gets the events."""
+
+    path: ClassVar[str]
+    """Where clients post the call."""
+    kind: ClassVar[type[Any]]
+    """Struct of the request."""
+    left_out: Sequence[str] = ()
+    """Types of the request's tools that the model was not shown."""
+    previous = ""
+    """Id of the chat completion that the call continues. Empty if there is none."""
+    stored = False
+    """Whether the log keeps the answer."""
+    metadata: dict[str, Any] | None = None
+    """Added to the recorded request only."""
+
+    def __init__(self, body: bytes) -> None:
+        """Raises a 400 `ApiError` for an invalid body."""
+        self.request = read_body(body, self.kind)
+        fields = _fields_decoder.decode(body)
+        self._sampling = {name: fields[name] for name in _SAMPLING if name in fields}
+        self.id = ""
+        """Id of the chat completion."""
+        self.head: dict[str, Any] = {}
+        """The chat completion, or the first chunk of it."""
+        self.usage: dict[str, Any] | None = None
+        self.ended: dict[str, Any] = {}
+        """The choice that says why the model stopped. Empty until it has come."""
+        self.blocks: list[dict[str, Any]] = []
+        self.text = ""
+        """What has come of the block that is open."""
+        self._open: tuple[str, int] | None = None
+        """Kind of the open block, and its number if it is a tool call."""
+
+    # -- the request -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
+        """Return the chat completion request. `before` is the exchange that `previous` names."""
+
+    def call(self, before: ExchangeRecorded | None = None) -> Call:
+        """Return the same as a call for the inference server."""
+        chat = self.chat(before)
+        fields = {name: Raw(_encode(value)) for name, value in chat.items()}
+        recorded = {**fields, "metadata": self.metadata} if self.metadata else fields
+        return Call(_encode(recorded), fields, RequestParams(chat["model"], chat["stream"]), self.path)
+
+    def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
+        """Begin the chat completion request with what the APIs have in common."""
+        request = self.request
+        chat = {
+            "model": request.model,
+            "messages": messages,
+            "stream": bool(request.stream),
+            **self._sampling,
+        }
+        if request.stream:
+            chat["stream_options"] = {"include_usage": True}
+        common = {name: getattr(request, name, None) for name in _NAMED_ALIKE} | {"max_tokens": max_tokens}
+        return chat | {name: value for name, value in common.items() if value is not None}
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
+        """Convert a whole chat completion."""
+        self._read(completion, "message")
+        self.close()
+        return self.whole()
+
+    def take(self, chunk: dict[str, Any]) -> bytes:
+        """Convert a chunk of a streamed chat completion to events."""
+        return self._read(chunk, "delta")
+
+    def _read(self, completion: dict[str, Any], part: str) -> bytes:
+        out = b""
+        if not self.head:
+            self.head, self.id = completion, str(completion.get("id", ""))
+            out = self.begin() if self.request.stream else b""
+        self.usage = completion.get("usage") or self.usage
+        for choice in completion["choices"]:
+            said = choice.get(part) or {}
+            for kind in ("reasoning", "content"):
+                if said.get(kind):
+                    out += self._write(kind, said[kind])
+            for position, call in enumerate(said.get("tool_calls") or ()):
+                function = call.get("function") or {}
+                names = call.get("id", ""), function.get("name", "")
+                out += self._write(
+                    "tool", function.get("arguments") or "", names, call.get("index", position)
+                )
+            if choice.get("finish_reason"):
+                self.ended = choice
+        return out
+
+    def _write(self, kind: str, text: str, call: tuple[str, str] = ("", ""), number: int = 0) -> bytes:
+        out = b""
+        if self._open != (kind, number):
+            out = self.close()
+            self._open = kind, number
+            out += self.open(kind, *call)
+        if text:
+            self.text += text
+            out += self.delta(text)
+        return out
+
+    def close(self) -> bytes:
+        """Complete the open block, if there is one. Returns its last events."""
+        if self._open is None:
+            return b""
+        self._open = None
+        out = self.complete(self.blocks[-1])
+        self.text = ""
+        return out
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Return the first events."""
+
+    @abstractmethod
+    def open(self, kind: str, call_id: str, name: str) -> bytes:
+        """Add an empty block of `kind`: `reasoning`, `content` or `tool`. Returns its first events."""
+
+    @abstractmethod
+    def delta(self, text: str) -> bytes:
+        """Return the event of a further piece of the open block."""
+
+    @abstractmethod
+    def complete(self, block: dict[str, Any]) -> bytes:
+        """Put `text` into a block that was open. Returns its last events."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the last events of a stream."""
+
+    @abstractmethod
+    def stream_error(self, error: dict[str, Any]) -> bytes:
+        """Convert an error in the middle of a stream to events."""
+
+    def error(self, body: bytes, status: int) -> bytes:
+        """Convert an error from OpenAI's format."""
+        return body
+
+    def event(self, kind: str, **data: Any) -> bytes:
+        """Encode a server-sent event. Empty if the client does not stream."""
+        if not self.request.stream:
+            return b""
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
 
 
-def chat_request(request: Any, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Begin a chat completion request with what both APIs name alike."""
-    chat: dict[str, Any] = {
-        "model": request.model, "messages": messages, "stream": bool(request.stream), **sampling
-    }  # fmt: skip
-    if request.stream:
-        chat["stream_options"] = {"include_usage": True}
-    for name in ("temperature", "top_p", "top_k", "parallel_tool_calls"):
-        if (value := getattr(request, name, None)) is not None:
-            chat[name] = value
-    return chat
+class StreamSink:
+    """Writes a streamed answer to the client of `request`, who gets further `headers` with it."""
+
+    def __init__(self, request: Request, headers: HeaderList = ()) -> None:
+        self.request, self._headers = request, headers
+
+    def start(self, flow: Callable[[bool], None]) -> None:
+        """Begin the answer. `flow(True)` is called when the client is too slow, `flow(False)` when it can take more."""
+        self.request.start(200, (*SSE_HEADERS, *self._headers))
+        self.request.on_flow = flow
+
+    @property
+    def write_chunks(self) -> Callable[[bytes], None] | None:
+        """As `write`, for data that is in HTTP's chunked coding already. `None` if the client does not get that
+        coding."""
+        return self.request.write_chunks if self.request.chunked else None
+
+    def write(self, data: bytes) -> None:
+        """Write whole server-sent events."""
+        self.request.write(data)
+
+    def end(self) -> None:
+        """End the answer."""
+        self.request.end()
 
 
-def chat_call(chat: dict[str, Any], endpoint: str, metadata: dict[str, Any] | None = None) -> Call:
-    """Make a call of a chat completion request. `metadata` is added to the recorded request only."""
-    fields = {name: Raw(_encode(value)) for name, value in chat.items()}
-    recorded = fields if metadata is None else {**fields, "metadata": metadata}
-    return Call(_encode(recorded), fields, RequestParams(chat["model"], chat["stream"]), endpoint)
+class TranslatedSink(StreamSink):
+    """Writes the stream of a chat completion as the stream of another API."""
 
-
-def sse(event: str, data: dict[str, Any]) -> bytes:
-    """Encode a server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (event.encode(), _encode(data))
-
-
-class TranslatedStream:
-    """Converts the stream of a chat completion to the stream of another API."""
-
-    def __init__(self, translation: Translation) -> None:
+    def __init__(self, request: Request, translation: Translation, headers: HeaderList = ()) -> None:
+        super().__init__(request, headers)
         self._translation = translation
         self._buffer = b""
         self._failed = False
 
-    def take(self, data: bytes) -> bytes:
-        """Convert what arrived of the stream. An incomplete event is kept until its end arrives."""
+    @property
+    def write_chunks(self) -> None:
+        return None  # the other API has other events
+
+    def write(self, data: bytes) -> None:
+        """Translate what has come of the stream. An incomplete event is kept until its end has come."""
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
         out = b""
         for event in events:
@@ -101,8 +238,9 @@ class TranslatedStream:
                 out += self._translation.stream_error(chunk["error"])
             else:
                 out += self._translation.take(chunk)
-        return out
+        self.request.write(out)
 
-    def end(self) -> bytes:
-        """Return the last events, unless the stream ended with an error."""
-        return b"" if self._failed else self._translation.end()
+    def end(self) -> None:
+        """End the answer with the last events, unless it ended with an error."""
+        self.request.write(b"" if self._failed else self._translation.end())
+        self.request.end()

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollout_gateway.http.errors import ApiError, invalid_json
+from rollout_gateway.http.errors import ApiError
 
 _T = TypeVar("_T")
 
@@ -24,8 +24,8 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         where, field = _WHERE.search(str(error)), _FIELD.search(str(error))
         param = ".".join(match[1] for match in (where, field) if match) or None
-        raise ApiError(400, f"The body is not valid: {error}.", code="invalid_body", param=param) from error
+        raise ApiError(400, "invalid_body", f"The body is not valid: {error}.", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid_json(str(error)) from error
+        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise invalid_json("it is nested too deeply") from error
+        raise ApiError(400, "invalid_json", "The body is not valid JSON: it is nested too deeply") from error

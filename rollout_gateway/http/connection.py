@@ -9,7 +9,7 @@ from typing import cast
 
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http import half_close
-from rollout_gateway.http.errors import ApiError, ClientGoneError, unavailable
+from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.parser import RequestParser
 from rollout_gateway.http.pool import ConnectionPool
 from rollout_gateway.http.request import Request, ignore_flow
@@ -33,9 +33,7 @@ Admit = Callable[[Request], None]
 
 
 def _internal_error() -> ApiError:
-    return ApiError(
-        500, "Internal error. The gateway's log has the details.", kind="api_error", code="internal_error"
-    )
+    return ApiError(500, "internal_error", "Internal error. The gateway's log has the details.")
 
 
 class Connection(asyncio.Protocol):
@@ -79,7 +77,7 @@ class Connection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(_WRITE_HIGH)
         if not self._pool.add(self):
             message = "The gateway has reached gateway.http.max_connections. Try again."
-            self.reject(unavailable(message, "too_many_connections", retry_after_s=1))
+            self.reject(ApiError(503, "too_many_connections", message, retry_after_s=1))
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -195,7 +193,7 @@ class Connection(asyncio.Protocol):
         message = (
             "All requests that are being sent together exceed gateway.http.max_buffered_bytes. Try again."
         )
-        self.reject(unavailable(message, "too_many_bodies", retry_after_s=1))
+        self.reject(ApiError(503, "too_many_bodies", message, retry_after_s=1))
 
     # -- answering
 
@@ -289,8 +287,8 @@ class Connection(asyncio.Protocol):
         elif not parser.head_done:
             if took_s > limits.head_timeout_s:
                 message = f"The headers did not arrive within {limits.head_timeout_s:g} s."
-                self.reject(ApiError(408, message, code="request_timeout"))
+                self.reject(ApiError(408, "request_timeout", message))
         elif took_s > limits.body_timeout_s + parser.size / _BODY_RATE:
             allowed = f"{limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes"
             message = f"The body did not arrive within {allowed}."
-            self.reject(ApiError(408, message, code="request_timeout"))
+            self.reject(ApiError(408, "request_timeout", message))

@@ -25,8 +25,8 @@ async def decode_body(body: bytes, encoding: bytes, limit: int) -> bytes:
     if name not in _WINDOW_BITS:
         raise ApiError(
             415,
+            "unsupported_encoding",
             f"The Content-Encoding {name.decode('latin-1')!r} is not supported: send gzip, deflate, or none.",
-            code="unsupported_encoding",
             headers=((b"accept-encoding", b"gzip, deflate"),),
         )
     if len(body) > _IN_THREAD:
@@ -44,8 +44,8 @@ def _decompress(body: bytes, name: bytes, limit: int) -> bytes:
             reason = reason or str(error)
             continue
         if len(out) > limit:
-            raise ApiError(413, f"The decompressed body is larger than {limit} bytes.", code="body_too_large")
+            raise ApiError(413, "body_too_large", f"The decompressed body is larger than {limit} bytes.")
         if decompressor.eof:
             return out
         reason = reason or "it ends too early"
-    raise ApiError(400, f"The body is not valid {name.decode()}: {reason}.", code="invalid_encoding")
+    raise ApiError(400, "invalid_encoding", f"The body is not valid {name.decode()}: {reason}.")

@@ -6,94 +6,70 @@ from collections.abc import Sequence
 
 import msgspec
 
+_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
+    429: "rate_limit_error", 500: "api_error", 502: "api_error", 503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
+"""`type` in OpenAI's format, by status. Of any other status: `invalid_request_error`."""
+_RETRY_AFTER_S = {429: 1, 503: 5}
+
 
 class ClientGoneError(Exception):
     """The client closed its connection before its request was answered."""
 
 
 class ApiError(Exception):
-    """An answer with an error status. `kind` is `type` in OpenAI's format. `code` is for programs to compare."""
+    """An answer with an error status. `code` is for programs to compare. `param` names the field that is wrong.
+
+    A client may repeat the request after `retry_after_s` seconds, by default 1 for a 429 and 5 for a 503."""
 
     def __init__(
         self,
         status: int,
+        code: str,
         message: str,
         *,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
         param: str | None = None,
+        retry_after_s: int | None = None,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
-        self.headers = headers
+        self.status, self.code, self.message, self.param = status, code, message, param
+        retry_after_s = retry_after_s or _RETRY_AFTER_S.get(status)
+        self.headers = (*headers, (b"retry-after", b"%d" % retry_after_s)) if retry_after_s else headers
 
     def body(self) -> bytes:
-        return error_body(self.message, self.kind, self.code, self.param)
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
 
-def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    """`{"error": {...}}` in OpenAI's format."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
-def invalid_json(detail: str) -> ApiError:
-    return ApiError(400, f"The body is not valid JSON: {detail}", code="invalid_json")
-
-
-def unknown_model(model: str, known: Sequence[str]) -> ApiError:
+def unknown_model(model: str, known: Sequence[str], param: str = "model") -> ApiError:
     message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
-    return ApiError(404, message, kind="not_found_error", code="model_not_found", param="model")
+    return ApiError(404, "model_not_found", message, param=param)
 
 
 def unknown_trajectory(trajectory: str) -> ApiError:
-    return ApiError(
-        404,
+    message = (
         f"Trajectory {trajectory!r} is unknown: it was not opened in this project, or another API key opened it. "
-        "Open one with POST /v1/trajectories.",
-        kind="not_found_error",
-        code="trajectory_not_found",
+        "Open one with POST /v1/trajectories."
     )
+    return ApiError(404, "trajectory_not_found", message)
 
 
 def invalid_key() -> ApiError:
     """The same error for every invalid key, so that trying keys reveals nothing."""
-    return ApiError(
-        401,
-        "The API key is missing, unknown, expired or revoked.",
-        kind="authentication_error",
-        code="invalid_api_key",
-    )
-
-
-def wrong_key(message: str, code: str) -> ApiError:
-    return ApiError(403, message, kind="permission_error", code=code)
+    return ApiError(401, "invalid_api_key", "The API key is missing, unknown, expired or revoked.")
 
 
 def already_completed(trajectory: str, what: str) -> ApiError:
-    message = f"Trajectory {trajectory!r} is completed: {what}."
-    return ApiError(409, message, kind="conflict_error", code="trajectory_completed")
-
-
-def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    headers = ((b"retry-after", str(retry_after_s).encode()),)
-    return ApiError(503, message, kind="service_unavailable_error", code=code, headers=headers)
+    return ApiError(409, "trajectory_completed", f"Trajectory {trajectory!r} is completed: {what}.")
 
 
 def stopping() -> ApiError:
-    return unavailable("The gateway is stopping. Try again.", "stopping", retry_after_s=1)
-
-
-def too_many_calls() -> ApiError:
-    return ApiError(
-        429,
-        "The gateway has reached gateway.max_calls. Try again.",
-        kind="rate_limit_error",
-        code="too_many_calls",
-        headers=((b"retry-after", b"1"),),
-    )
+    return ApiError(503, "stopping", "The gateway is stopping. Try again.", retry_after_s=1)
 
 
 def timed_out() -> ApiError:
     message = "The inference server did not answer within gateway.replicas.timeout_s."
-    return ApiError(504, message, kind="timeout_error", code="upstream_timeout")
+    return ApiError(504, "upstream_timeout", message)

@@ -78,8 +78,8 @@ class OriginPolicy:
         if not _is_authority(authority):
             raise ApiError(
                 400,
+                "invalid_host",
                 f"The Host {authority[:200]!r} is invalid: send a name or address, and a port from 1 to 65535 or none.",
-                code="invalid_host",
             )
         name = _name_of(authority)
         if not (self._any_name or name in self._names):
@@ -88,8 +88,8 @@ class OriginPolicy:
             if address is None or (self._loopback and not address.is_loopback):
                 raise ApiError(
                     421,
+                    "unknown_host",
                     f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.http.hosts.",
-                    code="unknown_host",
                 )
         if len(self._known) < _KNOWN_HOSTS:
             self._known.add(host)
@@ -153,9 +153,8 @@ def _forwarded(request: Request) -> dict[str, str]:
 def _origin_refused(source: str) -> ApiError:
     return ApiError(
         403,
+        "foreign_origin",
         f"Requests from {source} are not allowed. To allow them, add that origin to gateway.http.cors_origins.",
-        kind="permission_error",
-        code="foreign_origin",
     )
 
 

@@ -85,16 +85,16 @@ class RequestParser:
                 if not self._receiver.ignoring and self._resume(data):
                     continue
             except httptools.HttpParserError:
-                self._reject(400, "The request is not valid HTTP/1.1.", "bad_http")
+                self._reject(400, "bad_http", "The request is not valid HTTP/1.1.")
                 return
             break
         if self.request is None or self._receiver.ignoring:
             return
         if self._head_size > _HEAD_LIMIT and not self.head_done:
-            self._reject(431, f"The headers are longer than {_HEAD_LIMIT} bytes.", "headers_too_large")
+            self._reject(431, "headers_too_large", f"The headers are longer than {_HEAD_LIMIT} bytes.")
         elif self._silent > _HEAD_LIMIT:
             message = f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes."
-            self._reject(431, message, "trailers_too_large")
+            self._reject(431, "trailers_too_large", message)
 
     def _resume(self, data: bytes) -> bool:
         """Go on after an `Upgrade` header, behind which httptools parses nothing. A fresh parser is given only the
@@ -111,7 +111,7 @@ class RequestParser:
         return bool(data)
 
     def _reject(self, status: int, message: str, code: str) -> None:
-        self._receiver.reject(ApiError(status, message, code=code))
+        self._receiver.reject(ApiError(status, code, message))
 
     # -- httptools callbacks
 
@@ -160,20 +160,20 @@ class RequestParser:
         """Refuse what two programs could read in two ways."""
         headers = request.headers
         if request.method == "CONNECT":
-            self._reject(405, "CONNECT is not supported: this server is not a proxy.", "method_not_allowed")
+            self._reject(405, "method_not_allowed", "CONNECT is not supported: this server is not a proxy.")
         elif self._repeated:
             name = self._repeated.decode("latin-1")
-            self._reject(400, f"The header {name!r} came twice: send it once.", "repeated_header")
+            self._reject(400, "repeated_header", f"The header {name!r} came twice: send it once.")
         elif version == "1.1" and b"host" not in headers:
-            self._reject(400, "The Host header is missing.", "no_host")
+            self._reject(400, "no_host", "The Host header is missing.")
         elif version == "1.0" and b"transfer-encoding" in headers:
-            self._reject(400, "HTTP/1.0 has no Transfer-Encoding.", "bad_http")
+            self._reject(400, "bad_http", "HTTP/1.0 has no Transfer-Encoding.")
         elif headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             self._reject(
-                501, "The only supported Transfer-Encoding is `chunked`.", "unsupported_transfer_encoding"
+                501, "unsupported_transfer_encoding", "The only supported Transfer-Encoding is `chunked`."
             )
         elif version not in ("1.0", "1.1"):
-            self._reject(505, "The only supported versions are HTTP/1.0 and HTTP/1.1.", "bad_http")
+            self._reject(505, "bad_http", "The only supported versions are HTTP/1.0 and HTTP/1.1.")
         else:
             return True
         return False

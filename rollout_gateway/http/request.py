@@ -12,6 +12,10 @@ from rollout_gateway.http.errors import ApiError
 
 Headers = dict[bytes, bytes]
 HeaderList = Iterable[tuple[bytes, bytes]]
+SSE_HEADERS: HeaderList = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+)
 
 _STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _JSON = b"application/json"

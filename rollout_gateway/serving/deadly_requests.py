@@ -129,12 +129,11 @@ class DeadlyRequests:
             )
         raise ApiError(
             502,
+            "deadly_request",
             f"This request was in flight at {len(case.lives)} deaths of its inference server "
             f"({', '.join(life.replica.name for life in case.lives)}) and most likely causes them, so it is not "
             f"sent again. Change it, or send it again in {self._keep_s:.0f} s (gateway.replicas.deadly_request_s). "
             "The server's log says why it died.",
-            kind="api_error",
-            code="deadly_request",
             headers=((b"x-should-retry", b"false"),),
         )
 

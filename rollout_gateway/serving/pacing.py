@@ -16,7 +16,6 @@ from pipeline.log.follow import follow_events
 from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
 
-_RETRY_AFTER_S = 1
 _MOST_WAITING = 10_000
 """Waiting groups whose first request is remembered. The oldest is forgotten first."""
 
@@ -47,10 +46,8 @@ class Pacing:
                 del self._waiting[next(iter(self._waiting))]
             raise ApiError(
                 429,
+                "groups_ahead",
                 f"{len(ahead)} groups of {model} wait for training, and another one would be stale. Try again later.",
-                kind="rate_limit_error",
-                code="groups_ahead",
-                headers=((b"retry-after", str(_RETRY_AFTER_S).encode()),),
             )
         ahead.add(group)
         since = self._waiting.pop((model, group), None)

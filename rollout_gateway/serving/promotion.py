@@ -14,7 +14,7 @@ import msgspec
 from pipeline.events import Event, PolicyPromoted
 from pipeline.log.broker import Broker
 from pipeline.names import new_id, parse_version, version_name
-from rollout_gateway.http.errors import ApiError, unavailable, unknown_model
+from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
@@ -101,7 +101,7 @@ class Promotion:
                 return version
         if step == 0:
             message = f"{version_name(model, 0)} is the base model: there is no version before it."
-            raise ApiError(409, message, kind="conflict_error", code="no_version")
+            raise ApiError(409, "no_version", message)
         return version_name(model, 0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
@@ -109,17 +109,15 @@ class Promotion:
         if not version:
             example = version_name(model, 1)
             message = f"`{param}` is missing: name an exact version of {model!r}, such as {example!r}."
-            raise ApiError(404, message, kind="not_found_error", code="model_not_found", param=param)
+            raise ApiError(404, "model_not_found", message, param=param)
         if not self._policies.offered(version) or parse_version(version)[0] != model:
-            error = unknown_model(version, self._policies.names())
-            error.param = param
-            raise error
+            raise unknown_model(version, self._policies.names(), param)
         deadline = time.monotonic() + _LOAD_WAIT_S
         lease = await self._fleet.acquire(lambda: self._router.resolve(version, None), least_loaded, deadline)
         lease.release()
         if not self._fleet.available(version):
-            raise unavailable(
-                f"{version} is not loaded on every server yet. Try again.", "loading", retry_after_s=1
+            raise ApiError(
+                503, "loading", f"{version} is not loaded on every server yet. Try again.", retry_after_s=1
             )
 
 

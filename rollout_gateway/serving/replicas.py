@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.names import is_base_version
-from rollout_gateway.http.errors import stopping, unavailable
+from rollout_gateway.http.errors import ApiError, stopping
 from rollout_gateway.http.upstream import Upstream
 
 
@@ -156,8 +156,8 @@ class Fleet:
                     if any_ready
                     else "none is up; the gateway keeps checking them"
                 )
-                raise unavailable(
-                    f"No inference server is ready to serve {version}: {why}.", "no_replica"
+                raise ApiError(
+                    503, "no_replica", f"No inference server is ready to serve {version}: {why}."
                 ) from None
 
 

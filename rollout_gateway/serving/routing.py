@@ -40,8 +40,8 @@ class VersionRouter:
         if opening is not None and self.name(model) != opening.model:
             raise ApiError(
                 400,
+                "model_mismatch",
                 f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}.",
-                code="model_mismatch",
                 param="model",
             )
 
@@ -63,9 +63,8 @@ class VersionRouter:
         if version in self._policies.refused:
             raise ApiError(
                 409,
+                "version_refused",
                 f"{version} can't be served: {self._policies.refused[version]}.",
-                kind="conflict_error",
-                code="version_refused",
                 param="model",
             )
         return version

@@ -316,7 +316,7 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
         assert said in error["message"]
     opening = {"model": "tictactoe@0"}
     error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
-    assert "Open with the model 'tictactoe', and fix the version with `pinned`" in error["message"]
+    assert "Open with the model 'tictactoe' and `pinned`: 'tictactoe@0'" in error["message"]
     opening = {"model": "tictactoe", "pinned": "tictactoe"}
     error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
     assert (error["param"], error["message"].endswith("There are: tictactoe@0.")) == ("pinned", True), error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rollout_gateway.dialects.endpoints import CHAT
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import TOOL_NAMES, ResponsesTranslation
 from rollout_gateway.dialects.responses_input import Tools
-from rollout_gateway.dialects.translate import TranslatedStream
+from rollout_gateway.dialects.translate import TranslatedSink
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.dialects.kit import CODEX, RESPONSE_TOOL
 
@@ -67,15 +68,16 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
 
 def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:
     body = {"model": "m", "input": "x", "stream": True, **asked}
-    stream = TranslatedStream(ResponsesTranslation(json.dumps(body).encode()))
-    out = b""
+    written: list[bytes] = []
+    request: Any = SimpleNamespace(write=written.append, end=lambda: None)
+    stream = TranslatedSink(request, ResponsesTranslation(json.dumps(body).encode()))
     for number, delta in enumerate(deltas):
         reason = finish if number == len(deltas) - 1 else None
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         chunk = {"id": "chatcmpl-1", "created": 7, "model": "m@0", "choices": [choice]}
-        out += stream.take(b"data: %b\n\n" % json.dumps(chunk).encode())
-    out += stream.end()
-    return [json.loads(e.partition(b"data: ")[2]) for e in out.split(b"\n\n") if e]
+        stream.write(b"data: %b\n\n" % json.dumps(chunk).encode())
+    stream.end()
+    return [json.loads(e.partition(b"data: ")[2]) for e in b"".join(written).split(b"\n\n") if e]
 
 
 def test_streamed_reasoning_is_kept_as_the_plain_one_is() -> None:

@@ -346,7 +346,7 @@ async def test_a_refused_request_is_told_so_before_its_body_is_kept() -> None:
 
     def admit(request: Request) -> None:
         if b"authorization" not in request.headers:
-            raise ApiError(401, "no key", code="invalid_api_key")
+            raise ApiError(401, "invalid_api_key", "no key")
 
     async def handler(request: Request) -> None:
         bodies.append(request.body)
