@@ -39,10 +39,6 @@ ROOMS = {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
     },
 }
-WITH_CYCLES = set[str]()
-"""Packages that still have import cycles. Remove a package from here with its last cycle."""
-WITHOUT_TABLES: set[str] = set()
-"""Packages with a room whose `__init__.py` does not name its modules yet."""
 
 
 def module_names(package: str) -> dict[str, Path]:
@@ -108,16 +104,7 @@ def test_a_package_imports_only_what_the_design_allows(package: str) -> None:
     assert not wrong
 
 
-def marked(pending: set[str]) -> list[object]:
-    return [
-        pytest.param(
-            p, marks=[pytest.mark.xfail(strict=True, reason="not mended yet")] if p in pending else []
-        )
-        for p in MAY_IMPORT
-    ]
-
-
-@pytest.mark.parametrize("package", marked(WITH_CYCLES))
+@pytest.mark.parametrize("package", MAY_IMPORT)
 def test_no_modules_import_each_other(package: str) -> None:
     try:
         TopologicalSorter(dependencies(package)).prepare()
@@ -139,7 +126,7 @@ def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", marked(WITHOUT_TABLES))
+@pytest.mark.parametrize("package", MAY_IMPORT)
 def test_a_room_names_what_lives_there(package: str) -> None:
     unnamed: list[str] = []
     for room in (ROOT / package).rglob("__init__.py"):

@@ -7,6 +7,7 @@
 | `openapi` | `/openapi.json`, generated from both |
 | `control_request` | a request as its handler gets it |
 | `trajectories` | opening, completing and reading trajectories |
+| `groups` | completing a group, and making its runs of recorded calls |
 | `models` | models, versions, decisions, the state of the servers |
 | `auxiliary` | token counts and other requests that sample nothing |
 | `metrics` | metrics for Prometheus |

@@ -9,5 +9,6 @@
 | `detection` | finds the trajectory of a call that names none, by its messages |
 | `registry` | the trajectories in memory: found, opened, completed |
 | `trajectory` | one run: its calls are recorded under sequence numbers of their own |
+| `copies` | a run made of calls that other runs recorded |
 | `run_log` | how runs were opened and completed, read from the log |
 """
