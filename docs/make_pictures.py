@@ -10,7 +10,6 @@ source."""
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from pathlib import Path
@@ -19,29 +18,21 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from examples.tictactoe.report import rows, wilson
+from examples.common import curve
+from examples.common.curve import BLUE, INK, ORANGE, SOFT
+from examples.common.running import rows
+from journeyman.statistics import wilson
 from pipeline import streams
 from pipeline.security.users import USERS, User
 
 FOLDER = Path(__file__).parent / "pictures"
 GAMES_A_POINT = 512
-INK, SOFT, BLUE, ORANGE = "#1f2933", "#66727f", "#2b6cb0", "#c05621"
-mpl.rcParams.update(
-    {"svg.hashsalt": "journeyman", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
-)
+mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
 
 GAMES = """
 SELECT reward FROM trajectories
 WHERE split = 'train' AND outcome = 'scored' AND reward IS NOT NULL ORDER BY completed_at
 """
-
-
-def as_svg(figure: Any) -> str:
-    """Return the figure as SVG text that is the same in every run."""
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=False)
-    plt.close(figure)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def writes(user: User, subjects: tuple[str, ...]) -> bool:
@@ -106,7 +97,7 @@ def draw_streams() -> str:
             axes.annotate(
                 "", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": SOFT, "linewidth": 1.2}
             )
-    return as_svg(figure)
+    return curve.as_svg(figure)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -127,61 +118,18 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
     points = []
     for first in range(0, len(games) - GAMES_A_POINT + 1, GAMES_A_POINT):
         block = games[first : first + GAMES_A_POINT]
-        wins = sum(g["reward"] == 1 for g in block)
-        low, high = wilson(wins, len(block))
-        points.append(
-            {
-                "games": first + len(block),
-                "rate": round(wins / len(block), 4),
-                "ci95": [round(low, 4), round(high, 4)],
-            }
-        )
-    return {
-        "games_a_point": GAMES_A_POINT,
-        "training": points,
-        "held_out": {
-            when: {
-                "rate": report[f"win_rate_{when}"]["value"],
-                "ci95": report[f"win_rate_{when}"]["ci95"],
-                "games": report[f"win_rate_{when}"]["games"],
-            }
-            for when in ("before", "after")
-        },
+        rate = wilson(sum(g["reward"] == 1 for g in block), len(block))
+        points.append({"runs": first + len(block)} | curve.as_json(rate))
+    held_out = {
+        when: {
+            "mean": report[f"win_rate_{when}"]["value"],
+            "ci95": report[f"win_rate_{when}"]["ci95"],
+            "count": report[f"win_rate_{when}"]["games"],
+        }
+        for when in ("before", "after")
     }
-
-
-def draw_curve(curve: dict[str, Any]) -> str:
-    figure, axes = plt.subplots(figsize=(4.2, 2.9), dpi=100, layout="constrained")
-    at = [p["games"] for p in curve["training"]]
-    axes.fill_between(
-        at,
-        [p["ci95"][0] for p in curve["training"]],
-        [p["ci95"][1] for p in curve["training"]],
-        color=BLUE,
-        alpha=0.18,
-        linewidth=0,
-    )
-    axes.plot(
-        at,
-        [p["rate"] for p in curve["training"]],
-        color=BLUE,
-        label=f"training games ({curve['games_a_point']} a point)",
-    )
-    for when, x in (("before", 0.0), ("after", at[-1])):
-        held = curve["held_out"][when]
-        low, high = held["ci95"]
-        axes.errorbar(
-            [x], [held["rate"]], yerr=[[held["rate"] - low], [high - held["rate"]]], fmt="o", color=ORANGE, capsize=4,
-            label=f"the same {held['games']:,} held-out games" if when == "before" else None,
-        )  # fmt: skip
-        axes.annotate(
-            f"{held['rate']:.3f}", (x, held["rate"]), xytext=(8 if when == "before" else -8, 8),
-            textcoords="offset points", ha="left" if when == "before" else "right", color=ORANGE, weight="bold",
-        )  # fmt: skip
-    axes.set(xlabel="training games", ylabel="win rate, 95 % intervals", ylim=(0.3, 1.0))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right", fontsize=8)
-    return as_svg(figure)
+    run = {"seed": report["seed"], "training": points, **held_out}
+    return {"unit": "games", "measure": "win rate", "runs": [run]}
 
 
 def main() -> int:
@@ -196,7 +144,7 @@ def main() -> int:
     data, out = FOLDER / "curve.json", FOLDER / f"{given.picture}.svg"
     if given.run_dir:
         data.write_text(json.dumps(read_curve(given.run_dir), indent=1) + "\n")
-    drawn = draw_streams() if given.picture == "streams" else draw_curve(json.loads(data.read_text()))
+    drawn = draw_streams() if given.picture == "streams" else curve.draw(json.loads(data.read_text()))
     if given.check:
         return int(not out.exists() or out.read_text() != drawn)
     out.write_text(drawn)

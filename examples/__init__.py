@@ -2,5 +2,6 @@
 
 | folder | what it shows |
 | --- | --- |
+| `common` | what the examples share: tiny base models, a running installation, recorded learning curves |
 | `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo`) |
 """

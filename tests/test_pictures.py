@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs import make_pictures
+from examples.common import curve
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -22,13 +23,12 @@ def test_the_picture_of_the_streams_is_that_of_the_tables() -> None:
 
 def test_the_curve_is_drawn_from_its_recorded_data() -> None:
     data = json.loads((make_pictures.FOLDER / "curve.json").read_text("utf-8"))
-    assert make_pictures.draw_curve(data) == (make_pictures.FOLDER / "curve.svg").read_text("utf-8"), (
-        "run `make pictures`"
-    )
-    for point in data["training"]:
+    assert curve.draw(data) == (make_pictures.FOLDER / "curve.svg").read_text("utf-8"), "run `make pictures`"
+    (run,) = data["runs"]
+    for point in run["training"]:
         low, high = point["ci95"]
-        assert low <= point["rate"] <= high
-    assert data["held_out"]["before"]["games"] == data["held_out"]["after"]["games"]
+        assert low <= point["mean"] <= high
+    assert run["before"]["count"] == run["after"]["count"]
 
 
 @pytest.mark.parametrize("picture", ["curve.svg", "streams.svg"])

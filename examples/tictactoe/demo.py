@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import signal
-import subprocess
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,11 +22,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from examples.common.running import ExampleError, Installation, ask, make_room, rows
 from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
-from examples.tictactoe.report import COUNTS, JOURNEYMAN, LINEAGE, ask, difference, rows, win_rate
+from examples.tictactoe.report import COUNTS, LINEAGE, difference, win_rate
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path(__file__).with_name("journeyman.toml")
 MODEL = "tictactoe"
 LOOK_EVERY_S = 0.25
@@ -41,10 +39,6 @@ EVAL_BATCHES = 4
 """Number of such trajectories at once."""
 
 console = Console(highlight=False)
-
-
-class DemoError(Exception):
-    """The run failed. The message says where to look."""
 
 
 @dataclass
@@ -127,50 +121,6 @@ class View:
             line = self.progress.line(self.fleet)
             print("  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
             await asyncio.sleep(10)
-
-
-class Installation:
-    """`journeyman up` in a process of its own."""
-
-    def __init__(self, run_dir: Path, overrides: dict[str, Any]) -> None:
-        self.run_dir = run_dir
-        run_dir.mkdir(parents=True)
-        flags = [flag for key, value in overrides.items() for flag in ("--set", f"{key}={json.dumps(value)}")]
-        with (run_dir / "up.log").open("wb") as sink:
-            self.process = subprocess.Popen(
-                [JOURNEYMAN, "up", "--config", str(SETTINGS), "--run-dir", str(run_dir), *flags],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
-            )  # fmt: skip
-
-    def check(self) -> None:
-        """Raises `DemoError` if it is gone."""
-        if self.process.poll() is not None:
-            tail = (self.run_dir / "up.log").read_text("utf-8", "replace")[-3000:]
-            raise DemoError(f"journeyman up ended with code {self.process.returncode}:\n{tail}")
-
-    async def ready(self) -> str:
-        """The gateway's URL, once everything works."""
-        path = self.run_dir / "state.json"
-        while True:
-            self.check()
-            if path.exists() and (state := json.loads(path.read_text()))["ready"]:
-                return str(state["urls"]["gateway"])
-            await asyncio.sleep(0.2)
-
-    def restarts(self) -> int:
-        state = json.loads((self.run_dir / "state.json").read_text())
-        return sum(service["restarts"] for service in state["services"].values())
-
-    def stop(self) -> None:
-        """Stop the installation after the store has written everything that the log holds."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(120)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-                raise DemoError(f"journeyman up did not stop; see {self.run_dir}/logs") from None
 
 
 class Training:
@@ -361,13 +311,6 @@ def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[
     return report
 
 
-def make_room(run_dir: Path) -> None:
-    """An earlier run in the folder is kept beside it, under the time of its last change."""
-    if run_dir.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run_dir.stat().st_mtime))
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}-{stamp}"))
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
     parser.add_argument("--seed", type=int, default=0)
@@ -391,6 +334,7 @@ def main(argv: list[str] | None = None) -> None:
     progress = Progress(steps=args.steps)
     installation = Installation(
         run_dir,
+        SETTINGS,
         {
             "judge.group_size": args.group_size,
             "trainer.groups_per_step": args.groups,
@@ -409,7 +353,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         console.print(f"stopped; what was played so far is in {run_dir}")
         raise SystemExit(130) from None
-    except DemoError as error:
+    except ExampleError as error:
         console.print(f"[red]{error}[/]")
         raise SystemExit(1) from error
 

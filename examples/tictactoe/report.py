@@ -1,19 +1,12 @@
-"""The demo's report: win rates with intervals, and the results of SQL queries over the run's store."""
+"""The demo's report: win rates with intervals, and the SQL queries over the run's history."""
 
 from __future__ import annotations
 
-import json
-import math
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from examples.tictactoe.agent import Finished
-
-JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
-_Z95 = 1.959964
+from journeyman.statistics import paired_difference, wilson
 
 LINEAGE = """
 SELECT version, parent, group_id, count(DISTINCT trajectory) AS trajectories, count(*) AS exchanges,
@@ -34,60 +27,33 @@ SELECT (SELECT count(*) FROM trajectories WHERE completed_at IS NOT NULL) AS com
 """
 
 
-def wilson(wins: int, games: int) -> tuple[float, float]:
-    """The 95 % score interval of a win rate."""
-    if not games:
-        return 0.0, 1.0
-    p, z2 = wins / games, _Z95**2
-    centre = (p + z2 / (2 * games)) / (1 + z2 / games)
-    half = _Z95 / (1 + z2 / games) * math.sqrt(p * (1 - p) / games + z2 / (4 * games**2))
-    return centre - half, centre + half
-
-
 def win_rate(games: Iterable[Finished]) -> dict[str, Any]:
     """Rate and interval over games that had a result, and how many games ended how."""
     results = [game.result for game in games if game.result is not None]
-    wins = results.count("win")
-    outcomes = {kind: results.count(kind) for kind in ("win", "draw", "loss", "illegal")}
-    rate = wins / len(results) if results else 0.0
+    rate = wilson(results.count("win"), len(results))
     return {
-        "value": rate,
-        "ci95": list(wilson(wins, len(results))),
-        "games": len(results),
-        "outcomes": outcomes,
+        "value": rate.mean if results else 0.0,
+        "ci95": [rate.low, rate.high],
+        "games": rate.count,
+        "outcomes": {kind: results.count(kind) for kind in ("win", "draw", "loss", "illegal")},
     }
 
 
 def difference(before: Sequence[Finished], after: Sequence[Finished]) -> dict[str, Any]:
     """Difference of the win rates of `after` and `before`, with its 95 % interval. The two lists hold the same games in
     the same order, so the interval is that of the mean difference per game; games without a result in either are left
-    out."""
+    out. With fewer than two games the interval is -1 to 1."""
     pairs = [
         (a.result == "win", b.result == "win")
         for a, b in zip(before, after, strict=True)
         if a.result is not None and b.result is not None
     ]
-    gained, lost, games = pairs.count((False, True)), pairs.count((True, False)), len(pairs)
-    if games < 2:
-        return {"value": 0.0, "ci95": [-1.0, 1.0], "games": games, "gained": gained, "lost": lost}
-    mean = (gained - lost) / games
-    variance = (gained + lost - games * mean**2) / (games - 1)
-    half = _Z95 * math.sqrt(variance / games)
+    found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+    known = found.count > 1
     return {
-        "value": mean,
-        "ci95": [max(mean - half, -1.0), min(mean + half, 1.0)],
-        "games": games,
-        "gained": gained,
-        "lost": lost,
+        "value": found.mean if known else 0.0,
+        "ci95": [max(found.low, -1.0), min(found.high, 1.0)] if known else [-1.0, 1.0],
+        "games": found.count,
+        "gained": pairs.count((False, True)),
+        "lost": pairs.count((True, False)),
     }
-
-
-def ask(run_dir: Path, query: str, form: str = "json") -> str:
-    """Run `journeyman sql` on the run. Raises `CalledProcessError` if it fails."""
-    command = [JOURNEYMAN, "sql", "--run-dir", str(run_dir), "--format", form, query]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def rows(run_dir: Path, query: str) -> list[dict[str, Any]]:
-    answer: list[dict[str, Any]] = json.loads(ask(run_dir, query))
-    return answer

@@ -1,0 +1,160 @@
+"""Learning curves: from a run to its report, and from reports to a picture with 95 % intervals.
+
+    python -m examples.common.curve examples/NAME runs/NAME-0 runs/NAME-1    # NAME's curve.json and curve.svg
+    python -m examples.common.curve examples/NAME                            # curve.svg, drawn from curve.json
+
+Both pictures and their data are in the example's folder. A point of a training curve is the mean reward of
+consecutive groups, with an interval over the groups' means, because the attempts of a group share their task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from examples.common.running import rows
+from journeyman import Comparison, Estimate
+from journeyman.statistics import mean_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POINTS = 14
+"""Points of a training curve, at most."""
+GROUPS_A_POINT = 30
+"""Groups in a point, at least: the normal approximation of the interval needs about so many."""
+INK, SOFT, BLUE, ORANGE = "#1f2933", "#66727f", "#2b6cb0", "#c05621"
+SHADES = (BLUE, "#2f855a", "#6b46c1")
+"""Colours of the training curves, a run each."""
+
+GROUPS = """
+SELECT avg(r.reward) AS reward, count(*) AS runs
+FROM rewards r JOIN trajectories t USING (project, trajectory)
+WHERE r.split = 'train' AND r.branch = 'main' AND r.outcome = 'scored'
+GROUP BY r.group_id ORDER BY max(t.completed_at)
+"""
+COUNTS = """
+SELECT (SELECT count(*) FROM exchanges) AS calls, (SELECT max(step) FROM checkpoints) AS steps,
+  (SELECT epoch(max(completed_at) - min(opened_at)) FROM trajectories WHERE split = 'train') AS training_s
+"""
+
+
+def as_json(estimate: Estimate) -> dict[str, Any]:
+    """The estimate for a JSON file. A bound that is infinite or unknown is `null`."""
+    low, high = (value if math.isfinite(value) else None for value in (estimate.low, estimate.high))
+    return {"mean": estimate.mean, "ci95": [low, high], "count": estimate.count}
+
+
+def training_points(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points of a training curve from the groups' mean rewards and sizes in the order of their ends. What is left
+    over at the end is part of the last point."""
+    size = max(GROUPS_A_POINT, -(-len(groups) // POINTS))
+    count = max(len(groups) // size, 1)
+    points, runs = [], 0
+    for n in range(count):
+        part = groups[n * size : (n + 1) * size if n + 1 < count else None]
+        runs += sum(group["runs"] for group in part)
+        points.append({"runs": runs} | as_json(mean_of([group["reward"] for group in part])))
+    return points
+
+
+def report(args: argparse.Namespace, compared: Comparison) -> dict[str, Any]:
+    """Write `report.json` into the run directory of an example that has ended, print what it says, and return it."""
+    (counts,) = rows(args.run_dir, COUNTS)
+    found = {
+        "command": args.command,
+        "seed": args.seed,
+        "base": args.base or "tiny",
+        **counts,
+        "training": training_points(rows(args.run_dir, GROUPS)),
+        "before": as_json(compared.first.score),
+        "after": as_json(compared.second.score),
+        "difference": as_json(compared.difference),
+        "failed": compared.first.failed + compared.second.failed,
+    }
+    (args.run_dir / "report.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    print(
+        f"{compared.first.model}: {compared.first.score}\n{compared.second.model}: {compared.second.score}\n"
+        f"paired difference: {compared.difference}\n"
+        f"{counts['calls']:,} calls, {counts['training_s']:.0f} s of training; report: {args.run_dir / 'report.json'}"
+    )
+    return found
+
+
+def as_svg(figure: Figure) -> str:
+    """Return the figure as SVG text that is the same in every run."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    out = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "journeyman", "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=False)
+    plt.close(figure)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def draw(recorded: dict[str, Any]) -> str:
+    """Return the picture of recorded runs as SVG, 420 px wide so that a phone shows it unscaled.
+
+    `recorded` has `unit` (what is counted, in the plural), `measure` (the vertical axis) and `runs` (reports)."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    unit = recorded["unit"]
+    with mpl.rc_context({"font.family": "sans-serif", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(4.2, 2.9), dpi=100, layout="constrained")
+        last = max(run["training"][-1]["runs"] for run in recorded["runs"])
+        for number, (run, colour) in enumerate(zip(recorded["runs"], SHADES, strict=False)):
+            at = [point["runs"] for point in run["training"]]
+            low, high = zip(*(point["ci95"] for point in run["training"]), strict=True)
+            axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+            label = f"training {unit}, seed {run['seed']}"
+            axes.plot(at, [point["mean"] for point in run["training"]], color=colour, label=label)
+            for when, x in (("before", 0.0), ("after", float(last))):
+                held, shift = run[when], 0.015 * last * number
+                mean, (low_end, high_end) = held["mean"], held["ci95"]
+                axes.errorbar(
+                    [x + shift], [mean], yerr=[[mean - low_end], [high_end - mean]], fmt="o", color=ORANGE,
+                    markersize=4, capsize=4,
+                    label=f"the same {held['count']:,} held-out {unit}" if when == "before" and not number else None,
+                )  # fmt: skip
+                if not number:
+                    side = 1 if when == "before" else -1
+                    axes.annotate(
+                        f"{mean:.3f}", (x, mean), xytext=(8 * side, 8), textcoords="offset points",
+                        ha="left" if side == 1 else "right", color=ORANGE, weight="bold",
+                    )  # fmt: skip
+        axes.set(xlabel=f"training {unit}", ylabel=f"{recorded['measure']}, 95 % intervals")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+        return as_svg(figure)
+
+
+def record(folder: Path, run_dirs: list[Path]) -> None:
+    """Put the reports of these runs into the example's `curve.json`, whose `unit` and `measure` stay."""
+    data = folder / "curve.json"
+    known = json.loads(data.read_text()) if data.exists() else {"unit": "runs", "measure": "mean reward"}
+    known["runs"] = [json.loads((run_dir / "report.json").read_text()) for run_dir in run_dirs]
+    data.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.common.curve")
+    parser.add_argument("folder", type=Path, help="the example's folder")
+    parser.add_argument("run_dirs", type=Path, nargs="*", help="its recorded runs, one for each seed")
+    given = parser.parse_args()
+    if given.run_dirs:
+        record(given.folder, given.run_dirs)
+    out = given.folder / "curve.svg"
+    out.write_text(draw(json.loads((given.folder / "curve.json").read_text())))
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

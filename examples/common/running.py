@@ -1,0 +1,181 @@
+"""What an example's script needs around its agent: flags, a running installation, and the run's history.
+
+    args = running.arguments(__doc__, MODEL, steps=40, held_out=200, base=BASE)
+    async with running.installation(args, SETTINGS) as client:
+        ...                                    # gather, compare: docs/sdk.md
+    curve.report(args, compared)
+
+An example is a folder with `train.py`, the script, and `make_model.py`, which makes its tiny base model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from journeyman import AsyncJourneyman
+
+ROOT = Path(__file__).resolve().parents[2]
+JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
+TWO_CORES = Path(__file__).with_name("two_cores.toml")
+GPU = ROOT / "deploy" / "journeyman.toml"
+LOOK_EVERY_S = 0.2
+"""Seconds between two looks at the installation's state while it starts."""
+
+
+class ExampleError(Exception):
+    """The run failed. The message says where to look."""
+
+
+class Installation:
+    """`journeyman up` in a process of its own, with its run directory `run_dir`."""
+
+    def __init__(self, run_dir: Path, config: Path, overrides: Mapping[str, Any], *flags: str) -> None:
+        """`overrides` are settings by their dotted names, `flags` more of the command's flags."""
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True)
+        given = [part for key, value in overrides.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        with (run_dir / "up.log").open("wb") as sink:
+            self.process = subprocess.Popen(
+                [JOURNEYMAN, "up", "--config", str(config), "--run-dir", str(run_dir), *given, *flags],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises `ExampleError` if it has ended."""
+        if self.process.poll() is not None:
+            tail = (self.run_dir / "up.log").read_text("utf-8", "replace")[-3000:]
+            raise ExampleError(f"journeyman up ended with code {self.process.returncode}:\n{tail}")
+
+    async def ready(self) -> str:
+        """Return the gateway's URL, once everything works."""
+        path = self.run_dir / "state.json"
+        while True:
+            self.check()
+            if path.exists() and (state := json.loads(path.read_text()))["ready"]:
+                return str(state["urls"]["gateway"])
+            await anyio.sleep(LOOK_EVERY_S)
+
+    def restarts(self) -> int:
+        """Return how often services were started again."""
+        state = json.loads((self.run_dir / "state.json").read_text())
+        return sum(service["restarts"] for service in state["services"].values())
+
+    def stop(self) -> None:
+        """Stop the installation after the store has written everything that the log holds."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(120)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise ExampleError(f"journeyman up did not stop; see {self.run_dir}/logs") from None
+
+
+def arguments(
+    doc: str | None,
+    name: str,
+    *,
+    steps: int,
+    held_out: int,
+    base: str | None = None,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Read an example's flags. `steps`, `held_out` (number of tasks) and `base` are the defaults of the flags with
+    these names. The result also has `name`, the name of the example and of its model, and `command`, the command
+    line."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training tasks and of the trainer")
+    parser.add_argument("--run-dir", type=Path, default=Path(f"runs/{name}"))
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    parser.add_argument("--held-out", type=int, default=held_out, help="number of held-out tasks")
+    parser.add_argument(
+        "--base", default=base, help="folder of a base model; default: a tiny one, made first"
+    )
+    parser.add_argument("--config", type=Path, help="settings; default: two_cores.toml for the tiny model, "
+                        "deploy/journeyman.toml for another one")  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="any setting")
+    parser.add_argument("--vllm-url", help="an inference server that serves the base model already")
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(given)
+    args.name = name
+    args.command = shlex.join(["python", "-m", f"examples.{name}.train", *given])
+    return args
+
+
+def base_model(name: str) -> Path:
+    """Return the folder of the example's tiny base model. If it is missing, run the example's `make_model` first."""
+    folder = ROOT / "runs" / "models" / name
+    if not folder.exists():
+        command = [sys.executable, "-m", f"examples.{name}.make_model", "--out", str(folder)]
+        print(f"making the base model in {folder}, in about a minute", flush=True)
+        subprocess.run(command, check=True, cwd=ROOT)
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def installation(
+    args: argparse.Namespace, settings: Mapping[str, Any]
+) -> AsyncIterator[AsyncJourneyman]:
+    """Run `journeyman up` with the example's model and settings (by dotted names), and yield a client of its gateway.
+
+    Raises `ExampleError` if it does not come up. It is stopped when the block ends, and its history is complete
+    then."""
+    base = Path(args.base) if args.base else await anyio.to_thread.run_sync(base_model, args.name)
+    make_room(args.run_dir)
+    overrides = {
+        "models.0.name": args.name,
+        "models.0.base": str(base),
+        "trainer.max_steps": args.steps,
+        "trainer.seed": args.seed,
+        **settings,
+    }
+    flags = [part for given in args.set for part in ("--set", given)]
+    flags += ["--vllm-url", args.vllm_url] if args.vllm_url else []
+    up = Installation(
+        args.run_dir.absolute(), args.config or (GPU if args.base else TWO_CORES), overrides, *flags
+    )
+    try:
+        async with AsyncJourneyman(await up.ready()) as client:
+            yield client
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(up.stop)
+
+
+async def served_step(client: AsyncJourneyman, model: str) -> int:
+    """Return the policy step that answers the model's calls now; 0 is the base model."""
+    (step,) = (entry["step"] for entry in await client.policies() if entry["model"] == model)
+    return int(step)
+
+
+def make_room(run_dir: Path) -> None:
+    """Keep an earlier run of this folder beside it, under the time of its last change."""
+    if run_dir.exists():
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run_dir.stat().st_mtime))
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}-{stamp}"))
+
+
+def ask(run_dir: Path, query: str, form: str = "json") -> str:
+    """Run `journeyman sql` on the run. Raises `CalledProcessError` if it fails."""
+    command = [JOURNEYMAN, "sql", "--run-dir", str(run_dir), "--format", form, query]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def rows(run_dir: Path, query: str) -> list[dict[str, Any]]:
+    """Return the rows of a query over the run's history."""
+    answer: list[dict[str, Any]] = json.loads(ask(run_dir, query))
+    return answer

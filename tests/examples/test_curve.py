@@ -1,0 +1,66 @@
+"""Learning curves of the examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.common import curve
+from journeyman.statistics import mean_of
+
+
+def groups(count: int) -> list[dict[str, Any]]:
+    return [{"reward": n % 7 / 7, "runs": 8} for n in range(count)]
+
+
+def test_every_group_is_in_one_point_and_no_point_is_too_small() -> None:
+    for count in (1, 30, 59, 60, 200, 1000):
+        points = curve.training_points(groups(count))
+        assert sum(point["count"] for point in points) == count
+        assert points[-1]["runs"] == 8 * count
+        assert len(points) <= curve.POINTS
+        assert count < curve.GROUPS_A_POINT or min(p["count"] for p in points) >= curve.GROUPS_A_POINT
+
+
+def test_a_point_is_the_mean_of_the_groups_means() -> None:
+    first, second = curve.training_points(groups(60))
+    expected = mean_of([g["reward"] for g in groups(60)[:30]])
+    assert first == {"runs": 240, "mean": expected.mean, "ci95": [expected.low, expected.high], "count": 30}
+    assert second["runs"] == 480
+
+
+def test_an_interval_without_bounds_is_json() -> None:
+    assert json.loads(json.dumps(curve.as_json(mean_of([1.0])), allow_nan=False))["ci95"] == [None, None]
+
+
+def recorded() -> dict[str, Any]:
+    points = curve.training_points(groups(90))
+    held = {"mean": 0.5, "ci95": [0.4, 0.6], "count": 20}
+    run = {"seed": 0, "training": points, "before": held, "after": held}
+    return {"unit": "games", "measure": "score", "runs": [run, run | {"seed": 1}]}
+
+
+def test_a_picture_is_the_same_each_time_and_shows_every_run() -> None:
+    drawn = curve.draw(recorded())
+    assert drawn == curve.draw(recorded())
+    assert "training games, seed 0" in drawn
+    assert "training games, seed 1" in drawn
+    assert drawn.count("held-out games") == 1
+
+
+EXAMPLES = [path.parent for path in Path(curve.__file__).parents[1].glob("*/curve.json")]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_a_recorded_example_learns_in_every_run_and_its_picture_shows_it(example: Path) -> None:
+    data = json.loads((example / "curve.json").read_text("utf-8"))
+    assert curve.draw(data) == (example / "curve.svg").read_text("utf-8"), (
+        f"run python -m examples.common.curve {example}"
+    )
+    assert len({run["seed"] for run in data["runs"]}) >= 2
+    for run in data["runs"]:
+        assert run["difference"]["ci95"][0] > 0
+        assert run["command"] in (example / "README.md").read_text("utf-8")
