@@ -19,6 +19,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api import openapi, routes
 from rollout_gateway.api.auxiliary import AuxiliaryRoutes
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
+from rollout_gateway.api.evaluations import EvaluationRoutes
 from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
 from rollout_gateway.api.models import ModelRoutes
@@ -78,6 +79,7 @@ class App:
         trajectories: TrajectoryRoutes,
         groups: GroupRoutes,
         models: ModelRoutes,
+        evaluations: EvaluationRoutes,
         auxiliary: AuxiliaryRoutes,
         identity: Identity,
         router: VersionRouter,
@@ -110,6 +112,7 @@ class App:
             "complete": trajectories.complete,
             "complete_group": groups.complete_group,
             "group": groups.state,
+            "evaluated": evaluations.record,
             "version": auxiliary.version,
             "tokenize": auxiliary.tokenize,
             "detokenize": auxiliary.detokenize,

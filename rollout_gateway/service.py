@@ -21,6 +21,7 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.auxiliary import AuxiliaryRoutes
+from rollout_gateway.api.evaluations import EvaluationRoutes
 from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
@@ -142,6 +143,7 @@ async def serve(config: Config, ready: Ready) -> None:
             trajectories,
             GroupRoutes(broker, registry, policies, trajectories),
             ModelRoutes(policies, fleet, router, promotion, feed, log_health),
+            EvaluationRoutes(config.project, broker, policies),
             AuxiliaryRoutes(fleet, router, identity),
             identity,
             router,

@@ -7,6 +7,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 | module | what it holds |
 | --- | --- |
 | `rollout`, `group`, `policy`, `dead_letter` | the events of one stream each |
+| `evaluation` | the event of an evaluation, in the stream of `policy` |
 | `base` | `Event`: what every event carries |
 | `codec` | `encode`, `decode`, the list of all events, the claim check of an event too large for the log |
 | `packing` | token ids, logprobs and masks as packed little-endian arrays |
@@ -17,6 +18,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 from pipeline.events.base import Event, now_us
 from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.events.dead_letter import DeadLettered
+from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
 from pipeline.events.group import GroupDiscarded, GroupScored, JudgeMeasured, Member, Score, Verdict
 from pipeline.events.packing import (
     pack_ids,
@@ -51,9 +53,11 @@ __all__ = [
     "Json",
     "JudgeMeasured",
     "Logprobs",
+    "Measure",
     "Member",
     "Micros",
     "Outcome",
+    "PolicyEvaluated",
     "PolicyLoaded",
     "PolicyPromoted",
     "PolicyRetired",
@@ -61,6 +65,7 @@ __all__ = [
     "Score",
     "Split",
     "StreamSeqs",
+    "TaskResult",
     "TokenIds",
     "TokenMask",
     "TrainingBatch",

@@ -8,6 +8,7 @@ import msgspec
 
 from pipeline.events.base import Event
 from pipeline.events.dead_letter import DeadLettered
+from pipeline.events.evaluation import PolicyEvaluated
 from pipeline.events.group import GroupDiscarded, GroupScored, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
@@ -43,6 +44,7 @@ AnyEvent = (
     | PolicyUnloaded
     | PolicyRetired
     | PolicyPromoted
+    | PolicyEvaluated
     | DeadLettered
 )
 

@@ -137,6 +137,11 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     """The gateway inferred where the trajectory began and ended."""
     batch: TrainingBatch | None = None
     """The batch that the trajectory's group is trained in; `null`: the trainer forms its steps of any groups."""
+    prompt_tokens: int = 0
+    """Tokens of all prompts of the run. The choices of one call share one prompt, which counts once."""
+    sampled_tokens: int = 0
+    calls_s: float = 0.0
+    """Seconds that the run's model calls took, added up."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/completed"

@@ -52,7 +52,8 @@ class User:
 USERS: tuple[User, ...] = (
     User(
         "gateway", "records trajectories, serves adapters",
-        publishes=("rollout.>", "policy.loaded.>", "policy.unloaded.>", "policy.promoted.>"),
+        publishes=("rollout.>", "policy.loaded.>", "policy.unloaded.>", "policy.promoted.>",
+                   "policy.evaluated.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         fetches=(streams.ADAPTERS_BUCKET,),

@@ -9,6 +9,7 @@
 | `trajectories` | opening, completing and reading trajectories |
 | `groups` | completing a group, and making its runs of recorded calls |
 | `models` | models, versions, decisions, the state of the servers |
+| `evaluations` | recording evaluations |
 | `auxiliary` | token counts and other requests that sample nothing |
 | `metrics` | metrics for Prometheus |
 | `log_health` | whether the log takes writes |

@@ -81,6 +81,10 @@ ROUTES = (
         "GET", "/v1/groups/{group}", "group", "Whether a group was trained or discarded",
         answer=s.GroupState, errors=(400, 404, 503), query=("model",),
     ),
+    Route(
+        "POST", "/v1/evaluations", "evaluated", "Record the results of one entrant of an evaluation",
+        s.EvaluationBody, s.Recorded, _WRITES, status=201,
+    ),
     Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), key="call"),
     Route("GET", "/ping", "ping", "Whether the gateway answers", key="", content=""),
     Route("POST", "/ping", "ping", "Whether the gateway answers", key="", content=""),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from pipeline.events import PolicyEvaluated
 from pipeline.names import MAX_NAME
 from rollout_gateway.capture.registry import Completion, Numbers
 
@@ -84,6 +85,10 @@ class Completed(Struct, kw_only=True):
     outcome: str
     reward: float | None
     exchanges: Count
+    prompt_tokens: Count
+    sampled_tokens: Count
+    calls_s: Annotated[float, Meta(ge=0)]
+    """Seconds that the run's model calls took, added up."""
 
 
 class GroupCompleted(Struct, kw_only=True):
@@ -125,6 +130,35 @@ class TrajectoryState(Struct, kw_only=True):
     reward: float | None = None
     rewards: Numbers = {}
     metrics: Numbers = {}
+
+
+def _evaluation_fields() -> list[tuple[str, Any, Any]]:
+    """The fields of the event that a client sends."""
+    stricter: dict[object, Any] = {int: Annotated[int, Meta(ge=0, lt=2**53)]}
+    found = []
+    for field in msgspec.structs.fields(PolicyEvaluated):
+        if field.name not in ("project", "at", "v", "by"):
+            kind = Name if field.name in ("evaluation", "model") else stricter.get(field.type, field.type)
+            found.append((field.name, kind, field.default))
+    return found
+
+
+EvaluationBody = msgspec.defstruct(
+    "EvaluationBody",
+    _evaluation_fields(),
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    namespace={"__doc__": "Body of `POST /v1/evaluations`: the event, without what the gateway adds."},
+)
+
+
+class Recorded(Struct, kw_only=True):
+    """Answer to an evaluation."""
+
+    object: Literal["evaluation"] = "evaluation"
+    evaluation: str
+    position: int
 
 
 class TrajectoryList(Struct, kw_only=True):

@@ -118,7 +118,15 @@ class TrajectoryRoutes:
     async def complete_as(self, trajectory: str, completion: Completion) -> Completed:
         """Complete a trajectory whose results were checked."""
         event = await self._registry.complete(trajectory, completion)
-        return Completed(id=trajectory, outcome=event.outcome, reward=event.reward, exchanges=event.exchanges)
+        return Completed(
+            id=trajectory,
+            outcome=event.outcome,
+            reward=event.reward,
+            exchanges=event.exchanges,
+            prompt_tokens=event.prompt_tokens,
+            sampled_tokens=event.sampled_tokens,
+            calls_s=event.calls_s,
+        )
 
     async def check(self, completion: Completion, access: Access) -> None:
         """Raises an `ApiError`: 400 for a reward out of range or an invalid batch, 403 if the caller may not

@@ -265,6 +265,9 @@ def _completed(found: Trajectory, body: Completion, inferred: bool) -> Trajector
         opened_at=opened.at,
         inferred=inferred,
         batch=body.batch,
+        prompt_tokens=calls.prompt_tokens,
+        sampled_tokens=calls.sampled_tokens,
+        calls_s=calls.calls_us / 1e6,
     )
 
 

@@ -54,6 +54,10 @@ class RecordedCalls:
     """`at` of the exchange in that message; 0 if it holds no exchange."""
     first_step: int = -1
     last_step: int = -1
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    calls_us: int = 0
+    """Microseconds that the calls took, added up."""
     recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
     """Stream sequences of the events of the last few complete calls, by request hash."""
     replies: dict[tuple[str, int], int] | None = None
@@ -68,6 +72,10 @@ class RecordedCalls:
         self.last_step = max(self.last_step, event.step)
         if self.replies is not None and event.status == "complete":
             self.replies[_reply_id(event), event.choice] = stream_seq
+        self.sampled_tokens += len(event.sampled_ids) // 4
+        if event.choice == 0:
+            self.prompt_tokens += len(event.prompt_ids) // 4
+            self.calls_us += max(event.at - event.started_at, 0) if event.started_at else 0
         if event.request_hash and event.status == "complete":
             if event.choice == 0:
                 self.recent[event.request_hash] = [stream_seq]

@@ -10,9 +10,11 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `rollouts` | runs, calls, messages |
 | `groups` | groups, verdicts, rewards, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
+| `evaluations` | evaluations on held-out tasks |
 | `losses` | runs that never trained, dead letters |
 """
 
+from store.views.evaluations import EVALUATION_TASKS, EVALUATIONS
 from store.views.groups import GROUPS, JUDGE_COST, REWARDS, VERDICTS
 from store.views.losses import DEAD, STARVATION
 from store.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
@@ -31,6 +33,8 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     LINEAGE,
     STALENESS,
     STEPS,
+    EVALUATIONS,
+    EVALUATION_TASKS,
     STARVATION,
     JUDGE_COST,
     DEAD,

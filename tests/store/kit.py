@@ -23,10 +23,13 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
+    Measure,
     Member,
+    PolicyEvaluated,
     PolicyLoaded,
     PolicyPromoted,
     Score,
+    TaskResult,
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
@@ -98,6 +101,10 @@ def run_of_one_step() -> list[Event]:
         ),
         PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1),
         PolicyPromoted(project="p", model="m", version="m@1", request="q"),
+        PolicyEvaluated(
+            project="p", evaluation="e", entrant="m@1", model="m", version="m@1", runs=1,
+            measures=(Measure(name="reward", mean=0.5, count=1),), tasks=(TaskResult(task="t", reward=0.5),),
+        ),
         GroupDiscarded(
             project="p", group="g9", model="m", trajectories=("t8", "t9"), reason="stale", by="trainer", duration_s=4.0
         ),

@@ -1,0 +1,84 @@
+"""The event of an evaluation, in stream POLICY, where it is kept with the versions that it is about."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeline.events.base import Event
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean over tasks of the reward or of one metric, with its 95 % interval."""
+
+    name: str
+    """`reward`, or the name of a metric."""
+    mean: float
+    low: float | None = None
+    """`null` if there are too few tasks for an interval."""
+    high: float | None = None
+    count: int = 0
+    """Number of tasks with a value."""
+    difference: float | None = None
+    """Mean over tasks of this entrant's value minus the baseline's. `null` for the baseline itself."""
+    difference_low: float | None = None
+    difference_high: float | None = None
+    pairs: int = 0
+    """Number of tasks for which both have a value."""
+
+
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempts of one entrant at one task."""
+
+    task: str
+    reward: float | None = None
+    """Mean over the attempts that have a reward."""
+    metrics: dict[str, float] = {}
+    attempts: int = 1
+    failed: int = 0
+    trajectories: tuple[str, ...] = ()
+    """Ids of the runs on the log. Empty for a model that the gateway does not serve."""
+
+
+class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
+    """The results of one entrant of an evaluation on held-out tasks: a policy version, or a model of somebody else."""
+
+    subject_fields = ("project", "model")
+
+    evaluation: str
+    """Id that the entrants of one evaluation share."""
+    entrant: str
+    """Name of the entrant as it was given, such as `support@12` or `litellm:openai/gpt-5-mini`."""
+    position: int = 0
+    """Place among the entrants. Entrant 0 is the baseline of the differences."""
+    kind: Literal["policy", "external"] = "policy"
+    model: str
+    """Serving name of the policy; for an external entrant, its name."""
+    version: str = ""
+    """Policy version that was pinned. Empty for an external entrant, and if versions changed while it played."""
+    scenarios: str = ""
+    """Where the tasks come from, such as `examples.tictactoe.agent:held_out`."""
+    rollout: str = ""
+    """The function that played them."""
+    measures: tuple[Measure, ...] = ()
+    tasks: tuple[TaskResult, ...] = ()
+    runs: int = 0
+    failed: int = 0
+    """Runs that raised."""
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    call_s: float | None = None
+    """Mean seconds of a model call."""
+    run_p50_s: float | None = None
+    """Median seconds of a run."""
+    run_p95_s: float | None = None
+    wall_s: float = 0.0
+    cost_usd: float | None = None
+    """`null` if no price is known."""
+    by: str = ""
+    """Name of the API key that recorded it."""
+
+    def message_id(self) -> str:
+        return f"{self.project}/evaluation/{self.evaluation}/{self.position}"

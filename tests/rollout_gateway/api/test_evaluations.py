@@ -1,0 +1,84 @@
+"""Recording evaluations, and what a run's calls cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, PolicyEvaluated, TrajectoryCompleted, unpack_ids
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
+from tests.rollout_gateway.kit import ASK
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+
+RESULT: dict[str, Any] = {
+    "evaluation": "e-1",
+    "entrant": "tictactoe@0",
+    "model": "tictactoe",
+    "version": "tictactoe@0",
+    "measures": [{"name": "reward", "mean": 0.5, "low": 0.25, "high": 0.75, "count": 40}],
+    "tasks": [{"task": "a", "reward": 0.5, "metrics": {"win": 1.0}, "trajectories": ["t-1"]}],
+    "runs": 1,
+}
+
+
+def post(gateway: GatewayProcess, **more: Any) -> httpx.Response:
+    return httpx.post(f"{gateway.url}/v1/evaluations", json=RESULT | more)
+
+
+async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+    for _ in range(2):
+        reply = post(gateway)
+        assert (reply.status_code, reply.json()) == (
+            201,
+            {"object": "evaluation", "evaluation": "e-1", "position": 0},
+        )
+    assert post(gateway, position=1, kind="external", model="litellm:a/b", version="").status_code == 201
+    async with Broker.connect(nats_config, name="test") as broker:
+        events = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
+    assert [(e.position, e.kind, e.model) for e in events] == [
+        (0, "policy", "tictactoe"),
+        (1, "external", "litellm:a/b"),
+    ]
+    assert (events[0].measures[0].high, events[0].tasks[0].metrics) == (0.75, {"win": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "code"),
+    [
+        ({"model": "other"}, 404, "model_not_found"),
+        ({"at": 1}, 400, "invalid_body"),
+        ({"measures": [{"name": "reward"}]}, 400, "invalid_body"),
+        ({"evaluation": ""}, 400, "invalid_name"),
+    ],
+)
+def test_what_is_no_evaluation_is_refused(
+    gateway: GatewayProcess, more: dict[str, Any], status: int, code: str
+) -> None:
+    reply = post(gateway, **more)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+
+
+async def test_a_completed_run_tells_its_tokens_and_seconds(
+    gateway: GatewayProcess, nats_config: NatsConfig
+) -> None:
+    opened = gateway.open()
+    agent = gateway.agent(opened)
+    agent.chat.completions.create(**ASK)
+    agent.chat.completions.create(**ASK, n=2)
+    told = gateway.complete(opened["id"], reward=1.0).json()
+    async with Broker.connect(nats_config, name="test") as broker:
+        exchanges = [r.event for r in await broker.read(ExchangeRecorded, project=PROJECT)]
+        (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    first = [e for e in exchanges if e.choice == 0]
+    assert (len(exchanges), len(first)) == (3, 2)
+    prompt = sum(len(unpack_ids(e.prompt_ids)) for e in first)
+    sampled = sum(len(unpack_ids(e.sampled_ids)) for e in exchanges)
+    seconds = sum(e.at - e.started_at for e in first) / 1e6
+    assert (completed.prompt_tokens, completed.sampled_tokens) == (prompt, sampled)
+    assert completed.calls_s == pytest.approx(seconds)
+    assert [told[name] for name in ("prompt_tokens", "sampled_tokens")] == [prompt, sampled]
