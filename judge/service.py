@@ -20,7 +20,8 @@ import anyio.abc
 from judge.groups import AfterClosing, Group, GroupAssembler, GroupKey, key_of
 from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
-from judge.rewards.compose import open_composer_on_log
+from judge.rewards.compose import open_composer, open_composer_on_log
+from judge.ruler.transcripts import Transcript
 from judge.scoring import RewardComposer, judge_hash, late_event, score_closed
 from pipeline import crash
 from pipeline.config import Config
@@ -38,6 +39,21 @@ _MIN_WAIT_S, _MAX_WAIT_S = 0.01, 1.0
 _LOOKUPS = 32
 _MAX_SCORING = 1024
 """Closed groups in memory at once. The other trajectories stay on the log until fewer groups are being scored."""
+
+
+def check(config: Config) -> None:
+    """Raise `ConfigError` for settings with which `serve` would not start. Reward functions are imported."""
+
+    async def load(member: TrajectoryCompleted) -> Transcript:
+        raise NotImplementedError  # no member is scored
+
+    async def compose() -> None:
+        async with open_composer(config, load):
+            pass
+
+    if config.judge.anchors.file:
+        read_labelled(Path(config.judge.anchors.file))
+    anyio.run(compose)
 
 
 async def serve(config: Config, ready: Ready) -> None:

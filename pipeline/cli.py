@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import anyio
@@ -25,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline import streams
-from pipeline.config import Config, ConfigError, NatsConfig, load
+from pipeline.config import Config, ConfigError, NatsConfig, load, save, with_values
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, run_lock
 from pipeline.running.liveness import fills
-from pipeline.running.plan import SERVICES, make_plan, nats_command, vllm_command
+from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
 from pipeline.running.runs import STATE, find_run, log_of, run_settings
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.security.signing import Trust
@@ -142,6 +144,7 @@ def _up(args: argparse.Namespace) -> None:
         console.print_json(msgspec.json.encode(planned).decode())
         for spec in specs:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
+        _check(config, planned, specs)
         return
     os.umask(0o077)  # only the owner may read a run's files
     run_lock.private(Path(config.run_dir))
@@ -161,6 +164,31 @@ def _up(args: argparse.Namespace) -> None:
                     if not (left and taken and _ports(planned) != _ports(supervisor.config)):
                         raise
                     console.print("another process took a chosen port; starting again with other ports")
+
+
+def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
+    """Let every service check its settings. Raises `ConfigError` with what they say."""
+    # What a start makes does not exist yet: the key of the inference server, and the public key of the trainer.
+    check = planned.signing.check
+    values = {
+        "vllm.api_key_file": config.vllm.api_key_file,
+        "signing.check": "auto" if check == "require" and planned.signing.seed else check,
+    }
+    refused: list[str] = []
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "config.toml")
+        save(with_values(planned, values), file)
+        for spec in specs:
+            module = SERVICES.get(spec.name, "trainer")
+            if module == "trainer":  # `load` checked all that can be checked without loading a model
+                continue
+            argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
+            env = environment.of(config, spec.name, os.environ)
+            done = subprocess.run(argv, env=env, capture_output=True, text=True)
+            if done.returncode:
+                refused.append(f"{spec.name}: {done.stderr.strip()}")
+    if refused:
+        raise ConfigError("\n".join(refused))
 
 
 def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
@@ -237,6 +265,8 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
 
         await tg.start(run)
         console.print(f"[bold green]ready[/] {_ready(config, services)} (run directory {config.run_dir})")
+        for alarm in supervisor.alarms:
+            console.print(f"[bold red]alarm[/] {alarm}")
 
 
 def _ready(config: Config, services: Sequence[str]) -> str:
@@ -264,7 +294,7 @@ def _status(args: argparse.Namespace) -> None:
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
     try:
-        config = run_settings(run_dir)
+        config = run_settings(run_dir, sections=("nats", "signing"))
         state |= anyio.run(_log_status, log_of(config), Trust(config.signing))
     except BrokerError as error:
         state["log"] = str(error)

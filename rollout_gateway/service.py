@@ -102,6 +102,17 @@ def api_key(config: Config) -> str:
     return key
 
 
+def check(config: Config) -> None:
+    """Raise `ConfigError` for settings with which `serve` would not start. Opens and writes nothing."""
+    ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
+    OriginPolicy(config.gateway)
+    Trust(config.signing)
+    checked_limits(config.gateway.http)
+    if config.gateway.key_secret_env:
+        key_secret(config)
+    api_key(config)
+
+
 async def serve(config: Config, ready: Ready) -> None:
     """Serve until cancelled. `ready` is called once the gateway listens and knows the policies.
 

@@ -1,6 +1,6 @@
 """`python -m store --config <toml>`: the store service."""
 
 from pipeline.running.service import main
-from store.service import serve
+from store.service import check, serve
 
-main("store", serve)
+main("store", serve, check)

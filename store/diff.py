@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is wrong."""
     args = _parser().parse_args(argv)
     try:
-        with sql.connect(run_settings(args.run_dir, args.config)) as connection:
+        with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
             result = compare(rewards(connection, side(args.a)), rewards(connection, side(args.b)))
     except (StoreError, duckdb.Error) as error:
         sys.stderr.write(f"journeyman: {error}\n")

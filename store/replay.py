@@ -182,7 +182,7 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         )
     for name in ("since", "until"):
         _check_time(name, getattr(args, name))
-    config = run_settings(args.run_dir, args.config, nats_url=args.nats_url)
+    config = run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
         chosen = choose(
             connection,

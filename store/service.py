@@ -15,6 +15,11 @@ from store.repair import repair
 from store.writer import Writer, store_consumers
 
 
+def check(config: Config) -> None:
+    """Raise `ConfigError` if `store.dir` names no place."""
+    open_target(config)
+
+
 async def serve(config: Config, ready: Ready) -> None:
     """Write the log to files until cancelled; `ready` is called once all consumers are followed.
 

@@ -77,7 +77,7 @@ def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
 
 def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
     """Let `connection` see the files that are there now. Raises as `connect` does."""
-    config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir)
+    config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir, sections=("store",))
     target = open_target(config)
     if not target.exists():
         raise NoStoreError(
@@ -193,7 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1, with a line on stderr, where the query or the store fails."""
     args = parse_args(argv)
     try:
-        with connect(run_settings(args.run_dir, args.config)) as connection:
+        with connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+            if not duckdb.extract_statements(args.query):
+                raise ConfigError(
+                    'the query is empty: name a view, such as "FROM trajectories" (docs/store.md)'
+                )
             write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
     except (StoreError, ConfigError, duckdb.Error) as error:
         sys.stderr.write(f"{error}\n")

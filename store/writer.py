@@ -13,26 +13,23 @@ from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
-import msgspec
 import nats.errors
 import nats.js.errors
 from anyio.abc import TaskStatus
-from nats.aio.msg import Msg
 
 from pipeline import crash, streams
 from pipeline.config import StoreConfig
-from pipeline.events import AnyEvent, ClaimCheck, decode, encode, wire_name
-from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError
+from pipeline.events import AnyEvent, encode, wire_name
+from pipeline.log.broker import Broker, BrokerUnavailableError
+from pipeline.log.consumer import ConsumerGoneError, Puller, keep_alive, pulling
 from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
-from pipeline.log.pull import ConsumerGoneError, Puller, pulling
 from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import Catalog, FileName
 
 log = get_logger("store.writer")
 
-_RETRY = streams.RETRY_HEADER.encode()
 _FETCH = 2_000
 _RETRY_S = 1.0
 _REMAKE_S = 2.0
@@ -84,11 +81,11 @@ class Writer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Write until cancelled. Events received by then are written before it returns."""
-        async with pulling(self._broker.client, self.spec, _FETCH) as puller:
+        async with pulling(self._broker.client, self.spec.stream, self.spec.name, ahead=_FETCH) as puller:
             task_status.started()
             try:
                 async with anyio.create_task_group() as tg:
-                    tg.start_soon(self._keep_alive)
+                    tg.start_soon(keep_alive, self._broker.client, self.spec, self._waiting)
                     while True:
                         await self._take(puller)
                         if self._due():
@@ -107,16 +104,12 @@ class Writer:
                     await self._accept(puller.take_nowait())
                     await self._finish(self._filling)
 
-    async def _keep_alive(self) -> None:
-        """Keep held messages from being redelivered while they wait, for a full disk for example: a redelivery counts
-        as a death of the store."""
-        interval = self.spec.ack_wait_s / 3
-        while True:
-            await anyio.sleep(interval)
-            for batch in (self._writing, self._filling):
-                if batch is not None and batch.messages and time.monotonic() - batch.began > interval:
-                    for message in list(batch.messages.values()):
-                        await self._broker.client.publish(message.reply, Msg.Ack.Progress)
+    def _waiting(self) -> list[str]:
+        """Return the reply subjects of messages that wait long, for a full disk for example: a redelivery counts as a
+        death of the store."""
+        since = time.monotonic() - self.spec.ack_wait_s / 3
+        batches = [b for b in (self._writing, self._filling) if b is not None and b.began < since]
+        return [message.reply for batch in batches for message in batch.messages.values()]
 
     def _due(self) -> bool:
         batch, config = self._filling, self._config
@@ -197,23 +190,9 @@ class Writer:
                 await self._add(batch, place, message)
 
     async def _add(self, batch: WriteBatch, place: tuple[int, int], message: Pulled) -> None:
-        """Decode one message into the batch. One that can't be decoded, or was delivered too often, becomes a dead
-        letter."""
-        if message.header(_RETRY) not in ("", self.spec.name):
-            await self._broker.client.acknowledge([message.reply])
-            return
-        if (deliveries := parse_ack_subject(message.reply)[0]) > self.spec.max_deliver:
-            why = f"delivered {deliveries} times without success"
-            await self._broker.dead_letter(message, self.spec, "max_deliver", why)
-            return
-        try:
-            event = decode(message.data)
-            size = len(message.data)
-            if isinstance(event, ClaimCheck):
-                size = event.size
-                event = await self._broker.claimed_event(event)
-        except (msgspec.DecodeError, HistoryGoneError) as error:
-            await self._broker.dead_letter(message, self.spec, "undecodable", str(error))
+        """Decode one message into the batch. One that can't be used becomes a dead letter."""
+        event = await self._broker.admit(message, self.spec)
+        if event is None:
             return
         rows = batch.tags.setdefault(wire_name(event), Rows())
         rows.events.append(event)
@@ -222,7 +201,7 @@ class Writer:
         rows.traces.append(message.header(b"traceparent"))
         message.data = b""  # frees the memory: the event holds it
         batch.messages[place] = message
-        batch.size += size
+        batch.size += message.size
 
     async def _write(self, batch: WriteBatch) -> None:
         await self._finish(batch)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from pipeline.config.secrets import written_out
+from pipeline.config.trainer import LOSS_OPTIONS, TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
+from pipeline.streams import STREAMS
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
@@ -43,6 +46,12 @@ def _check_urls(config: Config) -> None:
 
 def _check_access(config: Config) -> None:
     nats = config.nats
+    least = math.ceil(nats.max_payload / min(spec.share for spec in STREAMS))
+    if 0 < nats.max_bytes < least:
+        raise ConfigError(
+            f"nats.max_bytes: {nats.max_bytes} is too small: with fewer than {least:,} bytes a stream could not take "
+            "one message of nats.max_payload; 0 leaves the limit to Journeyman"
+        )
     named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
     if len(named) > 1:
         raise ConfigError(f"nats: {' and '.join(named)} are set; set one of them")
@@ -79,6 +88,28 @@ def _check_names(config: Config) -> None:
         raise ConfigError(f"log_level: {config.log_level!r} is unknown; use {', '.join(_LEVELS)}")
 
 
+def check_trainer(config: TrainerConfig) -> None:
+    """Raise `ConfigError` if settings of the trainer contradict each other."""
+    loss, packing = config.loss, config.memory.packing
+    if loss.type == "vespo" and loss.importance_sampling.startswith("sequence"):
+        # TRL makes this check only where it samples itself.
+        raise ConfigError(
+            "trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
+            f"not {loss.importance_sampling!r}"
+        )
+    if unknown := loss.options.keys() - set(LOSS_OPTIONS):
+        raise ConfigError(
+            f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}"
+        )
+    if config.engine != "unsloth" and config.unsloth.load_in_4bit:
+        raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
+    if config.engine == "unsloth" and packing == "prefix":
+        raise ConfigError(
+            "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or "
+            "`auto`"
+        )
+
+
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
     _check_urls(config)
@@ -106,6 +137,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")
+    for model in config.models:
+        check_trainer(config.trainer_of(model))
     rank = max((config.trainer_of(m).lora.rank for m in config.models), default=0)
     if rank > config.vllm.max_lora_rank and not config.vllm.urls:
         raise ConfigError(

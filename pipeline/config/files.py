@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from pipeline.errors import ConfigError
 from pipeline.files import write_whole
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+def load(
+    path: str | Path | None = None, overrides: Iterable[str] = (), *, sections: Collection[str] = ()
+) -> Config:
     """Read settings from a TOML file (`None`: the defaults) and from overrides such as `trainer.seed=4`.
 
-    An override's value is read as TOML or JSON by the type of the setting, else as a string. Raises `ConfigError`,
-    which names the setting that is wrong."""
+    An override's value is read as TOML or JSON by the type of the setting, else as a string. `sections`: the tables
+    of the file that are read; the others may hold anything. Empty: all. Raises `ConfigError`, which names the setting
+    that is wrong."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -34,6 +37,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
             raise ConfigError(f"the settings file {path} can't be read: {error}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
+    if sections:
+        tree = {k: v for k, v in tree.items() if k in sections or not isinstance(v, dict | list)}
     for override in overrides:
         set_override(tree, Config, override)
     config = convert(tree, Config)

@@ -24,11 +24,19 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     and experts."""
 
 
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+"""TRL's loss types that can be computed from captured tokens."""
+LOSS_OPTIONS = (
+    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+    "vespo_lambda_neg",
+)  # fmt: skip
+
+
 class LossConfig(Section, frozen=True, kw_only=True):
     """The loss of a step. TRL computes it; docs/training.md explains the terms."""
 
-    type: str = "dapo"
-    """TRL's name of the loss: `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `sapo`, `luspo` or `vespo`."""
+    type: LossType = "dapo"
+    """TRL's name of the loss."""
     beta: NotNegative = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
     kl_unbiased: bool = True

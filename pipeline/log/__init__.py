@@ -9,8 +9,7 @@
 | `subjects` | event classes to streams and subjects |
 | `messages` | what a read returns: message, event, place (sequence and stream time) |
 | `objects` | the object store: adapters, events that exceed the payload limit |
-| `consumer` | a durable consumer in use: deliveries kept alive and acknowledged |
-| `pull` | bulk delivery for the store |
+| `consumer` | consumers: bulk delivery, deliveries kept alive and acknowledged |
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
 | `provision` | create and update streams, consumers and buckets |
 | `credentials` | authentication and TLS of a connection |

@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 import nats.errors
-from nats.aio.msg import Msg
 from nats.js import api
 
 from pipeline import crash, streams
@@ -28,11 +27,12 @@ from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
-from pipeline.events import ClaimCheck, DeadLettered, Event, decode, encode, wire_name
+from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.log import credentials as access
 from pipeline.log import objects, provision, retry
 from pipeline.log.consumer import Consumption as Consumption
 from pipeline.log.consumer import Delivery as Delivery
+from pipeline.log.consumer import keep_alive, pulling
 from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded as Recorded
@@ -48,6 +48,7 @@ _SKIPPED_REMEMBERED = 10_000
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
+_RETRY = streams.RETRY_HEADER.encode()
 _HEADERS_MARGIN = 4096
 _OTHER_SERVERS_S = 0.5
 """Seconds to try the other servers of a cluster after one refused the user."""
@@ -283,14 +284,14 @@ class Broker(Reader):
         log.error("dead letter", stream=stream, seq=message.seq, reason="undecodable", detail=reason[:300])
 
     async def dead_letter(
-        self, message: Msg | Pulled, spec: streams.ConsumerSpec, reason: str, detail: str
+        self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str
     ) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
         letter = DeadLettered(
             project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at, original_subject=message.subject,
             consumer=spec.name, reason=reason, detail=detail[:2000], deliveries=deliveries,
-            payload=await self.resolve(bytes(message.data)), headers=dict(message.headers or {}),
+            payload=await self.resolve(message.data), headers=message.headers,
         )  # fmt: skip
         await self.publish(letter)
         await self.client.publish(message.reply)
@@ -307,48 +308,43 @@ class Broker(Reader):
         else:
             spec = consumer
             await self.provision_consumer(spec)
-        sub = await self.js.pull_subscribe_bind(
-            consumer=spec.name, stream=spec.stream, pending_msgs_limit=-1, pending_bytes_limit=-1
-        )
-        consumption = Consumption(self, spec, sub, self._admit)
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(consumption.keep_alive)
+        async with (
+            pulling(self.client, spec.stream, spec.name) as puller,
+            anyio.create_task_group() as tg,
+        ):
+            consumption = Consumption(self, spec, puller, self.admit)
+            tg.start_soon(keep_alive, self.client, spec, consumption.replies)
             try:
                 yield consumption
             finally:
                 tg.cancel_scope.cancel()
                 with anyio.move_on_after(2, shield=True):
                     try:
-                        for delivery in list(consumption.held):
-                            await delivery.nak()
-                        await sub.unsubscribe()
+                        await consumption.give_back()
                     except nats.errors.Error as error:  # the server redelivers them after `ack_wait_s`
                         log.warning(
                             "deliveries not given back", consumer=spec.name, error=retry.reason(error)
                         )
 
-    async def _admit(self, message: Msg, spec: streams.ConsumerSpec) -> Delivery | None:
-        """Make a delivery of a message. A message for another consumer is acknowledged, one that cannot be used
+    async def admit(self, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
+        """Return the event of a delivery. A message for another consumer is acknowledged, one that cannot be used
         becomes a dead letter; both give None."""
-        if message.headers and message.headers.get(streams.RETRY_HEADER, spec.name) != spec.name:
-            await message.ack()
+        if message.header(_RETRY) not in ("", spec.name):
+            await self.client.publish(message.reply)
             return None
-        meta = message.metadata
-        seq, deliveries = int(meta.sequence.stream), int(meta.num_delivered or 1)
-        if deliveries > spec.max_deliver:
-            await self.dead_letter(
-                message, spec, "max_deliver", f"delivered {deliveries} times without success"
-            )
+        if (deliveries := parse_ack_subject(message.reply)[0]) > spec.max_deliver:
+            why = f"delivered {deliveries} times without success"
+            await self.dead_letter(message, spec, "max_deliver", why)
             return None
         try:
-            event = await self.decode(message.data)
+            event = decode(message.data)
+            if isinstance(event, ClaimCheck):
+                message.size = event.size
+                event = await self.claimed_event(event)
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.dead_letter(message, spec, "undecodable", str(error))
             return None
-        return Delivery(
-            event, spec.stream, seq, message.subject, dict(message.headers or {}), deliveries,
-            int(meta.num_pending or 0), message,
-        )  # fmt: skip
+        return event
 
     async def lag(self, prefix: str = "") -> int:
         """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet."""

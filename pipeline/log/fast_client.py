@@ -58,11 +58,12 @@ _decode_ack = msgspec.json.Decoder(Ack).decode
 class Pulled:
     """A message of a pull consumer. `headers` are decoded on access."""
 
-    __slots__ = ("_head", "data", "reply", "subject")
+    __slots__ = ("_head", "data", "reply", "size", "subject")
 
     def __init__(self, subject: str, reply: str, head: bytes, data: bytes) -> None:
         """`head` is the header block as the server sent it, empty if there is none."""
         self.subject, self.reply, self._head, self.data = subject, reply, head, data
+        self.size = len(data)  # that of the event, if a claim check takes its place
 
     @classmethod
     def of(cls, message: Msg) -> Pulled:
@@ -147,16 +148,16 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
                     if end + 2 > size:
                         return at
                     resolve(words[0], view[begin:end].tobytes())
-                elif handlers and data.startswith(
-                    b"HMSG ", at
-                ):  # HMSG <subject> <subscription> <reply> <head> <size>
+                elif handlers and data.startswith((b"HMSG ", b"MSG "), at):
+                    # [H]MSG <subject> <subscription> <reply> [<head>] <size>
                     eol = data.find(b"\r\n", at)
-                    words = view[at + 5 : eol].tobytes().split() if eol > 0 else []
-                    handler = handlers.get(words[1]) if len(words) == 5 else None
+                    verb, *words = view[at:eol].tobytes().split() if eol > 0 else [b""]
+                    # Others have no reply subject, and so a word less.
+                    handler = handlers.get(words[1]) if len(words) == len(verb) + 1 else None
                     if handler is None:
                         return at
                     begin = eol + 2
-                    middle, end = begin + int(words[3]), begin + int(words[4])
+                    middle, end = begin + (int(words[3]) if len(words) == 5 else 0), begin + int(words[-1])
                     if end + 2 > size:
                         return at
                     handler(
@@ -342,8 +343,8 @@ class FastClient(Client):  # type: ignore[misc]
     def pulled_messages(
         self, subscription: Subscription, handler: Callable[[Pulled], None]
     ) -> Iterator[None]:
-        """Within the block, call `handler` with each message of a subscription that has headers and a reply subject.
-        Every other one goes to the subscription's own callback."""
+        """Within the block, call `handler` with each message of a subscription that has a reply subject. Every other
+        one goes to the subscription's own callback."""
         sid = b"%d" % subscription._id
         self._ps.handlers[sid] = handler
         try:

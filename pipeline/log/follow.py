@@ -8,26 +8,27 @@ from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
-import anyio
 import nats.errors
-import nats.js.errors
-from nats.aio.msg import Msg
-from nats.js import JetStreamContext, api
+from nats.js import api
 
 from pipeline.backoff import Backoff
 from pipeline.errors import BrokerError
 from pipeline.events import Event
 from pipeline.log import retry
+from pipeline.log.consumer import ConsumerGoneError, pulling
+from pipeline.log.fast_client import Pulled
 from pipeline.log.history import Reader
-from pipeline.log.messages import Place, Recorded, StoredMessage
+from pipeline.log.messages import Place, Recorded, StoredMessage, parse_ack_subject
 from pipeline.log.stream_reader import StreamReader, server_headers
 from pipeline.log.subjects import stream_of, subject_filter
+from pipeline.names import new_id
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.follow")
 
 E = TypeVar("E", bound=Event)
 
+_PAGE = 100
 _LONG_POLL_S = 2.0
 _IDLE_S = 60.0
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -68,46 +69,35 @@ async def follow_messages(
     position = after
     backoff = Backoff()
     while True:
-        sub = None
         try:
             if position is None:
                 position = await _place_of(reader, stream, next_seq() - 1)
             elif await _lost(reader, stream, position):
                 log.error("the log lost its end: following what is newer", stream=stream, last=position.seq)
                 position = Place(0, position.at)
-            sub = await _subscribe(reader, stream, subjects, position)
-            while True:
-                try:
-                    messages = await sub.fetch(100, timeout=_LONG_POLL_S)
-                except (
-                    TimeoutError,
-                    nats.js.errors.FetchTimeoutError,
-                ):  # nats-py raises its own and asyncio's
-                    await sub.consumer_info()  # raises if the server forgot the consumer
-                    if await _lost(reader, stream, position):
+            consumer = await _create_consumer(reader, stream, subjects, position)
+            async with pulling(reader.client, stream, consumer) as puller:
+                while True:
+                    messages = await puller.take(_PAGE, _LONG_POLL_S)
+                    if not messages and await _lost(reader, stream, position):
                         break  # the log lost its end between the check above and the subscription
-                    continue
-                backoff.reset()
-                for message in map(_stored, messages):
-                    if message.seq > position.seq:
-                        yield message
-                        position = message.place
-        except (nats.errors.Error, BrokerError) as error:
+                    backoff.reset()
+                    for message in map(_stored, messages):
+                        if message.seq > position.seq:
+                            yield message
+                            position = message.place
+        except (nats.errors.Error, BrokerError, ConsumerGoneError) as error:
             # The server is away, or forgot the consumer: in any case, following begins again at the position.
             log.warning("following a stream again", stream=stream, error=retry.reason(error))
             await backoff.wait()
-        finally:
-            if sub is not None:
-                with anyio.move_on_after(1, shield=True):
-                    await _unsubscribe(sub)
 
 
-async def _subscribe(
-    reader: StreamReader, stream: str, subjects: list[str], position: Place
-) -> JetStreamContext.PullSubscription:
+async def _create_consumer(reader: StreamReader, stream: str, subjects: list[str], position: Place) -> str:
+    """Create an ephemeral consumer of what comes after `position`; return its name."""
     by_time = position.seq == 0 and position.at > 0
     policy = api.DeliverPolicy.BY_START_TIME if by_time else api.DeliverPolicy.BY_START_SEQUENCE
     config = api.ConsumerConfig(
+        name=new_id("follow"),
         filter_subjects=subjects,
         ack_policy=api.AckPolicy.NONE,
         deliver_policy=policy,
@@ -116,7 +106,7 @@ async def _subscribe(
         inactive_threshold=_IDLE_S,
         mem_storage=True,
     )
-    return await reader.js.pull_subscribe("", stream=stream, config=config)
+    return str((await reader.js.add_consumer(stream, config)).name)
 
 
 async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
@@ -136,24 +126,16 @@ async def _lost(reader: StreamReader, stream: str, last: Place) -> bool:
     return int((await reader.stream_info(stream)).state.last_seq) < last.seq
 
 
-def _stored(message: Msg) -> StoredMessage:
+def _stored(message: Pulled) -> StoredMessage:
     """Return a delivery as a read of the stream gives it."""
-    seq = int(message.metadata.sequence.stream)
-    headers = dict(message.headers or {}) | server_headers(seq, message.subject, _timestamp(message))
+    seq = parse_ack_subject(message.reply)[1].seq
+    headers = message.headers | server_headers(seq, message.subject, _timestamp(message.reply))
     return StoredMessage(seq, message.subject, headers, message.data)
 
 
-def _timestamp(message: Msg) -> str:
+def _timestamp(reply: str) -> str:
     """Return the stream time as the server writes it in `Nats-Time-Stamp`."""
-    tokens = message.reply.split(".")  # with a domain and an account hash in a larger system (NATS ADR-15)
-    nanoseconds = int(tokens[7 if len(tokens) == 9 else 9])
-    seconds, fraction = divmod(nanoseconds, 1_000_000_000)
+    tokens = reply.split(".")  # with a domain and an account hash in a larger system (NATS ADR-15)
+    seconds, nanoseconds = divmod(int(tokens[7 if len(tokens) == 9 else 9]), 1_000_000_000)
     text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
-
-
-async def _unsubscribe(sub: JetStreamContext.PullSubscription) -> None:
-    try:
-        await sub.unsubscribe()
-    except nats.errors.Error as error:
-        log.debug("not unsubscribed", error=retry.reason(error))
+    return f"{text}.{nanoseconds:09d}".rstrip("0").rstrip(".") + "Z"

@@ -140,7 +140,11 @@ class LogProbe:
         self._on_alarms = on_alarms
         self._seen: set[str] = set()
         """Streams that existed once. Only they can be missing."""
+        self._refused: list[str] = []
+        """Alarms about streams that are at a limit, by the last write to each."""
         self.alarms: tuple[str, ...] = ()
+        self.checked = anyio.Event()
+        """Set when the log was checked for the first time."""
 
     async def watch(self, lost: Callable[[str], Awaitable[None]]) -> None:
         """Await `lost(reason)` whenever a stream accepted no write for `supervisor.deadline_s`. Does not return."""
@@ -149,6 +153,7 @@ class LogProbe:
                 async with Broker.connect(self._config.nats, name="supervisor", provision=False) as broker:
                     await self._watch(broker, lost)
             except BrokerError as error:
+                self.checked.set()
                 await lost(str(error))
                 await anyio.sleep(self._settings.probe_every_s)
 
@@ -158,6 +163,7 @@ class LogProbe:
             began = anyio.current_time()
             reason = await self._write(broker)
             await self._look(broker, reason)
+            self.checked.set()
             if not reason:
                 since = None
             elif since is None:
@@ -174,6 +180,7 @@ class LogProbe:
     async def _write(self, broker: Broker) -> str:
         """Write a message to every stream. Return why one did not accept it, or an empty string."""
         reasons: list[str] = []
+        self._refused = []
 
         async def write(name: str) -> None:
             try:
@@ -186,7 +193,11 @@ class LogProbe:
                     reasons.append(f"{name} is gone")
                 return
             except nats.js.errors.APIError as error:
-                if error.code == 503 and error.err_code not in _BYTES_EXCEEDED:
+                if error.err_code in _BYTES_EXCEEDED:
+                    self._refused.append(
+                        f"{name} takes no events ({error.description}): raise nats.max_bytes"
+                    )
+                elif error.code == 503:
                     reasons.append(f"{name}: {error.description}")
             except (nats.errors.Error, TimeoutError) as error:
                 reasons.append(f"{name} did not take a write: {str(error) or type(error).__name__}")
@@ -199,6 +210,7 @@ class LogProbe:
 
     async def _look(self, broker: Broker, reason: str) -> None:
         found = [f"the log takes no writes: {reason}"] if reason else []
+        found += self._refused
         if self._folder.exists() and (full := disk_alarm(self._folder)):
             found.append(full)
         try:

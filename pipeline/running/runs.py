@@ -6,7 +6,7 @@ or a store. Commands that name no run mean the newest one under `runs/`: the one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,11 +32,15 @@ def run_settings(
     file: str | None = None,
     overrides: Sequence[str] = (),
     nats_url: str | None = None,
+    *,
+    sections: Collection[str] = (),
 ) -> Config:
     """Return the settings of a run, with the address of its log in `nats.url`; empty if none is known.
 
-    The settings come from `file` if it is given, else from the run's own. The address is `nats_url`, else that of the
-    overrides or of `file`, else that of the server that `journeyman up` started for the run. Raises `ConfigError`."""
+    `sections`: the tables that the command needs. A run of another version, whose other settings have changed their
+    names since, can be read then. Empty: all. The settings come from `file` if it is given, else from the run's own.
+    The address is `nats_url`, else that of the overrides or of `file`, else that of the server that `journeyman up`
+    started for the run. Raises `ConfigError`."""
     more = list(overrides)
     if not file or run_dir:
         folder = find_run(run_dir)
@@ -46,9 +50,9 @@ def run_settings(
                 f"{folder} is no run: name another with --run-dir, or start one with `journeyman up`"
             )
         saved = folder / SETTINGS
-        config = load(file or (saved if saved.is_file() else None), more)
+        config = load(file or (saved if saved.is_file() else None), more, sections=sections)
     else:
-        config = load(file, more)
+        config = load(file, more, sections=sections)
     named = any(text.startswith("nats.url=") for text in more) or (file and config.nats.url)
     state = config.path(STATE)
     if nats_url or (not named and state.is_file()):

@@ -99,14 +99,19 @@ def _unusable_settings(error: BaseException) -> list[str]:
     return [str(error)] if isinstance(error, ConfigError) else []
 
 
-def main(name: str, serve: Serve) -> None:
-    """Run `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
+def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda config: None) -> None:
+    """Run `serve` in this process; with `--check`, only `check`, which raises `ConfigError` for settings with which
+    `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--ready-fd", type=int, default=None)
+    parser.add_argument("--check", action="store_true", help="check the settings only")
     args = parser.parse_args()
     try:
         config = load(args.config)
+        if args.check:
+            check(config)
+            return
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error

@@ -103,7 +103,8 @@ class Supervisor:
         self._stop_requested.set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Start all processes, report `started` when all are ready, and restart them until `stop`.
+        """Start all processes, report `started` when all are ready and the log was
+        checked (`alarms`), and restart them until `stop`.
 
         Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
         private(self._run_dir)
@@ -118,6 +119,8 @@ class Supervisor:
             async def announce() -> None:
                 for watched in self.watched.values():
                     await watched.ready.wait()
+                if self.config.nats.url:
+                    await self._log_probe.checked.wait()
                 task_status.started()
 
             tg.start_soon(announce)

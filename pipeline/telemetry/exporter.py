@@ -159,4 +159,4 @@ async def serve(config: Config, ready: Ready) -> None:
 
 
 if __name__ == "__main__":
-    main("pipeline.telemetry.exporter", serve)
+    main("pipeline.telemetry.exporter", serve, lambda config: make_exporter().shutdown())

@@ -55,6 +55,40 @@ def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('gateway.http.trusted_proxies=["nowhere"]', "gateway.http.trusted_proxies"),
+        ('signing.keys=["SUAWRONG"]', "signing.keys"),
+        ('judge.rewards=[{name="r", kind="python", entry="no_such_module:f"}]', "no_such_module"),
+        ("judge.anchors.file=nothing.jsonl", "nothing.jsonl"),
+        ("store.dir=s3://", "store.dir"),
+        ("trainer.loss.type=ppo", "trainer.loss.type"),
+        ("trainer.loss.options.no_such=1.0", "trainer.loss.options"),
+        ("nats.max_bytes=10", "nats.max_bytes: 10 is too small"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_service_would_refuse(
+    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(
+            [
+                "up",
+                "--dry-run",
+                "--run-dir",
+                str(tmp_path),
+                "--set",
+                "models.0.base=somewhere",
+                "--set",
+                setting,
+            ]
+        )
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 async def provision(config: NatsConfig) -> None:
     async with Broker.connect(config) as broker:
         await broker.publish(

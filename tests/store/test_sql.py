@@ -216,3 +216,14 @@ def test_the_command_answers_and_says_what_is_wrong(run_dir: Path, capfd: pytest
     assert "nowhere" in capfd.readouterr().err
     assert sql.main(["--run-dir", str(run_dir / "none"), "SELECT 1"]) == 1
     assert "is no run" in capfd.readouterr().err
+
+
+def test_a_run_with_settings_of_an_older_version_can_be_asked(run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text("[trainer]\nlora_rank = 4\n[gateway]\nmax_body_bytes = 5\n")
+    assert sql.main(["FROM checkpoints", "--run-dir", str(run_dir)]) == 0
+
+
+@pytest.mark.parametrize("query", ["", "  ", "-- nothing"])
+def test_an_empty_query_is_refused(query: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sql.main([query, "--run-dir", str(run_dir)]) == 1
+    assert "the query is empty" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.config import ConfigError, TrainerConfig, config_hash
+from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.packing import Cost, MicroBatch, micro_batches, sharing_pays
@@ -60,7 +61,7 @@ class GradientEngine(PolicyModel):
     """A model with TRL's loss on it. `scratch` is the output folder that TRL asks for; nothing is written to it."""
 
     def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
-        losses.check_settings(config)
+        check_trainer(config)
         super().__init__(base, config)
         self._scratch = scratch
         self._trainers: dict[str, losses.CapturedGRPOTrainer] = {}

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.engine.attention import attention_implementation
 from trainer.engine.forward import disable_randomness
@@ -40,12 +41,11 @@ class LoadedModel:
 def device_for(config: TrainerConfig) -> torch.device:
     """Return CUDA if available, else the CPU. Raises `ConfigError` if the engine or a setting can't be used there."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_trainer(config)
     if config.engine == "unsloth" and device.type != "cuda":
         raise ConfigError(
             "trainer.engine: `unsloth` needs a CUDA GPU, and none was found; use `transformers`"
         )
-    if config.unsloth.load_in_4bit and config.engine != "unsloth":
-        raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
     return device
 
 
@@ -62,12 +62,8 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
 
     The adapter's initial weights depend on `config.seed` only. Raises `ConfigError` if the settings contradict each
     other or the model."""
+    check_trainer(config)
     if config.engine == "unsloth":
-        if config.memory.packing == "prefix":
-            raise ConfigError(
-                "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use "
-                "`padded` or `auto`"
-            )
         return _load_unsloth(base, config, device)
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype_for(config, device), attn_implementation=attention_implementation(config, device)

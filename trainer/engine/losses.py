@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config import TrainerConfig
+from pipeline.config.checks import check_trainer
 from trainer.batches.groups import Example
 
 
@@ -59,10 +60,6 @@ with quiet_imports():
 
 transformers_logging.disable_progress_bar()
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-"""TRL's loss types that can be computed from captured tokens."""
-
-
 TRL_INTERNALS = {
     "self._get_per_token_logps_and_entropies(": "gives the loss its logprobs; overridden to return ours",
     "self.beta": "is read at each loss, so it can be set after the constructor, which would add a second adapter",
@@ -91,29 +88,6 @@ def _no_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-LOSS_OPTIONS = (
-    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-    "vespo_lambda_neg",
-)  # fmt: skip
-"""Names of TRL options that belong to one loss type, allowed in `trainer.loss.options`."""
-
-
-def check_settings(config: TrainerConfig) -> None:
-    """Raise `ConfigError` if a loss setting is unknown, or if two contradict each other."""
-    if config.loss.type not in LOSS_TYPES:
-        raise ConfigError(f"trainer.loss.type: {config.loss.type!r} is not one of {', '.join(LOSS_TYPES)}")
-    if config.loss.type == "vespo" and config.loss.importance_sampling.startswith("sequence"):
-        # TRL makes this check only where it samples itself.
-        raise ConfigError(
-            "trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
-            f"not {config.loss.importance_sampling!r}"
-        )
-    if unknown := config.loss.options.keys() - set(LOSS_OPTIONS):
-        raise ConfigError(
-            f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}"
-        )
-
-
 CISPO_EPSILON_HIGH = 5.0
 """Bound on CISPO's ratio, from the paper and TRL's guide. CISPO's epsilon is the bound itself, not added to 1."""
 
@@ -122,7 +96,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
     """Translate the settings to TRL's. `output` is a folder that TRL requires.
 
     Raises `ConfigError` if settings contradict each other."""
-    check_settings(config)
+    check_trainer(config)
     high = config.loss.epsilon_high
     return GRPOConfig(
         output_dir=str(output),

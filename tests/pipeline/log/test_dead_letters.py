@@ -178,8 +178,8 @@ async def test_a_dead_letter_outlives_the_object_that_its_message_named(nats_con
         await broker.publish(large)
         async with broker.consume("judge") as judge:
             (delivery,) = await judge.batch(1)
-            assert delivery._msg is not None
-            await broker.dead_letter(delivery._msg, judge.spec, "max_deliver", "why")
+            assert delivery._message is not None
+            await broker.dead_letter(delivery._message, judge.spec, "max_deliver", "why")
             judge.held.clear()
         await (await broker.js.object_store("CLAIMS_ROLLOUTS")).delete(
             hashlib.sha256(encode(large)).hexdigest()

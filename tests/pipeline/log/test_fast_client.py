@@ -26,9 +26,9 @@ from nats.protocol.parser import Parser
 from pipeline import streams
 from pipeline.config import NatsConfig, load
 from pipeline.log.broker import Broker, BrokerUnavailableError
+from pipeline.log.consumer import ConsumerGoneError, pulling
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import parse_ack_subject
-from pipeline.log.pull import ConsumerGoneError, pulling
 from tests.conftest import NatsServer, free_port
 from tests.pipeline.log.test_broker import exchange
 
@@ -236,7 +236,7 @@ async def test_however_the_bytes_are_broken(seed: int) -> None:
     rng = random.Random(seed)
     client = Listener()
     taken, parser = client.pull(7), client._ps
-    wanted, others, stream = [], 0, b""
+    wanted, bare, others, stream = [], set[int](), 0, b""
     for i in range(200):
         kind = rng.choice(["ours"] * 6 + ["other", "status", "plain", "ping", "pong"])
         size = rng.choice([30, 31, 200, 5_000, 70_000])
@@ -249,10 +249,12 @@ async def test_however_the_bytes_are_broken(seed: int) -> None:
             case "status":
                 stream += delivery(i, 7, size, reply=False)
             case "plain":
+                wanted.append(i)
+                bare.add(i)
                 stream += delivery(i, 7, size, headers=False)
             case _:
                 stream += kind.upper().encode() + b"\r\n"
-        others += kind != "ours"
+        others += kind not in ("ours", "plain")
     at = 0
     while at < len(stream):
         step = rng.choice([1, 3, 17, 1_000, 32_768, 200_000])
@@ -261,13 +263,16 @@ async def test_however_the_bytes_are_broken(seed: int) -> None:
     assert [int(m.subject[2:]) for m in taken] == wanted
     for m, i in zip(taken, wanted, strict=True):
         assert m.reply == f"$JS.ACK.S.c.1.{i}.{i}.1000.0"
+        assert m.data.startswith(b"HMSG x 7 y 1 2\r\nPING\r\n%d" % i)
+        if i in bare:
+            assert m.headers == {}
+            continue
         assert m.headers == {"Nats-Msg-Id": str(i), "traceparent": f"t{i}"}
         assert (m.header(b"traceparent"), m.header(b"trace"), m.header(b"Nats-Msg-Id")) == (
             f"t{i}",
             "",
             str(i),
         )
-        assert m.data.startswith(b"HMSG x 7 y 1 2\r\nPING\r\n%d" % i)
     assert len(client.seen) == others
 
 
@@ -301,7 +306,10 @@ async def test_nats_py_and_the_short_way_give_the_same(nats_config: NatsConfig) 
         for seq in range(300):
             await broker.publish(exchange(seq=seq), {"traceparent": f"tp{seq}"})
         await broker.js.publish("rollout.exchange.p.t1", b"without headers")
-        async with broker.consume("telemetry-rollouts") as _, pulling(broker.client, spec, 100) as puller:
+        async with (
+            broker.consume("telemetry-rollouts") as _,
+            pulling(broker.client, spec.stream, spec.name, ahead=100) as puller,
+        ):
             got: list[Pulled] = []
             with anyio.fail_after(20):
                 while len(got) < 301:
@@ -325,7 +333,10 @@ async def test_it_goes_on_after_the_server_died(
     server = start_nats()
     spec = streams.consumer("store-rollouts")
     config = NatsConfig(url=server.url, publish_deadline_s=20)
-    async with Broker.connect(config) as broker, pulling(broker.client, spec, 50) as puller:
+    async with (
+        Broker.connect(config) as broker,
+        pulling(broker.client, spec.stream, spec.name, ahead=50) as puller,
+    ):
         seen: set[str] = set()
         for life in range(3):
             for seq in range(120):
@@ -346,7 +357,7 @@ async def test_publishes_take_the_short_way_beside_pulled_messages(nats_config: 
     """The store publishes dead letters on the connection that it pulls on."""
     async with Broker.connect(nats_config) as broker:
         client, given = broker.client, bytearray()
-        async with pulling(client, streams.consumer("store-rollouts"), 100) as puller:
+        async with pulling(client, "ROLLOUTS", "store-rollouts", ahead=100) as puller:
             parse = nats.protocol.parser.Parser.parse
 
             async def noted(self: Any, data: bytes = b"") -> None:

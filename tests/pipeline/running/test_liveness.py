@@ -160,6 +160,10 @@ async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(small_
             supervisor.stop()
 
 
+async def nothing_is_lost(reason: str) -> None:
+    raise AssertionError(reason)
+
+
 async def test_a_stream_refuses_at_its_limit_and_an_alarm_comes_before(nats_server: NatsServer) -> None:
     total = 4_000_000
     config = NatsConfig(url=nats_server.url, max_bytes=total, publish_deadline_s=1.0)
@@ -183,6 +187,12 @@ async def test_a_stream_refuses_at_its_limit_and_an_alarm_comes_before(nats_serv
         with pytest.raises(BrokerUnavailableError):
             await broker.publish(opened("one more", 100_000))
         first = await broker.js.stream_info("ROLLOUTS")
+        probe = liveness.LogProbe(Config(nats=config))
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(probe.watch, nothing_is_lost)
+            await probe.checked.wait()
+            tg.cancel_scope.cancel()
+        assert any("ROLLOUTS takes no events" in alarm for alarm in probe.alarms)
         assert first.state.first_seq == 1  # nothing that somebody may still have to read was dropped
         # What a limit below the present size would drop stays too.
         smaller = msgspec.structs.replace(config, max_bytes=1000)

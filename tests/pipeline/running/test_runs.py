@@ -67,6 +67,17 @@ def test_settings_in_a_file_of_their_own_come_before_the_runs(runs: Path, tmp_pa
     assert (config.run_dir, config.nats.url) == ("runs/a", "nats://own:1")
 
 
+def test_a_command_reads_only_the_sections_that_it_needs(runs: Path) -> None:
+    make(
+        runs / "a",
+        settings='project = "x"\n[trainer]\nlora_rank = 4\n[judge]\nno_such = 1\n[store]\ndir = "s"\n',
+    )
+    with pytest.raises(ConfigError, match=r"trainer\.lora_rank is now trainer\.lora\.rank"):
+        run_settings()
+    config = run_settings(sections=("store",))
+    assert (config.project, config.store.dir) == ("x", "s")
+
+
 def test_a_run_without_a_log_says_how_to_name_one(runs: Path) -> None:
     make(runs / "a")
     with pytest.raises(ConfigError, match="runs/a: the address of its log is not known"):

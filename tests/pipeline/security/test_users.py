@@ -24,9 +24,9 @@ from pipeline.events import (
     TrajectoryOpened,
 )
 from pipeline.log.broker import Broker, BrokerUnavailableError
+from pipeline.log.consumer import pulling
 from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages
-from pipeline.log.pull import pulling
 from pipeline.security import users
 
 pytestmark = pytest.mark.anyio
@@ -211,7 +211,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             await trial.publish(checkpoint("trial"))
         async with Broker.connect(guarded, name="store") as store:
             for name in users.user("store").consumes:
-                async with pulling(store.client, streams.consumer(name)) as puller:
+                async with pulling(store.client, streams.consumer(name).stream, name) as puller:
                     taken = await puller.take(100, 5 if name != "store-dead" else 0.2)
                     for message in taken:
                         await store.decode(message.data)

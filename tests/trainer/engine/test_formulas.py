@@ -5,13 +5,14 @@ float64.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from pipeline.config import LoraConfig, TrainerConfig, with_values
+from pipeline.config.trainer import LossType
 from tests.trainer import formulas
 from tests.trainer.kit import exchange
 from trainer.batches.groups import Example
@@ -31,7 +32,7 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def cases() -> list[dict[str, Any]]:
     plain = [
         {"loss.type": loss_type, "loss.importance_sampling": correction, "loss.beta": beta}
-        for loss_type in grpo.LOSS_TYPES
+        for loss_type in get_args(LossType)
         for correction in CORRECTIONS
         for beta in (0.0, 0.1)
         if not (loss_type == "vespo" and correction.startswith("sequence"))

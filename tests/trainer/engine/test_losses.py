@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 
 from pipeline.config import ConfigError, LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, with_values
+from pipeline.config.trainer import LossType
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
@@ -161,7 +162,7 @@ OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_parity_with_trl(
     engines: dict[str, Engine], tmp_path: Path, loss_type: str, correction: str, beta: float
 ) -> None:
