@@ -187,18 +187,25 @@ async def test_a_stream_refuses_at_its_limit_and_an_alarm_comes_before(nats_serv
         with pytest.raises(BrokerUnavailableError):
             await broker.publish(opened("one more", 100_000))
         first = await broker.js.stream_info("ROLLOUTS")
-        probe = liveness.LogProbe(Config(nats=config))
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(probe.watch, nothing_is_lost)
-            await probe.checked.wait()
-            tg.cancel_scope.cancel()
-        assert any("ROLLOUTS takes no events" in alarm for alarm in probe.alarms)
         assert first.state.first_seq == 1  # nothing that somebody may still have to read was dropped
         # What a limit below the present size would drop stays too.
         smaller = msgspec.structs.replace(config, max_bytes=1000)
         async with Broker.connect(smaller):
             pass
         assert (await broker.js.stream_info("ROLLOUTS")).state.messages == first.state.messages
+
+
+async def test_a_log_without_room_for_one_event_is_an_alarm(nats_server: NatsServer) -> None:
+    config = NatsConfig(url=nats_server.url, max_bytes=10)
+    async with Broker.connect(config):
+        pass
+    probe = liveness.LogProbe(Config(nats=config))
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(probe.watch, nothing_is_lost)
+        with anyio.fail_after(30):
+            await probe.checked.wait()
+        tg.cancel_scope.cancel()
+    assert any(alarm.startswith("ROLLOUTS takes no events") for alarm in probe.alarms)
 
 
 async def test_dead_letters_never_stop_the_rest(nats_server: NatsServer) -> None:
