@@ -40,6 +40,7 @@ from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
     "sql": ("store.sql", "query the history with SQL"),
+    "ui": ("store.dashboard.server", "show the history and the decisions as web pages"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),

@@ -113,6 +113,7 @@ class App:
             "complete_group": groups.complete_group,
             "group": groups.state,
             "evaluated": evaluations.record,
+            "label": groups.label,
             "version": auxiliary.version,
             "tokenize": auxiliary.tokenize,
             "detokenize": auxiliary.detokenize,

@@ -19,7 +19,16 @@ from pipeline.events.base import Event, now_us
 from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
-from pipeline.events.group import GroupDiscarded, GroupScored, JudgeMeasured, Member, Score, Verdict
+from pipeline.events.group import (
+    GroupDiscarded,
+    GroupLabeled,
+    GroupScored,
+    JudgeMeasured,
+    Label,
+    Member,
+    Score,
+    Verdict,
+)
 from pipeline.events.packing import (
     pack_ids,
     pack_logprobs,
@@ -49,9 +58,11 @@ __all__ = [
     "Event",
     "ExchangeRecorded",
     "GroupDiscarded",
+    "GroupLabeled",
     "GroupScored",
     "Json",
     "JudgeMeasured",
+    "Label",
     "Logprobs",
     "Measure",
     "Member",

@@ -9,7 +9,7 @@ import msgspec
 from pipeline.events.base import Event
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import PolicyEvaluated
-from pipeline.events.group import GroupDiscarded, GroupScored, JudgeMeasured
+from pipeline.events.group import GroupDiscarded, GroupLabeled, GroupScored, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
     PolicyLoaded,
@@ -38,6 +38,7 @@ AnyEvent = (
     | TrajectoryCompleted
     | GroupScored
     | GroupDiscarded
+    | GroupLabeled
     | JudgeMeasured
     | CheckpointPublished
     | PolicyLoaded

@@ -53,7 +53,7 @@ USERS: tuple[User, ...] = (
     User(
         "gateway", "records trajectories, serves adapters",
         publishes=("rollout.>", "policy.loaded.>", "policy.unloaded.>", "policy.promoted.>",
-                   "policy.evaluated.>"),
+                   "policy.evaluated.>", "group.labeled.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         fetches=(streams.ADAPTERS_BUCKET,),

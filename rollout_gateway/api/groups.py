@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
-from pipeline.events import GroupDiscarded, TrajectoryOpened
+from pipeline.events import GroupDiscarded, GroupLabeled, Label, TrajectoryOpened
 from pipeline.log.broker import Broker
-from pipeline.names import check_name
+from pipeline.names import check_name, new_id
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.schemas import GroupCompleted, GroupCompletion, GroupMember, GroupState
+from rollout_gateway.api.schemas import (
+    GroupCompleted,
+    GroupCompletion,
+    GroupLabels,
+    GroupMember,
+    GroupState,
+    Labeled,
+)
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
@@ -72,6 +79,37 @@ class GroupRoutes:
             owner=access.owner,
         )
         await self._registry.open(event, "")
+
+    async def label(self, request: ControlRequest) -> Labeled:
+        """Record a person's scores of trajectories of a group."""
+        group, body, access = request.values[0], request.read(GroupLabels), request.access
+        model = ""
+        for label in body.labels:
+            opened = await self._registry.opening(label.trajectory)
+            if opened is None:
+                raise unknown_trajectory(label.trajectory)
+            if opened.group != group:
+                message = f"Trajectory {label.trajectory!r} belongs to group {opened.group!r}, not {group!r}."
+                raise ApiError(400, "wrong_group", message)
+            access.check_model(opened.model)
+            model = opened.model
+        if len({label.trajectory for label in body.labels}) < len(body.labels):
+            message = "`labels` names a trajectory twice: send one score for each."
+            raise ApiError(400, "invalid_body", message, param="labels")
+        event = GroupLabeled(
+            project=self._registry.project,
+            group=group,
+            model=model,
+            labels=tuple(
+                Label(trajectory=one.trajectory, score=one.score, comment=one.comment) for one in body.labels
+            ),
+            ranked=body.ranked,
+            by=access.owner or body.by,
+            source=body.source,
+            request=body.request or new_id("l"),
+        )
+        await self._broker.publish(event)
+        return Labeled(group=group, by=event.by, request=event.request)
 
     async def state(self, request: ControlRequest) -> GroupState:
         """Whether a group was trained or discarded. `model` in the query may be left out if there is one model only."""

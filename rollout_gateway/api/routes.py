@@ -78,6 +78,10 @@ ROUTES = (
         s.GroupCompletion, s.GroupCompleted, _WRITES,
     ),
     Route(
+        "POST", "/v1/groups/{group}/label", "label", "Record a person's scores of trajectories of a group",
+        s.GroupLabels, s.Labeled, _WRITES, "operator",
+    ),
+    Route(
         "GET", "/v1/groups/{group}", "group", "Whether a group was trained or discarded",
         answer=s.GroupState, errors=(400, 404, 503), query=("model",),
     ),

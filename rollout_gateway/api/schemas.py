@@ -79,6 +79,29 @@ class GroupCompletion(Body, frozen=True, kw_only=True):
     split: Literal["train", "val"] = "train"
 
 
+class TrajectoryLabel(Body, frozen=True, kw_only=True):
+    trajectory: str
+    score: Annotated[float, Meta(ge=0, le=1)]
+    comment: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class GroupLabels(Body, frozen=True, kw_only=True):
+    """Body of `POST /v1/groups/{group}/label`: a person's scores of trajectories of the group."""
+
+    labels: Annotated[list[TrajectoryLabel], Meta(min_length=1, max_length=1024)]
+    ranked: bool = False
+    by: str = ""
+    source: str = ""
+    request: str = ""
+
+
+class Labeled(Struct, kw_only=True):
+    group: str
+    object: Literal["label"] = "label"
+    by: str
+    request: str
+
+
 class Completed(Struct, kw_only=True):
     id: str
     object: Literal["trajectory"] = "trajectory"

@@ -8,14 +8,14 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | --- | --- |
 | `view` | what a view is |
 | `rollouts` | runs, calls, messages |
-| `groups` | groups, verdicts, rewards, the cost of judging |
+| `groups` | groups, verdicts, rewards, people's labels, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
 | `losses` | runs that never trained, dead letters |
 """
 
 from store.views.evaluations import EVALUATION_TASKS, EVALUATIONS
-from store.views.groups import GROUPS, JUDGE_COST, REWARDS, VERDICTS
+from store.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, VERDICTS
 from store.views.losses import DEAD, STARVATION
 from store.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
 from store.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
@@ -28,6 +28,7 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     GROUPS,
     VERDICTS,
     REWARDS,
+    LABELS,
     CHECKPOINTS,
     ADAPTERS,
     LINEAGE,

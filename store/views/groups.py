@@ -117,3 +117,29 @@ JUDGE_COST = View(
         FROM each GROUP BY ALL
         """,
 )
+
+LABELS = View(
+    "labels",
+    "One row per trajectory that a person scored, with the judge's score of it.",
+    documented(
+        "project model group_id trajectory score ranked comment labeled_by source labeled_at judge_model judge_score",
+        score="The person's score from 0 to 1.",
+        ranked="Whether the person ranked the group: then only the order of the scores means anything.",
+        comment="The person's words.",
+        labeled_by="Who labelled.",
+        source="Where the label was given, such as `dashboard`.",
+        labeled_at="When, UTC.",
+        judge_model="Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
+        judge_score="Mean score by that judge on branch `main`.",
+    ),
+    """
+        WITH each AS (SELECT *, unnest(labels) AS l FROM group_labeled), judged AS (
+          SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts
+          WHERE branch = 'main' GROUP BY ALL
+        )
+        SELECT e.project, e.model, e."group" AS group_id, e.l.trajectory AS trajectory, e.l.score AS score, e.ranked,
+          e.l.comment AS comment, e."by" AS labeled_by, e.source, e."at" AS labeled_at, j.judge_model, j.judge_score
+        FROM each e LEFT JOIN judged j
+          ON j.project = e.project AND j.group_id = e."group" AND j.trajectory = e.l.trajectory
+        """,
+)

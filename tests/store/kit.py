@@ -22,7 +22,10 @@ from pipeline.events import (
     Event,
     ExchangeRecorded,
     GroupDiscarded,
+    GroupLabeled,
     GroupScored,
+    JudgeMeasured,
+    Label,
     Measure,
     Member,
     PolicyEvaluated,
@@ -108,6 +111,11 @@ def run_of_one_step() -> list[Event]:
         GroupDiscarded(
             project="p", group="g9", model="m", trajectories=("t8", "t9"), reason="stale", by="trainer", duration_s=4.0
         ),
+        GroupLabeled(
+            project="p", group="g0", model="m", by="me", request="l",
+            labels=(Label(trajectory="t0", score=1.0, comment="wins"), Label(trajectory="t1", score=0.0)),
+        ),
+        JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
         DeadLettered(
             project="p", stream="ROLLOUTS", stream_seq=7, original_subject="rollout.x", consumer="judge",
             reason="undecodable", payload=b"\xc1",

@@ -1,0 +1,15 @@
+"""The dashboard: web pages over the history of a run, and over the gateway's API. `journeyman ui` starts it.
+
+| module | what lives there |
+| --- | --- |
+| `server` | the application, its settings, the command |
+| `pages` | one function per page: its data from the history, as a dictionary |
+| `history` | read access to the store for the pages: one DuckDB, refreshed as files appear |
+| `sandbox` | the SQL box: a query of a user in a process without files, network, writes or settings |
+| `gateway` | calls to the gateway's API in the name of the user |
+| `access` | who may see the pages: keys, sessions, host names, headers |
+| `errors` | the error that a user sees |
+
+`templates/` are Jinja templates. `static/` holds the style, a little JavaScript, and two vendored libraries (htmx,
+uPlot) with their licences. Pages load nothing from elsewhere.
+"""

@@ -1,0 +1,11 @@
+"""The dashboard's error that a user sees."""
+
+from __future__ import annotations
+
+
+class PageError(Exception):
+    """A request that is refused or that fails: an HTTP status, and a sentence that says what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status

@@ -1,0 +1,45 @@
+"""A dashboard over a small history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from pipeline.running.runs import SETTINGS, run_settings
+from store.dashboard.server import make_app
+from tests.store.kit import fill, run_of_one_step
+
+URL = "http://127.0.0.1:8701"
+Open = Callable[..., TestClient]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with its settings and a history of one step."""
+    folder = tmp_path / "runs" / "here"
+    fill(folder, run_of_one_step())
+    (folder / SETTINGS).write_text(
+        f'project = "p"\nrun_dir = "{folder}"\n\n[[models]]\nname = "m"\nbase = "base"\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def open_dashboard(run_dir: Path) -> Iterator[Open]:
+    """Opens a client of the run's dashboard, at `host`."""
+    with ExitStack() as opened:
+
+        def start(host: str = "127.0.0.1", url: str = URL) -> TestClient:
+            app = make_app(run_settings(run_dir), host)
+            return opened.enter_context(TestClient(app, base_url=url, follow_redirects=False))
+
+        yield start
+
+
+@pytest.fixture
+def client(open_dashboard: Open) -> TestClient:
+    return open_dashboard()

@@ -1,0 +1,103 @@
+"""Every page shows the history, as HTML and as JSON, and refuses what it cannot show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.store.kit import fill, run_of_one_step
+
+PAGES = (
+    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql", "group/g0", "group/g9",
+    "trajectory/t0", "checkpoint/m@1", "sign-in",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_has_landmarks_and_loads_nothing_from_elsewhere(client: TestClient, page: str) -> None:
+    answer = client.get(f"/{page}")
+    assert answer.status_code == 200, answer.text
+    for landmark in ("<header", "<nav", "<main", '<html lang="en"', "<h1>"):
+        assert landmark in answer.text
+    assert "http://" not in answer.text.replace("http://127.0.0.1", "")
+    assert "https://" not in answer.text
+    assert "<script>" not in answer.text
+    assert " style=" not in answer.text
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
+
+
+def test_the_overview_counts_and_draws(client: TestClient) -> None:
+    page = client.get("/overview.json").json()
+    assert (
+        page["model"],
+        page["counts"]["opened"],
+        page["counts"]["completed"],
+        page["counts"]["calls"],
+    ) == ("m", 2, 2, 4)
+    assert [(row["step"], row["runs"], row["mean"]) for row in page["curve"]] == [(0, 2, 0.5)]
+    assert page["steps"][0]["metrics"] == {"loss": 0.5}
+
+
+def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestClient) -> None:
+    page = client.get("/group/g0.json").json()
+    assert [(m["trajectory"], m["reward"]) for m in page["members"]] == [("t0", 1.0), ("t1", 0.0)]
+    assert page["members"][0]["verdicts"][0]["explanation"] == "wins"
+    assert page["members"][0]["labels"][0]["comment"] == "wins"
+    assert page["members"][0]["reply"]["content"] == "x"
+    assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
+
+
+def test_a_trajectory_shows_each_token_with_its_logprob_and_mask(client: TestClient) -> None:
+    page = client.get("/trajectory/t0.json").json()
+    assert [(t["id"], t["logprob"], t["trained"]) for t in page["calls"][0]["tokens"]] == [
+        (3, -0.5, True),
+        (4, -0.25, True),
+    ]
+    assert [m["role"] for m in page["calls"][0]["messages"]] == ["system", "user", "assistant"]
+
+
+def test_a_checkpoint_shows_both_ways_of_its_lineage(client: TestClient) -> None:
+    page = client.get("/checkpoint/m@1.json").json()
+    assert page["checkpoint"]["parent"] == "m@0"
+    assert [row["group_id"] for row in page["learned"]] == ["g0"]
+    assert [row["replica"] for row in page["adapters"]] == ["r0"]
+    assert [row["action"] for row in page["decisions"]] == ["promote"]
+    assert [row["version"] for row in client.get("/checkpoint/m@0.json").json()["children"]] == ["m@1"]
+
+
+def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
+    page = client.get("/judge.json").json()
+    assert [(row["judge_model"], row["pairs"], row["share"]) for row in page["agreement"]] == [
+        ("judge/1", 1, 1.0)
+    ]
+    assert page["measured"][0]["position_bias"] == 0.1
+
+
+def test_two_runs_are_compared(client: TestClient, run_dir: Path) -> None:
+    fill(run_dir.parent / "other", run_of_one_step()[:2])
+    page = client.get("/compare.json?run_b=other").json()
+    assert [side["counts"]["calls"] for side in page["sides"]] == [4, 1]
+    assert page["runs"] == ["here", "other"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("group/none", 404), ("trajectory/none", 404), ("checkpoint/m@7", 404), ("checkpoint/none", 404), ("none", 404),
+        ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400),
+        ("trajectories?page=99999999999", 400),
+        ("compare?run_b=../here", 404), ("compare?run_b=none", 404), ("static/../server.py", 404),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
+    assert client.get(f"/{path}").status_code == status
+
+
+def test_filters_and_texts_are_data(client: TestClient) -> None:
+    assert len(client.get("/groups.json?status=discarded").json()["rows"]) == 1
+    assert client.get("/groups.json", params={"task": "' OR 1=1 --"}).json()["rows"] == []
+    assert client.get("/trajectories.json?step=x").json()["rows"] == []
+    page = client.get("/groups", params={"task": '"><script>alert(1)</script>'}).text
+    assert "<script>alert" not in page
