@@ -10,7 +10,6 @@ trainer signs its checkpoints and the gateway serves no others."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import signal
@@ -64,7 +63,7 @@ from store.local import LocalTarget
 from tests.conftest import free_port
 from tests.crash_nursery import SERVICES
 from tests.kits.log import read_stream
-from tests.kits.scoring_server import ScoringServer
+from tests.kits.upstream import Upstream
 from tests.store.kit import stored_events
 from tests.trainer import kit
 
@@ -89,68 +88,6 @@ def points_of(service: str) -> list[str]:
         "store": _PUBLISHES,
     }
     return [p for p in crash.POINTS if p.startswith(f"{service}.")] + list(shared[service])
-
-
-class Upstream(ScoringServer):
-    """An inference server with vLLM's endpoints for chat, probes and adapters; a token is a letter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = random.Random(SEED)
-        self.adapters: dict[str, str] = {}
-        self.said: dict[str, list[int]] = {}
-        """Reply id to the token ids that it sampled."""
-
-    async def _answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, Any]]:
-        asked = json.loads(body) if body else {}
-        match path:
-            case "/health":
-                return 200, {}
-            case "/v1/models":
-                cards = [{"id": "tiny@0", "root": "base", "parent": None}]
-                cards += [{"id": k, "root": v, "parent": "tiny@0"} for k, v in self.adapters.items()]
-                return 200, {"object": "list", "data": cards}
-            case "/v1/load_lora_adapter":
-                assert (Path(asked["lora_path"]) / "adapter_model.safetensors").is_file()
-                if asked["lora_name"] in self.adapters:
-                    return 400, {"error": {"message": "has already been loaded"}}
-                self.adapters[asked["lora_name"]] = asked["lora_path"]
-                return 200, {}
-            case "/v1/unload_lora_adapter":
-                return (200 if self.adapters.pop(asked["lora_name"], None) else 404), {}
-            case "/v1/completions":
-                likely = {str(i): -float(self._digest(asked["model"])[i]) for i in range(20)}
-                probes = range(len(asked["prompt"]))
-                return 200, {
-                    "choices": [{"index": i, "logprobs": {"top_logprobs": [likely]}} for i in probes]
-                }
-            case "/v1/chat/completions":
-                return 200, self._chat(asked)
-        return 404, {"error": {"message": f"no {path}"}}
-
-    @staticmethod
-    def _digest(text: str) -> bytes:
-        return hashlib.sha256(text.encode()).digest()
-
-    def _chat(self, asked: dict[str, Any]) -> dict[str, Any]:
-        assert asked["model"] == "tiny@0" or asked["model"] in self.adapters
-        prompt = [2 + ord(c) % 30 for m in asked["messages"] for c in m["content"]]
-        sampled = [self.rng.randrange(2, kit.VOCAB) for _ in range(3)]
-        name = f"chatcmpl-{len(self.said)}"
-        self.said[name] = sampled
-        text = "".join(chr(60 + t - 2) for t in sampled)
-        return {
-            "id": name, "object": "chat.completion", "created": 0, "model": asked["model"],
-            "prompt_token_ids": prompt,
-            "choices": [{
-                "index": 0, "finish_reason": "stop", "token_ids": sampled,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": {"content": [{"token": "x", "logprob": -3.0, "top_logprobs": []} for _ in sampled]},
-            }],
-            "usage": {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3},
-        }  # fmt: skip
 
 
 class Nursery:
@@ -450,7 +387,7 @@ async def play(
     everything is checked. `least`: so many runs must have ended and so many steps been taken."""
     folder = config.path()
     operator = msgspec.structs.replace(config.nats, provision=True)
-    async with Broker.connect(operator) as broker, Upstream().run() as upstream:
+    async with Broker.connect(operator) as broker, Upstream(SEED, kit.VOCAB).run() as upstream:
         assert isinstance(upstream, Upstream)
         vllm = VllmConfig(urls=(upstream.url.removesuffix("/v1"),), max_loras=10)
         config = msgspec.structs.replace(config, vllm=vllm)

@@ -175,7 +175,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a folder, ascending."""
-        return sorted(int(p.name[5:]) for p in self.folder.glob("step-*") if p.name[5:].isdigit())
+        return sorted(int(p.name[5:]) for p in self.folder.glob("step-*") if p.name[5:].isdecimal())
 
     def write(self, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
         """Write a checkpoint; the folder appears when it is complete. Replaces an earlier one of the same step."""

@@ -37,6 +37,13 @@ def test_what_is_written_comes_back(checkpoints: Checkpoints) -> None:
     assert newest[1] == FILES
 
 
+def test_a_folder_whose_name_holds_no_number_is_no_step(checkpoints: Checkpoints) -> None:
+    checkpoints.write(manifest(3, FILES), FILES)
+    for name in ("step-²", "step-", "step-old"):
+        (checkpoints.folder / name).mkdir()
+    assert checkpoints.steps() == [3]
+
+
 def test_a_half_written_checkpoint_is_none(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.write(manifest(1, FILES), FILES)
     original = checkpoint.write_whole
