@@ -113,7 +113,7 @@ def ours(
     metrics = results[-1]
     sequences = [e.sequence for e in examples]
     packing = engine.packing_of(examples, groups)
-    passes = micro_batches(sequences, groups, engine.budget.tokens, packing, engine.cost)
+    passes = micro_batches(sequences, groups, engine.budget.tokens, packing)
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Forward, and backward through activations only: the base model's weights take no gradient.
     flops = 4 * engine.size * metrics["tokens_forward"] / seconds

@@ -60,7 +60,7 @@ class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 Conversation(tuple(messages), tools, f"part {i}")
                 for i, messages in enumerate([[*self.messages, *first], *others], 1)
             )
-            found[name] = Transcript(name, parts[-1].messages, tools, parts if len(parts) > 1 else ())
+            found[name] = Transcript(name, parts)
         if len(found) < 2:
             raise ConfigError(
                 "a group needs at least 2 trajectories, because they are compared with each other"

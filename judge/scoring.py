@@ -92,29 +92,27 @@ async def score_closed(
 ) -> GroupScored | GroupDiscarded:
     """Return the event that ends a closed group. `judge` is the judge configuration's hash."""
     batch = batch_of(group)
-    scorable = [a.event for a in group.members if a.event.outcome == "scored"]
+    events = [a.event for a in group.members]
+    scorable = [e for e in events if e.outcome == "scored"]
     # Validation rewards are only reported, not compared, so one member is enough.
     needed = 1 if group.key.split == "val" else config.min_size
     if len(scorable) < needed and batch is None:
-        return discarded_event(group, "too_small", _too_few(len(scorable), len(group.arrivals), needed))
+        return _discarded(group.key, events, "too_small", _too_few(len(scorable), len(events), needed))
     rewards = agent_rewards(scorable)
     if composer is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
         try:
             rewards = await composer(scorable)
         except UnscoredError as error:
             if batch is None:
-                return discarded_event(group, "unscored", str(error))
+                return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
-        why = rewards.missing or _too_few(len(rewards.final), len(group.arrivals), needed)
-        return discarded_event(group, "unscored" if config.rewards else "too_small", why)
+        why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
+        return _discarded(group.key, events, "unscored" if config.rewards else "too_small", why)
     return GroupScored(
-        project=group.key.project,
-        model=group.key.model,
-        group=group.key.group,
-        split=group.key.split,
-        task=next((a.event.task for a in group.members if a.event.task), ""),
+        **group.key._asdict(),
+        task=next((e.task for e in events if e.task), ""),
         judge=judge,
         members=tuple(make_member(a.event, a.seq, rewards) for a in group.members),
         verdicts=rewards.verdicts,
@@ -163,11 +161,6 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
     )
 
 
-def discarded_event(group: Group, reason: DiscardReason, detail: str) -> GroupDiscarded:
-    """Return the event of a group that will not train."""
-    return _discarded(group.key, [a.event for a in group.members], reason, detail)
-
-
 def late_event(event: TrajectoryCompleted) -> GroupDiscarded:
     """Return the event of a trajectory that completed after its group was closed."""
     return _discarded(key_of(event), [event], "late", "its group was closed when it completed")
@@ -178,10 +171,7 @@ def _discarded(
 ) -> GroupDiscarded:
     duration_us = max((e.at - e.opened_at for e in events if e.opened_at), default=0)
     return GroupDiscarded(
-        project=key.project,
-        model=key.model,
-        group=key.group,
-        split=key.split,
+        **key._asdict(),
         trajectories=tuple(e.trajectory for e in events),
         reason=reason,
         by="judge",

@@ -26,6 +26,7 @@ from judge.scoring import RewardComposer, judge_hash, late_event, score_closed
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
+from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
@@ -117,7 +118,11 @@ class Judge:
     async def _assemble(self, batch: list[Delivery]) -> list[Group]:
         """Add deliveries to their groups. Return the groups that became complete or reached their deadline."""
         arrived = [(d, d.event) for d in batch if isinstance(d.event, TrajectoryCompleted)]
-        await self._look_up({key for _, e in arrived if not self._assembler.knows(key := key_of(e))})
+        unknown = list({key for _, e in arrived if not self._assembler.knows(key := key_of(e))})
+        # An earlier process may have scored or discarded them.
+        for key, held in zip(unknown, await gather(self._held_on_log, unknown, _LOOKUPS), strict=True):
+            if held:
+                self._assembler.mark_closed(key, held)
         closed: list[Group] = []
         for delivery, event in arrived:
             self._newest = max(self._newest, event.at / 1e6)
@@ -133,19 +138,6 @@ class Judge:
                     log.info("late", group=key_of(event).group, trajectory=event.trajectory)
         # While there is a backlog, deadlines are measured against event time.
         return closed + self._assembler.close_due(self._newest if self._backlog else self._clock())
-
-    async def _look_up(self, keys: set[GroupKey]) -> None:
-        """Find out which groups an earlier process scored or discarded."""
-        limiter = anyio.CapacityLimiter(_LOOKUPS)
-
-        async def look_up(key: GroupKey) -> None:
-            async with limiter:
-                if held := await self._held_on_log(key):
-                    self._assembler.mark_closed(key, held)
-
-        async with anyio.create_task_group() as tg:
-            for key in keys:
-                tg.start_soon(look_up, key)
 
     async def _held_on_log(self, key: GroupKey) -> set[str]:
         """Return the trajectories in this group's events on the log."""

@@ -13,6 +13,7 @@
 | `names` | identifiers and their form in NATS subjects |
 | `errors` | errors that a command prints as one line |
 | `backoff` | pauses between attempts |
+| `gather` | concurrent work over a list |
 | `crash` | crash points for tests |
 | `docs` | the generated pages of `docs/` |
 | `cli` | the command `journeyman` |

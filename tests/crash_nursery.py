@@ -53,7 +53,7 @@ def live(life: dict[str, Any]) -> None:
         tell(id=life["id"], ready=True)
 
     serve = importlib.import_module(f"{plan.SERVICES[name]}.service").serve
-    anyio.run(service._until_signalled, serve, config, ready, backend_options={"use_uvloop": True})
+    anyio.run(service.until_signalled, serve, config, ready, backend_options={"use_uvloop": True})
 
 
 def fork(life: dict[str, Any]) -> int:

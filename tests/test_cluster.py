@@ -148,7 +148,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
 
 
 @pytest.mark.slow
-async def test_killing_the_leader_of_a_consumer_ends_no_one(
+async def test_killing_the_leader_of_a_consumer_stops_no_service(
     cluster: NatsCluster, nats_config: NatsConfig
 ) -> None:
     async with Broker.connect(nats_config) as broker:
@@ -171,9 +171,7 @@ async def test_killing_the_leader_of_a_consumer_ends_no_one(
 
 
 @pytest.mark.slow
-async def test_a_follower_of_a_stream_passes_nothing_by(
-    cluster: NatsCluster, nats_config: NatsConfig
-) -> None:
+async def test_a_follower_of_a_stream_skips_no_event(cluster: NatsCluster, nats_config: NatsConfig) -> None:
     """Every gateway replica must know every checkpoint: nodes die, and the events come all, in order and once."""
     count, seen = 60, []
     async with (
@@ -204,7 +202,7 @@ async def test_a_follower_of_a_stream_passes_nothing_by(
 
 
 @pytest.mark.slow
-async def test_settings_reach_a_server_that_exists(
+async def test_changed_settings_are_applied_to_existing_streams(
     tmp_path: Path, nats_config: NatsConfig, cluster: NatsCluster
 ) -> None:
     one = NatsConfig(url=f"{cluster.urls[0]}, {cluster.urls[1]}", replicas=1, connect_timeout_s=60)

@@ -60,7 +60,7 @@ def test_the_readme_s_line_for_a_gpu_starts_nats_and_vllm_too(tmp_path: Path) ->
     assert {p.name for p in processes} >= {"gateway", "judge", "trainer", "store"}
 
 
-def test_the_image_is_named_by_its_digest_and_is_not_root_s() -> None:
+def test_the_image_is_pinned_by_digest_and_runs_without_root() -> None:
     lines = (DEPLOY / "Dockerfile").read_text("utf-8").splitlines()
     assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE}"]
     base = next(line for line in lines if line.startswith("ARG BASE="))

@@ -127,7 +127,7 @@ def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_a_room_names_what_lives_there(package: str) -> None:
+def test_the_docstring_of_a_room_lists_its_modules(package: str) -> None:
     unnamed: list[str] = []
     for room in (ROOT / package).rglob("__init__.py"):
         doc = ast.get_docstring(ast.parse(room.read_text("utf-8"))) or ""

@@ -141,7 +141,7 @@ def scenarios() -> Iterator[tuple[Words, list[list[ExchangeRecorded]]]]:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_nothing_that_trains_is_missing_from_the_judge_s_prompt(part: int) -> None:
+def test_every_trained_reply_is_in_the_judge_s_prompt(part: int) -> None:
     several = 0
     for words, group in itertools.islice(scenarios(), part, None, 3):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
@@ -162,7 +162,7 @@ def test_nothing_that_trains_is_missing_from_the_judge_s_prompt(part: int) -> No
     assert several > 10  # else the test would show little
 
 
-def test_nothing_is_shown_twice() -> None:
+def test_no_reply_is_shown_to_the_judge_twice() -> None:
     """A reply is long, a prompt is not for nothing: what an earlier conversation shows is referred to."""
     for words, group in itertools.islice(scenarios(), 20):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]

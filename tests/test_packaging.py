@@ -86,7 +86,7 @@ def _requirements(name: str, seen: set[str]) -> set[str]:
     return seen
 
 
-def test_the_sdk_runs_on_what_it_says_it_needs(wheel: Path, tmp_path: Path) -> None:
+def test_the_sdk_runs_with_its_declared_dependencies_only(wheel: Path, tmp_path: Path) -> None:
     """In an environment of only the wheel and what its metadata names, `import journeyman` works and the command says
     what is missing."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]

@@ -84,7 +84,7 @@ def until(condition: Any, process: subprocess.Popen[bytes], run_dir: Path) -> An
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_an_installation_keeps_its_doors_shut(tmp_path: Path) -> None:
+def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o755)  # as an earlier version left it
     settings = {

@@ -103,9 +103,7 @@ class Learner:
                 state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
         if step <= self.settings.max_staleness + 1:
             state.history[0] = self._fresh
-        self.engine.load_adapter(
-            state.weights
-        )  # raises an error now, not in a step, if the adapter does not fit
+        self.engine.load_adapter(state.weights)  # if it does not fit, the error is raised now, not in a step
         self.state = state
 
     def rebuild(self, event: CheckpointPublished, archive: bytes) -> None:
@@ -182,9 +180,7 @@ class Learner:
         the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it computed the batch."""
         began, started_at = time.perf_counter(), now_us()
         groups = tuple(g.event.group for g in batch)
-        places = [
-            g.place for g in batch
-        ]  # read before the computation, since the intake may replace a group's place
+        places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
         settings = self.settings
         if request is not None and request.learning_rate is not None:
             settings = with_values(settings, {"optimizer.learning_rate": request.learning_rate})
@@ -205,26 +201,14 @@ class Learner:
             hashlib.sha256(archive).hexdigest(),
         )
         event = CheckpointPublished(
-            project=self.config.project,
-            at=now_us(),
-            model=self.model.name,
-            step=result.state.step,
-            version=version,
-            parent=self.version,
-            batch_id=batch_hash,
-            groups=groups,
-            group_seqs=pack_seqs([p.seq for p in places]),
-            group_times=pack_seqs([p.at for p in places]),
-            config_hash=config_hash(settings),
-            base_model=self.model.base,
-            adapter=f"{self.config.project}/{version}/{digest[:16]}",
-            adapter_sha256=digest,
+            project=self.config.project, at=now_us(), model=self.model.name, step=result.state.step, version=version,
+            parent=self.version, batch_id=batch_hash, groups=groups, group_seqs=pack_seqs([p.seq for p in places]),
+            group_times=pack_seqs([p.at for p in places]), config_hash=config_hash(settings),
+            base_model=self.model.base, adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
             adapter_bytes=len(archive),
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            metrics=metrics,
-            started_at=started_at,
-            branch=self.config.trainer.branch,
-        )
+            metrics=metrics, started_at=started_at, branch=self.config.trainer.branch,
+        )  # fmt: skip
         manifest = Manifest(
             event=event, config=msgspec.to_builtins(settings), trace=trace or {},
             discarded=_too_large(batch, result.dropped, version),
@@ -261,10 +245,8 @@ def _too_large(
     batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence], version: str
 ) -> tuple[GroupDiscarded, ...]:
     """Return a `too_large` discard for each group with `dropped` sequences. It names the trajectories of these."""
-    dropped_trajectories = {sequence.trajectory for sequence in dropped}
-    found = [
-        (g, tuple(m.trajectory for m in g.members if m.trajectory in dropped_trajectories)) for g in batch
-    ]
+    names = {sequence.trajectory for sequence in dropped}
+    found = [(g, tuple(m.trajectory for m in g.members if m.trajectory in names)) for g in batch]
     return tuple(
         GroupDiscarded(
             project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,

@@ -22,7 +22,6 @@ import anyio.to_thread
 from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import (
-    CheckpointPublished,
     DeadLettered,
     GroupDiscarded,
     GroupScored,
@@ -72,13 +71,7 @@ class Trainer:
     async def recover(self) -> None:
         """Bring every model to its newest committed step, and publish checkpoints that only the disk holds."""
         for name, queue in self.queues.items():
-            checkpoints = await self.broker.read(
-                CheckpointPublished,
-                project=self.config.project,
-                model=name,
-                branch=self.config.trainer.branch,
-            )
-            published = [r.event for r in checkpoints if self.commits.trusted(r.event)]
+            published = await self.commits.published(name)
             for event in published:
                 self._consumed.add_checkpoint(event)
             last = max(published, key=lambda e: e.step, default=None)
@@ -145,25 +138,18 @@ class Trainer:
                 await delivery.ack()
             return
         queue = self.queues.get(event.model)
-        if (
-            queue is None
-            or event.project != self.config.project
-            or event.branch != self.config.trainer.branch
-        ):
+        ours = (self.config.project, self.config.trainer.branch)
+        if queue is None or (event.project, event.branch) != ours:
             log.warning(
-                "group skipped: no model of this trainer has its project, name and branch",
-                group=event.group,
-                model=event.model,
-                project=event.project,
-                branch=event.branch,
-            )
+                "group skipped: no model of this trainer has its project, name and branch", group=event.group,
+                model=event.model, project=event.project, branch=event.branch,
+            )  # fmt: skip
             if delivery is not None:
                 await delivery.ack()
             return
         for held in queue.held():
             if held.event.subject() == event.subject():
-                # A subject holds one event. At another place it is the same group, scored again after the log lost
-                # the first.
+                # The same group: delivered again, or scored again after the log lost its first event.
                 held.place, held.delivery = place, delivery
                 return
         group = TrainingGroup(event, place, delivery)
@@ -204,8 +190,14 @@ class Trainer:
         event = group.event
         if refusal.reason == "stale" and group.sequences is None:
             await queue.histories.read(group)  # sets `duration_s`, which shows whether long tasks starve
-        trajectories = tuple(m.trajectory for m in event.members)
-        await self._publish_discard(queue, group, trajectories, refusal)
+        await self.broker.publish(
+            GroupDiscarded(
+                project=event.project, group=event.group, model=event.model,
+                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
+                split=event.split, detail=refusal.detail, version=queue.learner.version,
+                duration_s=group.duration_s, branch=event.branch,
+            )
+        )  # fmt: skip
         self._consumed.add(group.place)
         queue.learner.without_variance += refusal.reason == "no_variance"
         queue.settle(event)
@@ -216,25 +208,12 @@ class Trainer:
             await group.delivery.ack()
         log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
 
-    async def _publish_discard(
-        self, queue: ModelQueue, group: TrainingGroup, trajectories: tuple[str, ...], refusal: Refusal
-    ) -> None:
-        event = group.event
-        await self.broker.publish(
-            GroupDiscarded(
-                project=event.project, group=event.group, model=event.model, trajectories=trajectories,
-                reason=refusal.reason, by="trainer", split=event.split, detail=refusal.detail,
-                version=queue.learner.version,
-                duration_s=group.duration_s, branch=event.branch,
-            )
-        )  # fmt: skip
-
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def run_steps(self) -> None:
         """Train until every model has reached `max_steps`. Of the models with enough groups, the one with the fewest
         steps is next."""
-        while not self._finished():
+        while not all(q.finished for q in self.queues.values()):
             queue = self._next_queue()
             if queue is None:
                 self._group_queued = anyio.Event()
@@ -242,9 +221,6 @@ class Trainer:
                 continue
             if await self._fill_batch(queue):
                 await self._step(queue)
-
-    def _finished(self) -> bool:
-        return all(q.finished for q in self.queues.values())
 
     def _next_queue(self) -> ModelQueue | None:
         ready = [q for q in self.queues.values() if q.full and not q.finished]
@@ -288,10 +264,6 @@ class Trainer:
             if refusal := group.refuse(queue.step, queue.settings):
                 await self._discard(queue, group, refusal)
 
-    async def _prefetch(self, queue: ModelQueue) -> None:
-        """Read the exchanges of the next batch. Groups whose exchanges are gone are discarded when their turn comes."""
-        await queue.histories.read_all(list(queue.waiting)[: queue.settings.groups_per_step])
-
     async def _step(self, queue: ModelQueue) -> None:
         learner = queue.learner
         try:
@@ -319,8 +291,10 @@ class Trainer:
     async def _compute(self, queue: ModelQueue) -> PendingStep:
         """Compute the step in a thread, and read the exchanges of the next batch meanwhile."""
         error: UntrainableError | None = None
+        next_batch = list(queue.waiting)[: queue.settings.groups_per_step]
         async with anyio.create_task_group() as tg:
-            tg.start_soon(self._prefetch, queue)
+            # Groups whose exchanges are gone are discarded when their turn comes.
+            tg.start_soon(queue.histories.read_all, next_batch)
             try:
                 return await self.commits.run_in_thread(
                     queue.learner.train_step, queue.batch, _trace_of(queue.batch), queue.request

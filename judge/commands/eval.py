@@ -27,6 +27,7 @@ from judge.ruler.ruler import JudgingError, LlmRuler
 from judge.ruler.transcripts import Transcript
 from pipeline.config import ConfigError, JudgeConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict
+from pipeline.gather import gather
 
 
 async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel) -> dict[str, Any]:
@@ -40,22 +41,18 @@ async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: 
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     verdicts: list[Verdict] = []
     failures: list[str] = []
-    slots = anyio.CapacityLimiter(config.concurrency)
 
     async def judge(group: LabelledGroup) -> None:
-        async with slots:
-            try:
-                scores, found = await ruler.judge(group.transcripts)
-            except JudgingError as error:
-                failures.append(f"{group.id}: {error}")
-                return
-            pairs.append((dict(group.rewards), scores))
-            verdicts.extend(found)
+        try:
+            scores, found = await ruler.judge(group.transcripts)
+        except JudgingError as error:
+            failures.append(f"{group.id}: {error}")
+            return
+        pairs.append((dict(group.rewards), scores))
+        verdicts.extend(found)
 
     began = time.monotonic()
-    async with anyio.create_task_group() as tg:
-        for group in groups:
-            tg.start_soon(judge, group)
+    await gather(judge, groups, config.concurrency)
     duration_s = time.monotonic() - began
     latencies = sorted(v.latency_s for v in verdicts) or [0.0]
     return {

@@ -28,7 +28,8 @@ from judge.rewards.compose import open_composer_on_log
 from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, make_member, score_closed
 from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
-from pipeline.log.broker import Broker, BrokerError, HistoryGoneError
+from pipeline.gather import gather
+from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.names import InvalidNameError, check_name
 from pipeline.running.runs import log_of, run_settings
 from pipeline.telemetry.logs import get_logger
@@ -98,30 +99,23 @@ class Rejudge:
             and r.event.reason in ("unscored", "too_small")
             and _key(r.event) not in scored
         ]
-        groups: list[tuple[int, GroupEvent]] = [(r.seq, r.event) for r in scored.values()]
-        groups += [(r.seq, r.event) for r in dropped]
-        groups.sort(key=lambda group: group[0])
-        slots = anyio.CapacityLimiter(self._config.judge.concurrency)
-
-        async def rejudge(seq: int, event: GroupEvent) -> None:
-            async with slots:
-                try:
-                    await (
-                        self._score(seq, event)
-                        if isinstance(event, GroupScored)
-                        else self._rescue(seq, event)
-                    )
-                except HistoryGoneError as error:
-                    self.report.gone += 1
-                    await self._publish_gone(event, str(error))
-
-        async with anyio.create_task_group() as tg:
-            for seq, event in groups[-limit:]:
-                if _key(event) in done:
-                    self.report.skipped += 1
-                else:
-                    tg.start_soon(rejudge, seq, event)
+        candidates: list[Recorded[Any]] = [*scored.values(), *dropped]
+        chosen = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
+        todo = [r for r in chosen if _key(r.event) not in done]
+        self.report.skipped = len(chosen) - len(todo)
+        await gather(self._rejudge, todo, self._config.judge.concurrency)
         return self.report
+
+    async def _rejudge(self, recorded: Recorded[GroupScored] | Recorded[GroupDiscarded]) -> None:
+        event = recorded.event
+        try:
+            if isinstance(event, GroupScored):
+                await self._score(recorded.seq, event)
+            else:
+                await self._rescue(recorded.seq, event)
+        except HistoryGoneError as error:
+            self.report.gone += 1
+            await self._publish_gone(event, str(error))
 
     async def _rescue(self, seq: int, event: GroupDiscarded) -> None:
         """Score a group that was discarded, if this judge can. Raises `HistoryGoneError`."""

@@ -16,13 +16,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 
 from judge.commands.options import add_settings
-from judge.models.chat import ChatModel, Messages, ModelError
+from judge.models.chat import ChatModel, Messages, ModelError, list_schema
 from judge.models.judge_model import open_judge_model
 from judge.ruler.lenient_json import Object, scan_documents
 from judge.ruler.prompt import sanitize
@@ -45,29 +44,7 @@ Write tasks that differ in what they ask, in detail and in difficulty, each comp
 agent, some hard. Do not solve them. Answer with one JSON object and nothing else:
 {{"scenarios": [{{"task": "<what the agent is asked>", "difficulty": <1 (easy) to 5 (hard)>}}]}}"""
 
-_SCHEMA: dict[str, Any] = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "scenarios",
-        "strict": True,
-        "schema": {
-            "type": "object",
-            "properties": {
-                "scenarios": {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"task": {"type": "string"}, "difficulty": {"type": "integer"}},
-                        "required": ["task", "difficulty"],
-                        "additionalProperties": False,
-                    },
-                }
-            },
-            "required": ["scenarios"],
-            "additionalProperties": False,
-        },
-    },
-}
+_SCHEMA = list_schema("scenarios", {"task": {"type": "string"}, "difficulty": {"type": "integer"}})
 
 
 class ScenarioError(Exception):

@@ -10,18 +10,17 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import anyio
 import msgspec
 
-from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler, LoadTranscript
 from judge.ruler.transcripts import Transcript, load_transcript
-from judge.scoring import AGENT, GroupRewards, UnscoredError, agent_reward, judge_hash
+from judge.scoring import AGENT, GroupRewards, agent_reward, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
+from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.subjects import stream_of
 from pipeline.telemetry.logs import get_logger
@@ -53,21 +52,10 @@ class ConfiguredComposer:
             final, verdicts = await self.rulers[""](members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
-        components: dict[str, Component] = {}
-        failures: list[UnscoredError] = []
-
-        async def compute(reward: RewardConfig) -> None:
-            try:
-                components[reward.name] = await self._component(reward, members)
-            except UnscoredError as error:
-                failures.append(error)
-
-        async with anyio.create_task_group() as tg:
-            for reward in self._config.rewards:
-                tg.start_soon(compute, reward)
-        if failures:
-            raise failures[0]
-        return self._compose(members, components)
+        components = await gather(lambda r: self._component(r, members), self._config.rewards)
+        return self._compose(
+            members, dict(zip((r.name for r in self._config.rewards), components, strict=True))
+        )
 
     async def _component(self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]) -> Component:
         match reward.kind:
@@ -88,20 +76,16 @@ class ConfiguredComposer:
     async def _call_function(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
     ) -> dict[str, float | None]:
-        values: dict[str, float | None] = dict.fromkeys(m.trajectory for m in members)
-
-        async def call(member: TrajectoryCompleted) -> None:
+        async def call(member: TrajectoryCompleted) -> float | None:
             try:
                 argument = _function_argument(member, await self._load(member))
-                values[member.trajectory] = await self._functions[reward.name](argument)
+                return await self._functions[reward.name](argument)
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:
-                about = f"reward function {reward.name} failed: {error}"
-                log.error(about, trajectory=member.trajectory)
+                reason = f"reward function {reward.name} failed: {error}"
+                log.error(reason, trajectory=member.trajectory)
+                return None
 
-        async with anyio.create_task_group() as tg:
-            for member in members:
-                tg.start_soon(call, member)
-        return values
+        return dict(zip((m.trajectory for m in members), await gather(call, members), strict=True))
 
     def _compose(
         self, members: Sequence[TrajectoryCompleted], found: Mapping[str, Component]
@@ -127,9 +111,9 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
         "id": member.trajectory,
         "group": member.group,
         "task": member.task,
-        "messages": transcript.messages,
-        "conversations": [c.messages for c in transcript.all_conversations()],
-        "tools": transcript.tools,
+        "messages": transcript.last_conversation.messages,
+        "conversations": [c.messages for c in transcript.conversations],
+        "tools": transcript.last_conversation.tools,
         "reward": member.reward,
         "rewards": member.rewards,
         "metrics": member.metrics,
@@ -158,13 +142,6 @@ def combine(config: JudgeConfig, components: Mapping[str, float]) -> float:
             return weighted / total if total else 0.0
 
 
-def _make_rulers(config: JudgeConfig, model: ChatModel, load: LoadTranscript) -> dict[str, LlmRuler]:
-    rubrics = {r.name: r.rubric or config.rubric for r in config.rewards if r.kind == "ruler"}
-    if not config.rewards:
-        rubrics = {"": config.rubric}
-    return {name: LlmRuler(config, load_rubric(rubric), model, load) for name, rubric in rubrics.items()}
-
-
 @asynccontextmanager
 async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[ConfiguredComposer | None]:
     """Open what the settings want beyond agents' own rewards; `None` if nothing. `load` returns a member's transcript.
@@ -183,8 +160,11 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         for function in functions.values():
             await function.start()
         rulers: dict[str, LlmRuler] = {}
-        if judge.model and (not judge.rewards or any(r.kind == "ruler" for r in judge.rewards)):
-            rulers = _make_rulers(judge, await stack.enter_async_context(open_judge_model(judge)), load)
+        rubrics = {r.name: r.rubric or judge.rubric for r in judge.rewards if r.kind == "ruler"}
+        if judge.model and (rubrics or not judge.rewards):
+            model = await stack.enter_async_context(open_judge_model(judge))
+            for name, rubric in (rubrics or {"": judge.rubric}).items():
+                rulers[name] = LlmRuler(judge, load_rubric(rubric), model, load)
         yield ConfiguredComposer(judge, rulers, functions, load)
 
 
@@ -198,15 +178,12 @@ async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[
 
     async with open_composer(config, load) as composer:
         if composer is not None and composer.rulers:
-            newest, judge = (
-                (await broker.stream_info(stream_of(GroupScored))).state.last_seq,
-                judge_hash(config.judge),
-            )
+            newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
             recent = await broker.read(
                 GroupScored, start_seq=max(1, newest - _RECENT), project=config.project
             )
-            for event in (recorded.event for recorded in recent):
-                if (event.branch, event.judge) == ("main", judge):
-                    for ruler in composer.rulers.values():
-                        ruler.learn(event.verdicts)
+            ours = ("main", judge_hash(config.judge))
+            for event in (r.event for r in recent if (r.event.branch, r.event.judge) == ours):
+                for ruler in composer.rulers.values():
+                    ruler.learn(event.verdicts)
         yield composer

@@ -71,14 +71,23 @@ class RewardFunction:
         self._answers: BufferedByteReceiveStream | None = None
         self._turn = anyio.Lock()
         self._calls = 0
-        self._sandboxed: bool | None = None
+        self._sandboxed = False
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFunction]:
         """Allow calls within the block. The process starts with the first call and ends with the block.
 
         Raises `ConfigError` if the settings require a sandbox and this machine has none."""
-        await self._is_sandboxed()
+        isolate = self._config.isolate
+        fault = "" if isolate == "off" else await anyio.to_thread.run_sync(sandbox_view.unavailable)
+        if fault and isolate == "require":
+            raise ConfigError(
+                f'judge.rewards: {self._config.name} has isolate = "require", but {fault}; '
+                'isolate = "auto" runs the function without a sandbox if none is available'
+            )
+        if fault:
+            log.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
+        self._sandboxed = not fault and isolate != "off"
         try:
             yield self
         finally:
@@ -94,21 +103,6 @@ class RewardFunction:
                 raise ConfigError(f"judge.rewards: {self._config.name}: {error}") from error
             except RewardFunctionError as error:
                 log.warning("reward function did not start", entry=self._config.entry, reason=str(error))
-
-    async def _is_sandboxed(self) -> bool:
-        """Return whether this function runs in a sandbox. Raises `ConfigError`."""
-        if self._sandboxed is None:
-            isolate = self._config.isolate
-            fault = "" if isolate == "off" else await anyio.to_thread.run_sync(sandbox_view.unavailable)
-            if fault and isolate == "require":
-                raise ConfigError(
-                    f'judge.rewards: {self._config.name} has isolate = "require", but {fault}; '
-                    'isolate = "auto" runs the function without a sandbox if none is available'
-                )
-            if fault:
-                log.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
-            self._sandboxed = not fault and isolate != "off"
-        return self._sandboxed
 
     async def __call__(self, trajectory: dict[str, Any]) -> float:
         """Return the reward of a trajectory. Raises `RewardFunctionError`."""
@@ -163,19 +157,12 @@ class RewardFunction:
 
     async def _argv(self) -> list[str]:
         path = sandbox_view.search_path()
-        sandboxed = await self._is_sandboxed()
-        settings = {
-            "entry": self._config.entry,
-            "path": path,
-            "memory_mb": self._config.memory_mb,
-            "processes": self._config.processes,
-            "timeout_s": self._config.timeout_s,
-            "start_s": _START_S,
-            "sandboxed": sandboxed,
-        }
+        names = ("entry", "memory_mb", "processes", "timeout_s")
+        settings = {name: getattr(self._config, name) for name in names}
+        settings |= {"path": path, "start_s": _START_S, "sandboxed": self._sandboxed}
         # -I: environment and working directory do not affect what the worker itself imports.
         argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]
-        if not sandboxed:
+        if not self._sandboxed:
             return argv
         extra = (*self._config.readable, _WORKER)
         return await anyio.to_thread.run_sync(

@@ -197,15 +197,20 @@ class _ConversationBuilder:
         return known
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return indices from 0 as calls counted from 1: `1 to 3, 5`."""
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the runs of consecutive numbers as [first, last]. `numbers` are ascending; repetitions are ignored."""
     out: list[list[int]] = []
     for number in numbers:
-        if out and number == out[-1][1] + 1:
+        if out and number <= out[-1][1] + 1:
             out[-1][1] = number
-        elif not out or number != out[-1][1]:
+        else:
             out.append([number, number])
-    return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in out)
+    return out
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return indices from 0 as calls counted from 1: `1 to 3, 5`."""
+    return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in runs_of(numbers))
 
 
 def _decode(document: bytes | msgspec.Raw | None) -> Any:

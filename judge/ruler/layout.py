@@ -62,7 +62,7 @@ def count_shared(conversations: Sequence[Sequence[Message]]) -> int:
 
 def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -> PromptLayout:
     """Lay out the transcripts. `new_id` returns ids that no text of the trajectories can contain."""
-    members = [t.all_conversations() for t in transcripts]
+    members = [t.conversations for t in transcripts]
     firsts = [m[0].messages for m in members]
     shared = cut = 0
     if len(members) > 1:

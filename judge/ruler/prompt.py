@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from judge.models.chat import list_schema
 from judge.ruler.budget import allocate
+from judge.ruler.conversations import runs_of
 from judge.ruler.layout import build_layout
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, shorten, utf8_size
@@ -64,13 +66,7 @@ def _invisible() -> re.Pattern[str]:
         code for code in range(sys.maxunicode + 1)
         if unicodedata.category(chr(code)) in hidden and chr(code) not in "\n\t"
     ]  # fmt: skip
-    runs: list[list[int]] = []
-    for code in codes:
-        if runs and code == runs[-1][1] + 1:
-            runs[-1][1] = code
-        else:
-            runs.append([code, code])
-    return re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in runs) + "]")
+    return re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in runs_of(codes)) + "]")
 
 
 @dataclass(frozen=True)
@@ -102,23 +98,12 @@ def draw_id(rng: random.Random, taken: set[str]) -> str:
 
 def answer_schema(ids: Sequence[str]) -> dict[str, Any]:
     """Return the JSON schema of the answer as a `response_format`."""
-    entry = {
-        "type": "object",
-        "properties": {
-            "id": {"type": "string", "enum": list(ids)},
-            "explanation": {"type": "string"},
-            "score": {"type": "number", "description": "from 0 to 1"},
-        },
-        "required": ["id", "explanation", "score"],
-        "additionalProperties": False,
+    properties = {
+        "id": {"type": "string", "enum": list(ids)},
+        "explanation": {"type": "string"},
+        "score": {"type": "number", "description": "from 0 to 1"},
     }
-    schema = {
-        "type": "object",
-        "properties": {"scores": {"type": "array", "items": entry}},
-        "required": ["scores"],
-        "additionalProperties": False,
-    }
-    return {"type": "json_schema", "json_schema": {"name": "scores", "schema": schema, "strict": True}}
+    return list_schema("scores", properties)
 
 
 @dataclass(frozen=True)

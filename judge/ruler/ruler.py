@@ -34,6 +34,7 @@ from judge.scoring import UnscoredError
 from pipeline.backoff import Backoff
 from pipeline.config import JudgeConfig
 from pipeline.events import Score, TrajectoryCompleted, Verdict
+from pipeline.gather import gather
 from pipeline.log.broker import HistoryGoneError
 from pipeline.telemetry.logs import get_logger
 
@@ -148,7 +149,7 @@ class LlmRuler:
         while True:
             async with self._groups:
                 try:
-                    return await self.judge(await self._transcripts(members))
+                    return await self.judge(await gather(self._load, members))
                 except HistoryGoneError as error:
                     raise UnscoredError(str(error)) from error
                 except JudgingError as error:
@@ -158,24 +159,6 @@ class LlmRuler:
                 raise UnscoredError(f"no usable judge pass within {self._config.retry_for_s:.0f} s: {reason}")
             log.warning("group will be judged again", group=members[0].group, in_s=pause, reason=reason)
             await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
-
-    async def _transcripts(self, members: Sequence[TrajectoryCompleted]) -> list[Transcript]:
-        found: dict[str, Transcript] = {}
-
-        async def load(member: TrajectoryCompleted) -> None:
-            found[member.trajectory] = await self._load(member)
-
-        try:
-            async with anyio.create_task_group() as tg:
-                for member in members:
-                    tg.start_soon(load, member)
-        except* HistoryGoneError as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            assert isinstance(error, HistoryGoneError)
-            raise HistoryGoneError(error.what) from None
-        return [found[m.trajectory] for m in members]
 
     async def judge(
         self, transcripts: Sequence[Transcript], *, count: bool = True
@@ -201,9 +184,7 @@ class LlmRuler:
             judgings.append([_pass_of(v) for v in found])
             verdicts.extend(found)
 
-        async with anyio.create_task_group() as tg:
-            for order in orders[:2]:
-                tg.start_soon(judge_in, order)
+        await gather(judge_in, orders[:2])
         for order in orders[2:]:
             whole = [passes[0] for passes in judgings if len(passes) == 1]
             if any_two_agree(whole, self._config.agreement, self.statistics.bias):
@@ -318,7 +299,7 @@ def _characters(transcripts: Sequence[Transcript]) -> int:
     return sum(
         len(content) if isinstance(content := m.get("content"), str) else 100
         for t in transcripts
-        for c in t.all_conversations()
+        for c in t.conversations
         for m in c.messages
     )
 

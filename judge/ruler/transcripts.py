@@ -23,15 +23,14 @@ class Transcript:
     """One trajectory."""
 
     trajectory: str
-    messages: tuple[Message, ...]
-    """The conversation of the trajectory's last call, its reply included."""
-    tools: tuple[dict[str, Any], ...] = ()
-    conversations: tuple[Conversation, ...] = ()
-    """Everything that trains, in the order in which it began. Empty if `messages` is everything."""
+    conversations: tuple[Conversation, ...]
+    """Everything that trains, in the order in which it began; at least one."""
+    last: int = -1
+    """Index of the conversation of the trajectory's last call."""
 
-    def all_conversations(self) -> tuple[Conversation, ...]:
-        """Return the conversations, at least one."""
-        return self.conversations or (Conversation(self.messages, self.tools),)
+    @property
+    def last_conversation(self) -> Conversation:
+        return self.conversations[self.last]
 
 
 def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Transcript:
@@ -39,8 +38,7 @@ def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Tr
     found, last = build_conversations(exchanges)
     if not found:
         raise HistoryGoneError(f"every exchange of trajectory {trajectory}")
-    main = found[last]
-    return Transcript(trajectory, main.messages, main.tools, found if len(found) > 1 else ())
+    return Transcript(trajectory, found, last)
 
 
 async def load_transcript(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:

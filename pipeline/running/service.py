@@ -68,7 +68,8 @@ class _Report:
             await anyio.sleep(BEAT_S)
 
 
-async def _until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
+async def until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
+    """Run `serve` until it ends, or is cancelled by SIGTERM or SIGINT."""
     async with anyio.create_task_group() as tg:
 
         async def stop_on_signal() -> None:
@@ -86,7 +87,7 @@ async def _run(serve: Serve, config: Config, fd: int | None) -> None:
     report = _Report(fd)
     async with anyio.create_task_group() as tg:
         tg.start_soon(report.beat)
-        await _until_signalled(serve, config, report)
+        await until_signalled(serve, config, report)
         tg.cancel_scope.cancel()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from pipeline.config import TrainerConfig, with_values
 from tests.trainer import families
+from tests.trainer.kit import backward
 from trainer.batches.groups import Example
 from trainer.batches.packing import micro_batches
 from trainer.batches.sequences import TokenSequence
@@ -69,7 +70,7 @@ def gradient(engine: Engine) -> tuple[float, torch.Tensor]:
     weights = {k: torch.randn(w.shape, generator=generator) * 0.05 for k, w in engine.weights().items()}
     engine.load_adapter(weights)
     engine.model.zero_grad(set_to_none=True)
-    metrics = engine.backward(*batch(), 0)
+    metrics = backward(engine, *batch(), 0)
     flat = torch.cat([p.grad.flatten().double().cpu() for p in engine.parameters if p.grad is not None])
     return metrics["loss"], flat
 
@@ -197,7 +198,6 @@ def test_the_memory_formula_holds_for_a_step(make_engine: MakeEngine) -> None:
         groups,
         engine.budget.tokens,
         engine.packing_of(examples, groups),
-        engine.cost,
     )
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Allocations are rounded up to 512 bytes and libraries hold workspaces: 64 MiB beside a model this small.

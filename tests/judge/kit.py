@@ -13,6 +13,7 @@ import anyio
 import msgspec
 
 from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
+from judge.ruler.conversations import Conversation, Message
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
@@ -33,7 +34,12 @@ from tests.kits.scoring_server import Answer
 def transcript(name: str, *said: str, task: str = "Win the game.") -> Transcript:
     """A task, then the agent's turns."""
     messages = [{"role": "user", "content": task}, *({"role": "assistant", "content": s} for s in said)]
-    return Transcript(name, tuple(messages))
+    return single(name, tuple(messages))
+
+
+def single(name: str, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = ()) -> Transcript:
+    """A trajectory of one conversation."""
+    return Transcript(name, (Conversation(messages, tools),))
 
 
 def completed(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(("wrong", "alarm"), [(False, False), (True, True)])
-async def test_anchors_raise_the_alarm_when_the_judge_leaves_the_truth(
+async def test_the_alarm_is_raised_when_the_judge_disagrees_with_the_anchors(
     tmp_path: Path, wrong: bool, alarm: bool
 ) -> None:
     anchors = read_labelled(labelled(tmp_path / "anchors.jsonl", wrong=wrong))
@@ -54,7 +54,7 @@ async def test_anchors_raise_the_alarm_when_the_judge_leaves_the_truth(
     assert state["rulers"]["default"]["groups"] == 1  # anchors don't count as judged groups
 
 
-async def test_anchors_that_can_t_be_judged_are_an_alarm_too(tmp_path: Path) -> None:
+async def test_the_alarm_is_raised_when_no_anchor_could_be_judged(tmp_path: Path) -> None:
     anchors = read_labelled(labelled(tmp_path / "anchors.jsonl"))
     judge = ruler(Model(lambda _: 500))
     said: list[JudgeMeasured] = []

@@ -119,7 +119,7 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
     assert state["alarm"] is False
 
 
-async def test_a_model_that_never_answers_leaves_a_recorded_group(
+async def test_a_group_whose_judge_model_never_answers_is_recorded(
     nats_config: NatsConfig, tmp_path: Path
 ) -> None:
     async with ScoringServer(lambda _: 500).run() as server, Broker.connect(nats_config) as broker:
@@ -140,7 +140,7 @@ async def test_a_model_that_never_answers_leaves_a_recorded_group(
     "point", ["judge.before_publish", "judge.after_publish", "broker.before_ack", "broker.after_ack"]
 )
 @pytest.mark.slow
-async def test_dying_between_any_two_steps_scores_each_group_once(
+async def test_a_judge_killed_at_any_stop_point_scores_each_group_once(
     nats_config: NatsConfig, tmp_path: Path, point: str
 ) -> None:
     config = tmp_path / "config.toml"

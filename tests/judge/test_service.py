@@ -86,7 +86,7 @@ async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
         )
 
 
-async def test_the_event_s_group_size_wins_and_failed_members_close_the_group_without_a_score(
+async def test_the_event_s_group_size_overrides_the_setting_and_failed_members_count_towards_it(
     nats_config: NatsConfig,
 ) -> None:
     async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
@@ -129,7 +129,9 @@ async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_
     assert found[0].subject() != found[1].subject()
 
 
-async def test_a_straggler_does_not_wedge_its_group_and_is_recorded_as_late(nats_config: NatsConfig) -> None:
+async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_as_late(
+    nats_config: NatsConfig,
+) -> None:
     async with Broker.connect(nats_config) as broker:
         async with judging(broker, settings(nats_config, timeout_s=0.2)):
             await publish(broker, [completed("a", reward=1.0), completed("b")])
@@ -168,7 +170,7 @@ async def test_a_straggler_does_not_wedge_its_group_and_is_recorded_as_late(nats
         ([completed("a", group="")], "1 of 1 trajectories can be scored, 2 are needed"),
     ],
 )  # fmt: skip
-async def test_what_can_t_be_compared_is_discarded_with_the_reason(
+async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
 ) -> None:
     async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, timeout_s=0.2)):
@@ -229,7 +231,9 @@ async def test_a_redelivered_member_of_a_scored_group_is_acknowledged_and_neithe
         assert await broker.read(GroupDiscarded) == []
 
 
-async def test_a_group_that_another_judge_scored_first_is_taken_over(nats_config: NatsConfig) -> None:
+async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted(
+    nats_config: NatsConfig,
+) -> None:
     async with Broker.connect(nats_config) as broker:
         judge = Judge(broker, settings(nats_config), None, "j")
         await publish(broker, [completed("a"), completed("b"), completed("c")])

@@ -44,7 +44,7 @@ def live(life: dict[str, Any]) -> None:
     def ready(**_: str | int | float) -> None:
         pass
 
-    anyio.run(service._until_signalled, serve, config, ready)
+    anyio.run(service.until_signalled, serve, config, ready)
 
 
 def tell(**facts: int) -> None:

@@ -31,7 +31,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import Example, TrainingGroup
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine
 
@@ -73,6 +73,14 @@ def stir(engine: Engine, seed: int = 1) -> None:
     with torch.no_grad():
         for parameter in engine.parameters:
             parameter.normal_(std=0.1)
+
+
+def backward(
+    engine: Engine, examples: Sequence[Example], groups: Sequence[int], step: int
+) -> dict[str, float]:
+    """Add the gradient of the batch's loss to the live adapter's. Return the metrics of the batch as seen from
+    `step`."""
+    return engine.summary(engine.passes(examples, groups), examples, step, 1)
 
 
 def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:

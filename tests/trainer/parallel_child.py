@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.config import with_values
-from tests.trainer.kit import exactly, settings, tree_of_conversations
+from tests.trainer.kit import backward, exactly, settings, tree_of_conversations
 from trainer import learner
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
@@ -49,7 +49,7 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
         first = engine.step(state, examples, groups)
         engine.load_adapter(first.state.weights)
         engine.model.zero_grad(set_to_none=True)
-        engine.backward(examples, groups, 1)
+        backward(engine, examples, groups, 1)
         gradients = {str(i): p.grad.clone() for i, p in enumerate(engine.parameters)}
         second = engine.step(first.state, examples[3:], groups[3:])
         out.append(

@@ -45,7 +45,7 @@ def _config(**trainer: object) -> Config:
     return Config(models=(ModelConfig(base="b"), ModelConfig(name="c", base="b", trainer=dict(trainer))))
 
 
-def test_a_late_or_missing_unsloth_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_unsloth_late_or_not_having_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import_first(_config())  # wants none
     monkeypatch.setitem(sys.modules, "peft", sys)
     with pytest.raises(RuntimeError, match=r"unsloth has to be imported before .*peft"):

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # processes that imp
 
 
 @pytest.mark.slow
-async def test_a_stop_in_the_middle_of_the_work_leaves_whole_checkpoints(
+async def test_stopping_the_trainer_during_a_step_leaves_only_complete_checkpoints(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(
@@ -107,7 +107,7 @@ async def test_train_runs_to_max_steps_and_ends(
 
 
 @pytest.mark.slow
-async def test_train_says_in_a_line_why_it_can_not_go_on(tmp_path: Path) -> None:
+async def test_train_prints_one_line_when_it_can_not_continue(tmp_path: Path) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     done = await anyio.run_process(
         train_command(tmp_path, "nats://127.0.0.1:1"),
@@ -133,7 +133,7 @@ print(asked)
 
 
 @pytest.mark.slow
-def test_nothing_outside_is_asked_for_as_training_begins(
+def test_the_start_of_training_makes_no_request_to_the_internet(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     configuration.save(kit.settings(tiny_base, tmp_path, nats_config), tmp_path / "config.toml")

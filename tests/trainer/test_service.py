@@ -56,7 +56,7 @@ async def test_groups_become_a_checkpoint(nats_config: NatsConfig, tiny_base: st
         assert manifest.event.batch_id == event.batch_id
 
 
-async def test_what_trains_nothing_is_discarded_with_its_reason(
+async def test_groups_that_can_t_train_are_discarded_with_their_reason(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config)
@@ -76,7 +76,7 @@ async def test_what_trains_nothing_is_discarded_with_its_reason(
         assert await unacked(broker) == 1  # `good` waits for a second group
 
 
-async def test_a_trajectory_that_memory_does_not_hold_is_told_of_and_its_group_trains(
+async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_its_group_trains(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that was: restarts, then the whole batch among the dead letters."""
@@ -106,7 +106,7 @@ async def test_a_trajectory_that_memory_does_not_hold_is_told_of_and_its_group_t
         assert not [r async for r in dead_letters(broker)]
 
 
-async def test_a_group_of_which_a_part_was_too_large_is_taken_over(
+async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     """A predecessor died holding it. A discard for another reason would mean that it is done with."""
@@ -247,7 +247,7 @@ async def test_two_models_share_a_process_and_take_turns(
         assert events[0].adapter_sha256 != events[1].adapter_sha256
 
 
-async def test_what_is_not_ours_is_left_alone(
+async def test_groups_of_other_models_and_branches_are_acknowledged_and_not_trained(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
@@ -258,7 +258,9 @@ async def test_what_is_not_ours_is_left_alone(
         assert await checkpoints(broker) == []
 
 
-async def test_a_second_trainer_is_found_out(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+async def test_a_second_trainer_on_the_same_model_is_an_error(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config) as broker:
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
@@ -273,7 +275,7 @@ async def test_a_second_trainer_is_found_out(nats_config: NatsConfig, tiny_base:
             await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), b"y")
 
 
-async def test_a_log_that_goes_away_and_comes_back_costs_nothing(
+async def test_training_continues_after_the_log_was_unavailable(
     nats_server: NatsServer, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
@@ -287,7 +289,7 @@ async def test_a_log_that_goes_away_and_comes_back_costs_nothing(
         assert [e.groups for e in events] == [("g0",), ("g1",)]
 
 
-async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
+async def test_a_batch_that_can_not_be_trained_goes_to_the_dead_letters(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(
@@ -304,7 +306,7 @@ async def test_a_batch_that_can_not_be_trained_goes_to_the_dead(
         assert (dead.event.reason, dead.event.consumer) == ("untrainable", "trainer")
 
 
-async def test_a_batch_that_its_version_did_not_sample_is_no_step_and_an_alarm(
+async def test_a_batch_that_its_version_did_not_sample_is_refused_and_logged_as_an_error(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, logprob_bound=1e-3)
@@ -356,7 +358,7 @@ async def test_a_models_settings_are_checked(tmp_path: Path) -> None:
         config.trainer_of(config.models[0])
 
 
-async def test_tokens_of_another_model_bury_their_group_alone(
+async def test_only_the_group_with_tokens_of_another_model_goes_to_the_dead_letters(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
@@ -371,7 +373,7 @@ async def test_tokens_of_another_model_bury_their_group_alone(
         assert "vocabulary" in dead.event.detail
 
 
-async def test_a_batch_that_kills_the_trainer_again_and_again_is_buried(
+async def test_a_batch_during_which_the_trainer_dies_ten_times_goes_to_the_dead_letters(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.learner.MAX_ATTEMPTS", 2)

@@ -8,6 +8,7 @@ from functools import partial
 import anyio
 
 from pipeline.events import ExchangeRecorded, Member
+from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.messages import Place
 from trainer.batches.groups import Refusal, TrainingGroup
@@ -30,18 +31,9 @@ class Histories:
     async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
         """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no
         longer holds."""
-        refusals: dict[Place, Refusal] = {}
-
-        async def one(group: TrainingGroup) -> None:
-            refusal = await self.read(group)
-            if refusal is not None:
-                refusals[group.place] = refusal
-
-        async with anyio.create_task_group() as tg:
-            for group in groups:
-                if group.sequences is None:
-                    tg.start_soon(one, group)
-        return refusals
+        missing = [g for g in groups if g.sequences is None]
+        refusals = zip(missing, await gather(self.read, missing), strict=True)
+        return {group.place: refusal for group, refusal in refusals if refusal is not None}
 
     async def read(self, group: TrainingGroup) -> Refusal | None:
         """Set `sequences`, `left_out` and `duration_s` of a group, or return why its exchanges can't be read."""

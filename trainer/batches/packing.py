@@ -205,12 +205,6 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
     return _layout(sequences, ids_RL, where, sum(len(t.ids) for t in trees), positions_RL, ends_RL)
 
 
-def tree_sizes(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
-    """Number of tokens of a group, laid out one by one and as a prefix tree."""
-    used = [_used(s) for s in sequences]
-    return sum(len(u) for u in used), len(_tree(used).ids)
-
-
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Sequences that go through the model in one pass. `indices` are their places in the batch of the step."""
@@ -219,15 +213,15 @@ class MicroBatch:
     layout: Layout
 
 
-Packing = Literal["auto", "prefix", "padded"]
+Packing = Literal["prefix", "padded"]
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of a forward and backward pass in floating point operations. A layout is chosen by it."""
 
-    per_token: float = 1.0
-    per_pair: float = 0.0
+    per_token: float
+    per_pair: float
     """Per pair of query and key in a row, summed over all layers."""
 
     @classmethod
@@ -247,23 +241,17 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
     for inside in _by_group(groups):
-        size = tree_sizes([sequences[s] for s in inside])[1]
+        size = len(_tree([_used(sequences[s]) for s in inside]).ids)
         trees += size * cost.per_token + size**2 * cost.per_pair
     return trees < 0.95 * rows
 
 
 def micro_batches(
-    sequences: Sequence[TokenSequence],
-    groups: Sequence[int],
-    budget: int,
-    packing: Packing,
-    cost: Cost = Cost(),
+    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, packing: Packing
 ) -> list[MicroBatch]:
     """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
-    `groups[s]` is the group of sequence s. With `auto`, the cheaper layout by `cost` is taken."""
-    if packing == "auto":
-        packing = "prefix" if sharing_pays(sequences, groups, cost) else "padded"
+    `groups[s]` is the group of sequence s."""
     if packing == "prefix":
         pieces = _within_budget(_group_pieces(sequences, groups, budget), budget)
         return [_prefix_batch(sequences, rows) for rows in pieces]

@@ -40,6 +40,17 @@ class TokenSequence:
     cuts: npt.NDArray[np.float32] | None = None
     """top_k, top_p and min_p of each token, shape [T, 3]; `None` where no token was sampled under any of them."""
 
+    @classmethod
+    def made_up(cls, name: str, ids: npt.NDArray[np.integer[Any]], trained: int) -> TokenSequence:
+        """Return a sequence for a measurement or a check: its last `trained` tokens are trained, and none has a
+        recorded logprob."""
+        n = len(ids)
+        loss_mask = np.arange(n) >= max(1, n - trained)
+        unknown = np.full(n, np.nan, np.float32)
+        return cls(
+            name, ids.astype(np.int32), loss_mask, unknown, np.zeros(n, np.int32), np.ones(n, np.float32)
+        )
+
     @property
     def trained_tokens(self) -> int:
         """Number of tokens that are trained."""

@@ -48,12 +48,16 @@ class Commits:
         self._computing = anyio.CapacityLimiter(1)
         self._signer, self._trust = Signer.from_config(config), Trust(config.signing)
 
-    def trusted(self, event: CheckpointPublished) -> bool:
-        """Whether training may continue from a checkpoint of the log: only a signed one was written by a trainer."""
-        objection = self._trust.objection(event)
-        if objection:
+    async def published(self, model: str) -> list[CheckpointPublished]:
+        """The checkpoints of a model on the log, without those that no trainer signed; they are logged."""
+        found = await self.broker.read(CheckpointPublished, **self._keys(model))
+        objections = {r.place: self._trust.objection(r.event) for r in found}
+        for objection in filter(None, objections.values()):
             log.error("checkpoint refused", reason=objection)
-        return not objection
+        return [r.event for r in found if not objections[r.place]]
+
+    def _keys(self, model: str) -> dict[str, Any]:
+        return {"project": self.config.project, "model": model, "branch": self.config.trainer.branch}
 
     async def recover(self, learner: Learner, last: CheckpointPublished | None) -> list[Manifest]:
         """Bring `learner` to its newest committed step. `last` is the newest checkpoint on the log, `None` where
@@ -81,13 +85,10 @@ class Commits:
     async def republish_lost(self, learner: Learner) -> None:
         """Publish the committed steps again that a power cut of the log's machine took from the log, oldest first."""
         step = learner.state.step
-        keys: dict[str, Any] = {
-            "project": self.config.project, "model": learner.model.name, "branch": self.config.trainer.branch
-        }  # fmt: skip
+        keys = self._keys(learner.model.name)
         if not step or await self.broker.read_last(CheckpointPublished, step=step, **keys) is not None:
             return
-        held = await self.broker.read(CheckpointPublished, **keys)
-        events = [r.event for r in held if self.trusted(r.event)]
+        events = await self.published(learner.model.name)
         last = max((e for e in events if e.step <= step), key=lambda e: e.step, default=None)
         log_id = await self._log_id()
         for manifest in await self.run_in_thread(self._steps_ahead, learner, last, log_id):

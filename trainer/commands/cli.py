@@ -25,12 +25,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    parser.add_argument("--nats-url", help="URL of the log")
 
 
 def run_config(args: argparse.Namespace) -> Config:
     """Return the settings of the run that the arguments name; the newest run if they name none. Raises
     `ConfigError`."""
-    return run_settings(args.run_dir, args.config, args.overrides)
+    return run_settings(args.run_dir, args.config, args.overrides, args.nats_url)
 
 
 def run(name: str, command: Callable[[], None]) -> None:

@@ -13,10 +13,10 @@ import hashlib
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-import msgspec
 
 from pipeline import streams
 from pipeline.config import Config
@@ -39,12 +39,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--merged", action="store_true", help="the base model's weights with the adapter merged in"
     )
-    made.add_argument("--nats-url", help="URL of the log, for a step that is no longer on disk")
     return made
 
 
 def find_files(
-    checkpoints: Checkpoints, step: str, fetch: Fetch | None = None
+    checkpoints: Checkpoints, step: str, fetch: Callable[[int], bytes] | None = None
 ) -> tuple[int, dict[str, bytes]]:
     """The step that `--step` names, and the files of its adapter.
 
@@ -78,39 +77,27 @@ def find_files(
     return number, unpack(fetch(number))
 
 
-class Fetch:
-    """Reads the adapter of a step, as a tar, from the log's object store. Raises `CheckpointError`."""
-
-    def __init__(self, config: Config, model: str, url: str) -> None:
-        self._config, self._model, self._url = config, model, url
-
-    def __call__(self, step: int) -> bytes:
-        return anyio.run(self._get, step)
-
-    async def _get(self, step: int) -> bytes:
-        config = self._config
-        nats = msgspec.structs.replace(config.nats, url=self._url)
-        async with Broker.connect(nats, name="export", provision=False) as broker:
-            history = await broker.read(
-                CheckpointPublished,
-                project=config.project, model=self._model, step=step, branch=config.trainer.branch,
-            )  # fmt: skip
-            events = [r.event for r in history]
-            if not events:
-                raise CheckpointError(
-                    f"the log has no {self._model}@{step} of project {config.project}: "
-                    "check --step, --model and --nats-url"
-                )
-            objections = [Trust(config.signing).objection(e) for e in events]
-            if "" not in objections:
-                raise CheckpointError(objections[-1])
-            event = events[objections.index("")]
-            tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
-            if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
-                raise CheckpointError(
-                    f"the adapter of {event.version} in the object store does not match its event: do not use it"
-                )
-            return tar
+async def fetch_adapter(config: Config, model: str, step: int) -> bytes:
+    """Read the adapter of a step, as a tar, from the object store of the log at `config.nats.url`. Raises
+    `CheckpointError`."""
+    async with Broker.connect(config.nats, name="export", provision=False) as broker:
+        history = await broker.read(
+            CheckpointPublished, project=config.project, model=model, step=step, branch=config.trainer.branch
+        )
+        if not history:
+            raise CheckpointError(
+                f"the log has no {model}@{step} of project {config.project}: check --step, --model and --nats-url"
+            )
+        objections = [Trust(config.signing).objection(r.event) for r in history]
+        if "" not in objections:
+            raise CheckpointError(objections[-1])
+        event = history[objections.index("")].event
+        tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
+        if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
+            raise CheckpointError(
+                f"the adapter of {event.version} in the object store does not match its event: do not use it"
+            )
+        return tar
 
 
 def write_adapter(files: dict[str, bytes], out: Path) -> None:
@@ -146,8 +133,12 @@ def main(argv: list[str] | None = None) -> None:
         model = config.model(args.model) if args.model else config.models[0]
         if args.out.exists():
             raise cli.UsageError(f"{args.out} exists already")
-        fetch = Fetch(config, model.name, args.nats_url) if args.nats_url else None
-        step, files = find_files(Checkpoints.of(config, model.name), args.step, fetch)
+
+        def fetch(number: int) -> bytes:
+            return anyio.run(fetch_adapter, config, model.name, number)
+
+        checkpoints = Checkpoints.of(config, model.name)
+        step, files = find_files(checkpoints, args.step, fetch if args.nats_url else None)
         args.out.mkdir(parents=True)
         if args.merged:
             write_merged(files, model.base, args.out)

@@ -164,9 +164,9 @@ def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
-    from trainer.engine.losses import quiet_imports
+    from trainer.engine.losses import trl_imports
 
-    with quiet_imports():
+    with trl_imports():
         from trl import SFTConfig, SFTTrainer
 
     class PlainSFTTrainer(SFTTrainer):  # type: ignore[misc]  # TRL has no types

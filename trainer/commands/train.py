@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 
 import anyio
 import msgspec
 
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
+from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
 from trainer.first import import_first
@@ -25,7 +25,6 @@ from trainer.first import import_first
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="journeyman train", description="Run the trainer alone.")
     cli.add_run_arguments(made)
-    made.add_argument("--nats-url", help="URL of the log")
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     return made
 
@@ -34,8 +33,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
 
     def command() -> None:
-        if args.nats_url:
-            args.overrides.append(f"nats.url={args.nats_url}")
         config = cli.run_config(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
@@ -47,21 +44,8 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.checkpoints.commits import TrainerError
         from trainer.service import train
 
-        async def until_stopped() -> None:
-            async with anyio.create_task_group() as tg:
-
-                async def stop() -> None:
-                    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-                        async for _ in signals:
-                            tg.cancel_scope.cancel()
-                            return
-
-                tg.start_soon(stop)
-                await train(config, lambda **_: None)
-                tg.cancel_scope.cancel()
-
         try:
-            anyio.run(until_stopped)
+            anyio.run(until_signalled, train, config, lambda **_: None)
         except* (TrainerError, BrokerError) as group:
             raise cli.FailedError("; ".join(str(e) for e in _leaves(group))) from group
 

@@ -48,10 +48,7 @@ class Budget:
     """The token budget of a pass over one engine's model. `limit` is `trainer.memory.tokens_per_batch`."""
 
     def __init__(self, limit: int) -> None:
-        self._setting = limit
-        self._memory_limit = sys.maxsize
-        self._limit = limit
-        """The smaller of the two."""
+        self._setting, self._memory_limit = limit, sys.maxsize
         self.tokens = limit
         """The current budget."""
         self._good_steps = 0
@@ -59,20 +56,16 @@ class Budget:
         self._grew = False
         """Whether the budget has grown since memory last ran out."""
 
-    def set_limit(self, limit: int) -> None:
-        """Set the configured limit. A budget that was reduced because memory ran out is not raised."""
-        self._setting = limit
-        limit = min(limit, self._memory_limit)
-        if limit == self._limit:
-            return
-        at_limit = self.tokens == self._limit
-        self._limit = limit
-        self.tokens = limit if at_limit else min(self.tokens, limit)
+    @property
+    def _limit(self) -> int:
+        return min(self._setting, self._memory_limit)
 
-    def set_memory_limit(self, tokens: int) -> None:
-        """Set the number of tokens that fit into memory by the estimate of `trainer.engine.memory`."""
-        self._memory_limit = tokens
-        self.set_limit(self._setting)
+    def set_limit(self, setting: int | None = None, memory: int | None = None) -> None:
+        """Set the configured limit, or the number of tokens that fit into memory by the estimate of
+        `trainer.engine.memory`. A budget that was reduced because memory ran out is not raised."""
+        at_limit = self.tokens == self._limit
+        self._setting, self._memory_limit = setting or self._setting, memory or self._memory_limit
+        self.tokens = self._limit if at_limit else min(self.tokens, self._limit)
 
     def halve(self, tried: int) -> None:
         """Halve the budget after a pass of `tried` tokens ran out of memory; it becomes at most half of `tried`."""

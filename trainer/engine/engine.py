@@ -67,7 +67,7 @@ class Engine(GradientEngine):
         memory = self.memory()
         fits = memory.tokens()
         if self.device.type == "cuda" and fits is not None:
-            self.budget.set_memory_limit(max(1, fits))
+            self.budget.set_limit(memory=max(1, fits))
         log.info(
             "memory of a step", model=self.base, device=str(self.device), weights=memory.weights,
             per_token=memory.per_token, free=memory.free, tokens_that_fit=fits, token_budget=self.budget.tokens,
@@ -84,10 +84,7 @@ class Engine(GradientEngine):
     def warm_up(self) -> None:
         """Take a step over a few tokens and discard it, so that PyTorch's one-time work is done before the first real
         step."""
-        ids = np.arange(4, dtype=np.int32)
-        sequence = TokenSequence(
-            "warm-up", ids, ids > 0, np.full(4, np.nan, np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
-        )  # fmt: skip
+        sequence = TokenSequence.made_up("warm-up", np.arange(4), 3)
         with self.with_adapter(self.weights()):
             self.step(self.initial_state(), [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
 

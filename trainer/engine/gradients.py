@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
-from trainer.batches.packing import Cost, MicroBatch, micro_batches, sharing_pays
+from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
 from trainer.engine import losses
 from trainer.engine.budget import Budget
 from trainer.engine.fitting import within_memory
@@ -105,39 +105,29 @@ class GradientEngine(PolicyModel):
         self.trainer = self._trainers[key]
         self.model.train()
 
-    def backward(self, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
-        """Add the gradient of the batch's loss to the live adapter's; returns the metrics of the batch as seen from
-        `step`."""
-        return self.summary(self.passes(examples, groups), examples, step, 1)
-
     def passes(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
         """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
-        found: list[PassResult] = self._in_every_process(examples, groups, gradients=True)
-        return found
+        return self._in_every_process(examples, groups, gradients=True)
 
     def scores(self, examples: Sequence[Example], groups: Sequence[int]) -> Scores:
         """Logprobs of the trained tokens of each example under the live adapter."""
-        found: list[Scores] = self._in_every_process(examples, groups, gradients=False)
-        return {index: logprobs for part in found for index, logprobs in part.items()}
+        parts: list[Scores] = self._in_every_process(examples, groups, gradients=False)
+        return {index: logprobs for part in parts for index, logprobs in part.items()}
 
     def _in_every_process(
         self, examples: Sequence[Example], groups: Sequence[int], *, gradients: bool
     ) -> list[Any]:
-        budget = self.budget.tokens
-        if self.process_group is None:
-            return [
-                self.own_passes(examples, groups, budget)
-                if gradients
-                else self.own_scores(examples, groups, budget)
-            ]
-        job = Job(self.number, self.config, self.weights(), examples, groups, budget, gradients)
-        self.process_group.send(job)
+        weights = {} if self.process_group is None else self.weights()
+        job = Job(self.number, self.config, weights, examples, groups, self.budget.tokens, gradients)
+        if self.process_group is not None:
+            self.process_group.send(job)
         return self._do(job)
 
     def _do(self, job: Job) -> list[Any]:
         """This process's part of `job`; returns every process's result. Gradients are summed over the processes."""
-        assert self.process_group is not None
         work = self.own_passes if job.gradients else self.own_scores
+        if self.process_group is None:
+            return [work(job.examples, job.groups, job.budget)]
         return self.process_group.all_reduce(
             lambda: work(job.examples, job.groups, job.budget), self.parameters if job.gradients else ()
         )
@@ -160,7 +150,7 @@ class GradientEngine(PolicyModel):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Literal["prefix", "padded"]:
+    def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Packing:
         """The layout in which a batch is trained."""
         packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
         if packing != "auto":
@@ -173,13 +163,13 @@ class GradientEngine(PolicyModel):
         """This process's passes of the batch, of at most about `budget` tokens each."""
         sequences = [e.sequence for e in examples]
         packing = self.packing_of(examples, groups)
-        batches = micro_batches(sequences, groups, budget, packing, self.cost)
+        batches = micro_batches(sequences, groups, budget, packing)
         if self.process_group is None:
             return batches
         if len(batches) < self.process_group.size:
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = max(-(-size // self.process_group.size), _LEAST_BUDGET)
-            batches = micro_batches(sequences, groups, min(budget, smaller), packing, self.cost)
+            batches = micro_batches(sequences, groups, min(budget, smaller), packing)
         return self.process_group.partition(batches)
 
     def own_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:

@@ -123,10 +123,8 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     excluded = {_leaf(name) for name, m in linear.items()
                 if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")}  # fmt: skip
     if model.config.model_type in ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"):
-        excluded |= {
-            "out_proj",
-            "conv1d",
-        }  # their fused kernels read the base weights and bypass PEFT's adapter
+        # Their fused kernels read the base weights and bypass PEFT's adapter.
+        excluded |= {"out_proj", "conv1d"}
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
         excluded |= {
             "gate",

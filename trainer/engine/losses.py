@@ -31,31 +31,24 @@ from trainer.batches.groups import Example
 
 
 @contextmanager
-def without_vllm() -> Iterator[None]:
-    """Make `import vllm` fail inside the context: TRL would import it if installed, and the trainer does not need it.
+def trl_imports() -> Iterator[None]:
+    """Import TRL without the warnings that libraries raise about their own code, and without vLLM.
 
-    An entry of `None` in `sys.modules` makes Python raise ImportError for that module. This saves seconds at start, and
-    memory."""
+    TRL would import vLLM if it is installed, which takes seconds and memory. An entry of `None` in `sys.modules` makes
+    `import vllm` raise `ImportError`."""
     loaded = sys.modules.get("vllm")
     sys.modules["vllm"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if loaded is None:
-            del sys.modules["vllm"]
-        else:
-            sys.modules["vllm"] = loaded
-
-
-@contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Import TRL without vLLM, and without the warnings that libraries raise about their own code."""
-    with warnings.catch_warnings(), without_vllm():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        finally:
+            del sys.modules["vllm"]
+            if loaded is not None:
+                sys.modules["vllm"] = loaded
 
 
-with quiet_imports():
+with trl_imports():
     from trl import GRPOConfig, GRPOTrainer
 
 transformers_logging.disable_progress_bar()
@@ -81,11 +74,8 @@ _PAD = "<pad>"
 
 def _no_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of a single token. TRL requires a tokenizer, but nothing is tokenised here."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({_PAD: 0}, unk_token=_PAD)),
-        pad_token=_PAD,
-        eos_token=_PAD,
-    )
+    tokenizer = Tokenizer(WordLevel({_PAD: 0}, unk_token=_PAD))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_PAD, eos_token=_PAD)
 
 
 CISPO_EPSILON_HIGH = 5.0

@@ -89,12 +89,8 @@ def free_bytes(device: torch.device, share: float = 0.0) -> int | None:
 
 def _saved_bytes(model: PolicyModel, tokens: int) -> int:
     """Return the bytes that autograd saves in a forward pass of the trunk over `tokens` tokens, without weights."""
-    ids = np.arange(tokens + 1, dtype=np.int32) % model.vocabulary
-    n = len(ids)
-    sequence = TokenSequence(
-        "memory", ids, np.arange(n) > 0, np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32)
-    )  # fmt: skip
-    weights = {t.untyped_storage().data_ptr() for t in (*model.model.parameters(), *model.model.buffers())}
+    sequence = TokenSequence.made_up("memory", np.arange(tokens + 1) % model.vocabulary, tokens)
+    weights = _sizes_by_address(model)
     saved: dict[int, tuple[int, Any]] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +141,7 @@ def estimate(model: PolicyModel, *, shares_prefixes: bool) -> Memory:
     chunk = min(model.config.memory.tokens_per_batch, model.logits_at_once)
     itemsize = torch.promote_types(model.dtype, torch.float32).itemsize
     return Memory(
-        weights=sum(t.untyped_storage().nbytes() for t in _distinct(model.model)),
+        weights=sum(_sizes_by_address(model).values()),
         optimizer=3 * adapter,
         per_token=_peak_per_token(model),
         logits=_COPIES_OF_LOGITS * itemsize * chunk * model.vocabulary,
@@ -162,7 +158,7 @@ def _per_pair(model: PolicyModel) -> int:
     return int(spans * (1 + model.dtype.itemsize))
 
 
-def _distinct(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of `model`, tied ones once."""
-    by_address = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return list(by_address.values())
+def _sizes_by_address(model: PolicyModel) -> dict[int, int]:
+    """Return the bytes of each parameter and buffer by its address, tied ones once."""
+    storages = (t.untyped_storage() for t in (*model.model.parameters(), *model.model.buffers()))
+    return {s.data_ptr(): s.nbytes() for s in storages}

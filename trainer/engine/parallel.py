@@ -75,7 +75,7 @@ class ProcessGroup:
     @classmethod
     def join(cls) -> ProcessGroup:
         """Connect to the other processes of the launcher, with the addresses in its environment variables."""
-        names = (
+        names = [
             "RANK",
             "WORLD_SIZE",
             "LOCAL_RANK",
@@ -83,7 +83,7 @@ class ProcessGroup:
             "GROUP_RANK",
             "MASTER_ADDR",
             "MASTER_PORT",
-        )
+        ]
         found = {name: os.environ.pop(name) for name in names if name in os.environ}
         # torchrun, which accelerate starts, hosts the TCP store for the rendezvous. Without torchrun rank 0 hosts it.
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -118,9 +118,6 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Close the connections and join gloo's threads. Every process must call it before the interpreter exits: a
         gloo thread that releases a tensor asks for the interpreter's lock, and one that asks during finalization
         aborts the process with "terminate called without an active exception"."""
@@ -133,16 +130,14 @@ class ProcessGroup:
         """Send a job to all other processes. `None` ends their loops."""
         dist.broadcast_object_list([job], src=0, group=self._control)
 
-    def receive(self) -> Job | None:
-        """Wait for the next job of rank 0. `None`: there are no more."""
-        received: list[Job | None] = [None]
-        dist.broadcast_object_list(received, src=0, group=self._control)
-        return received[0]
-
     def worker_loop(self, do: Callable[[Job], None]) -> None:
         """Do the jobs that rank 0 sends until it sends `None`."""
-        while (job := self.receive()) is not None:
-            do(job)
+        while True:
+            received: list[Job | None] = [None]
+            dist.broadcast_object_list(received, src=0, group=self._control)
+            if received[0] is None:
+                return
+            do(received[0])
 
     # -- a step --------------------------------------------------------------------------------------------------
 

@@ -83,17 +83,6 @@ def logprob_bound_for(config: TrainerConfig, dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.08
 
 
-def _sequence(ids: np.ndarray[Any, Any]) -> TokenSequence:
-    """Return a sequence whose last `_TAIL` tokens are trained."""
-    n = len(ids)
-    loss_mask = np.zeros(n, np.bool_)
-    loss_mask[max(1, n - _TAIL) :] = True
-    return TokenSequence(
-        "verify", ids.astype(np.int32), loss_mask,
-        np.zeros(n, np.float32), np.zeros(n, np.int32), np.ones(n, np.float32),
-    )  # fmt: skip
-
-
 def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
     """Return random test sequences of about `span` tokens, at most `longest`, which form one prefix tree.
 
@@ -114,7 +103,7 @@ def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
         np.concatenate([root[: len(root) // 2], some(15)]),
         some(13),
     ]
-    return [_sequence(ids) for ids in branches]
+    return [TokenSequence.made_up("verify", ids, _TAIL) for ids in branches]
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def composer(broker: Broker, config: Config, model: Model) -> ConfiguredComposer
     return ConfiguredComposer(config.judge, {"": judge}, {}, read)  # type: ignore[arg-type]
 
 
-async def test_another_judge_s_verdicts_stand_beside_the_first_ones(nats_config: NatsConfig) -> None:
+async def test_verdicts_of_another_judge_are_published_on_their_own_branch(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:
         await history(broker, config)
@@ -63,7 +63,7 @@ async def test_another_judge_s_verdicts_stand_beside_the_first_ones(nats_config:
         await groups(broker, 4)
 
 
-async def test_a_live_judge_takes_no_notice_of_other_branches(nats_config: NatsConfig) -> None:
+async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:
         await history(broker, config)
@@ -79,7 +79,7 @@ def key(group: str) -> object:
     return GroupKey("p", "m", group, "train")
 
 
-async def test_what_the_log_lost_is_recorded(nats_config: NatsConfig) -> None:
+async def test_groups_whose_history_is_gone_are_recorded_as_discarded(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:
         await history(broker, config)
@@ -90,7 +90,7 @@ async def test_what_the_log_lost_is_recorded(nats_config: NatsConfig) -> None:
         assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
 
 
-async def test_a_group_that_was_discarded_for_want_of_a_judge_is_scored_now(nats_config: NatsConfig) -> None:
+async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
     async with Broker.connect(nats_config) as broker:
         async with judging(broker, config):
@@ -115,7 +115,7 @@ async def test_a_group_that_was_discarded_for_want_of_a_judge_is_scored_now(nats
         assert (again.rejudged, again.skipped) == (0, 1)
 
 
-async def test_a_judge_that_fails_leaves_history_as_it_was(nats_config: NatsConfig) -> None:
+async def test_a_failing_judge_publishes_nothing(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:
         await history(broker, config)
@@ -126,7 +126,7 @@ async def test_a_judge_that_fails_leaves_history_as_it_was(nats_config: NatsConf
         await groups(broker, 2)
 
 
-async def test_the_line_of_training_can_t_be_overwritten(nats_config: NatsConfig) -> None:
+async def test_the_branch_main_can_t_be_written(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         with pytest.raises(ConfigError, match="name a branch other than main"):
             Rejudge(broker, Config(), None, branch="main")

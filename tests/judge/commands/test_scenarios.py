@@ -39,7 +39,7 @@ def writer() -> Model:
     return Model(answer)
 
 
-async def test_batches_come_until_there_are_enough_and_each_sees_what_there_is() -> None:
+async def test_batches_are_requested_until_there_are_enough_and_show_existing_tasks() -> None:
     model = writer()
     found = await generate(model, "A finder of things.", 10)
     assert len(found) == len({s.id for s in found}) == 10
@@ -48,7 +48,7 @@ async def test_batches_come_until_there_are_enough_and_each_sees_what_there_is()
     assert found[0].task in model.requests[1]["messages"][1]["content"]
 
 
-async def test_a_model_without_ideas_or_sense_ends_with_what_there_is() -> None:
+async def test_a_model_without_new_tasks_ends_the_command_with_those_there_are() -> None:
     for reply in ('{"scenarios": [{"task": "always the same one", "difficulty": 1}]}', "no", 500):
         with pytest.raises(ScenarioError) as error:
             await generate(Model(lambda _, reply=reply: reply), "x", 3)  # type: ignore[misc]

@@ -46,7 +46,7 @@ def settings(server: ScoringServer, **fields: Any) -> Config:
     )
 
 
-async def test_a_group_of_one_s_own_is_scored() -> None:
+async def test_a_group_from_a_file_is_scored() -> None:
     async with ScoringServer(keep=True).run() as server:
         config = settings(server)
         found = (await score_group(config, msgspec.convert(GROUP, GroupFile))).as_dict()
@@ -88,7 +88,7 @@ async def test_a_group_that_can_t_be_scored_says_why(group: dict[str, Any], why:
         await score_group(Config(judge=JudgeConfig(model="x")), msgspec.convert(group, GroupFile))
 
 
-async def test_a_judge_that_fails_is_not_asked_for_an_hour() -> None:
+async def test_a_failing_judge_is_not_retried() -> None:
     async with ScoringServer(lambda _: 500).run() as server:
         with pytest.raises(UnscoredError, match="told to fail"), anyio.fail_after(120):
             await score_group(settings(server), msgspec.convert(GROUP, GroupFile))

@@ -62,7 +62,7 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.usefixtures("client")
 @pytest.mark.slow
-async def test_a_reply_comes_with_what_it_took(open_model: Open) -> None:
+async def test_a_reply_comes_with_its_tokens_cost_and_latency(open_model: Open) -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         reply = await (await open_model(settings(server, **{"request.temperature": 0.0})))(HELLO, SCHEMA)
         assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == (
@@ -81,7 +81,7 @@ async def test_a_reply_comes_with_what_it_took(open_model: Open) -> None:
 
 
 @pytest.mark.usefixtures("client")
-async def test_a_provider_that_refuses_the_schema_is_asked_without(open_model: Open) -> None:
+async def test_a_provider_that_rejects_the_schema_is_called_without_it(open_model: Open) -> None:
     def refuse(request: dict[str, Any]) -> Answer:
         return 400 if "response_format" in request else "fine"
 
@@ -93,7 +93,7 @@ async def test_a_provider_that_refuses_the_schema_is_asked_without(open_model: O
 
 
 @pytest.mark.usefixtures("client")
-async def test_a_failing_provider_is_tried_again_then_an_error(open_model: Open) -> None:
+async def test_a_failing_provider_is_retried_and_then_an_error(open_model: Open) -> None:
     answers = iter([500, 503, "fine", 500, 500, 500])
     async with ScoringServer(lambda _: next(answers)).run() as server:
         model = await open_model(settings(server, **{"request.retries": 2}))
@@ -104,7 +104,7 @@ async def test_a_failing_provider_is_tried_again_then_an_error(open_model: Open)
 
 
 @pytest.mark.usefixtures("client")
-async def test_a_reply_is_bounded_and_parameters_travel(
+async def test_max_tokens_and_other_parameters_are_sent(
     open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEAM", "t-1")
@@ -168,7 +168,7 @@ async def test_a_reply_that_was_cut_off_says_so(open_model: Open) -> None:
 
 
 @pytest.mark.usefixtures("client")
-async def test_a_slow_provider_is_given_up(open_model: Open) -> None:
+async def test_a_call_that_exceeds_its_timeout_is_an_error(open_model: Open) -> None:
     async with ScoringServer(delay_s=30).run() as server:
         with pytest.raises(ModelError, match="Timeout"):
             await (await open_model(settings(server, **{"request.timeout_s": 0.3})))(HELLO, None)
@@ -181,7 +181,7 @@ async def test_a_key_that_is_not_there_is_a_clear_error(open_model: Open) -> Non
 
 
 @pytest.mark.usefixtures("client")
-async def test_calls_at_once_are_bounded(open_model: Open) -> None:
+async def test_concurrent_calls_are_limited(open_model: Open) -> None:
     def answer(request: dict[str, Any]) -> Answer:
         return str(request["messages"][0]["content"])
 
@@ -261,7 +261,7 @@ async def test_a_fallback_answers_for_a_model_that_fails(open_model: Open) -> No
         assert (await model(HELLO, None)).model == "other"
 
 
-async def test_what_a_model_does_not_take_is_left_out_or_an_error(open_model: Open) -> None:
+async def test_parameters_that_a_model_rejects_are_dropped_or_an_error(open_model: Open) -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         asked = settings(server, **{"request.params": {"reasoning_effort": "low"}})
         asked = msgspec.structs.replace(asked, model="openai/gpt-4o-mini")
@@ -276,7 +276,7 @@ async def test_what_a_model_does_not_take_is_left_out_or_an_error(open_model: Op
         assert server.requests[1]["max_completion_tokens"] == 8192  # litellm's name for it with this model
 
 
-async def test_azure_is_asked_as_an_application_of_a_tenant(
+async def test_azure_is_called_with_the_credentials_of_an_application(
     open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A placeholder for the missing key once kept litellm from asking for a token."""
@@ -309,7 +309,7 @@ async def test_azure_is_asked_as_an_application_of_a_tenant(
     }  # fmt: skip
 
 
-async def test_azure_is_asked_with_an_identity_of_the_environment(
+async def test_azure_is_called_with_an_identity_from_the_environment(
     open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENTRA_TOKEN", "t-1")

@@ -12,7 +12,7 @@ from judge.scoring import judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, load, save, with_values
 
 
-def test_references_become_what_the_environment_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_replaced_by_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENANT", "t-1")
     monkeypatch.setenv("TOKEN", "s3cret")
     params = {
@@ -26,7 +26,7 @@ def test_references_become_what_the_environment_holds(monkeypatch: pytest.Monkey
     }  # fmt: skip
 
 
-def test_a_fallback_elsewhere_gets_its_own_parameters_only() -> None:
+def test_a_fallback_at_another_provider_gets_only_its_own_parameters() -> None:
     config = JudgeConfig(
         model="azure/x",
         fallbacks=("azure/y", "anthropic/z"),
@@ -106,7 +106,7 @@ def test_parameters_survive_saving(tmp_path: Path) -> None:
     assert config.judge.request.params["top_k"] == 3
 
 
-def test_what_changes_scores_names_the_judge_and_what_does_not_does_not() -> None:
+def test_the_judge_s_hash_depends_only_on_settings_that_can_change_scores() -> None:
     def named(**fields: Any) -> str:
         return judge_hash(with_values(JudgeConfig(model="m/x", fallbacks=("m/y",)), fields))
 
@@ -131,7 +131,7 @@ def test_what_changes_scores_names_the_judge_and_what_does_not_does_not() -> Non
         ("judge.context_tokens=10", r"judge\.context_tokens: expected `int` >= 1000"),
     ],
 )
-def test_budgets_that_hold_nothing_are_refused(override: str, said: str) -> None:
+def test_limits_that_leave_no_room_are_refused(override: str, said: str) -> None:
     assert Config().judge.context_tokens == 100_000
     with pytest.raises(ConfigError, match=said):
         load(None, [override])

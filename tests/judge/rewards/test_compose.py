@@ -53,13 +53,15 @@ async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: s
             assert await call({"id": "good"}) == 0.5
 
 
-async def test_keys_in_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_function_does_not_see_the_keys_in_the_judge_s_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     async with RewardFunction(function("environment")).open() as call:
         assert await call({"id": "a"}) == 0.0
 
 
-async def test_a_cancelled_call_does_not_leave_its_answer_to_the_next() -> None:
+async def test_the_answer_of_a_cancelled_call_is_not_given_to_the_next() -> None:
     async with RewardFunction(function("hangs")).open() as call:
         with anyio.move_on_after(0.5):
             await call({"id": "bad"})
@@ -93,7 +95,7 @@ async def compose(*rewards: RewardConfig, **settings: Any) -> Any:
             await opened._stop()
 
 
-async def test_parts_are_weighed_and_every_part_is_kept() -> None:
+async def test_rewards_are_combined_by_weight_and_every_component_is_recorded() -> None:
     scores = await compose(
         RewardConfig(name="outcome", kind="agent", weight=2.0),
         RewardConfig(name="quality", kind="ruler", weight=1.0),
@@ -110,7 +112,7 @@ async def test_parts_are_weighed_and_every_part_is_kept() -> None:
     assert {v.judge_model for v in scores.verdicts} == {"agent", "test-judge", f"python:{HERE}:won"}
 
 
-async def test_a_member_that_lacks_a_part_has_no_reward() -> None:
+async def test_a_member_without_one_of_the_components_has_no_reward() -> None:
     scores = await compose(
         RewardConfig(name="speed", kind="metric"), RewardConfig(name="style", kind="agent")
     )
@@ -119,7 +121,7 @@ async def test_a_member_that_lacks_a_part_has_no_reward() -> None:
     assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
 
 
-async def test_a_failing_function_is_no_bad_score() -> None:
+async def test_a_failing_function_gives_no_reward_instead_of_a_low_one() -> None:
     scores = await compose(function("raises"))
     assert scores.final == {}
     assert "raises is missing for 3 of 3" in scores.missing
@@ -137,7 +139,7 @@ async def test_a_rubric_that_can_t_be_judged_leaves_the_group_unscored() -> None
 
 
 @pytest.mark.parametrize(("how", "value"), [("mean", 0.65), ("sum", 2.6), ("product", 0.4), ("min", 0.5)])
-def test_ways_to_combine(how: Any, value: float) -> None:
+def test_combine_computes_each_of_its_four_formulas(how: Any, value: float) -> None:
     config = JudgeConfig(
         rewards=(RewardConfig(name="x", weight=2.0), RewardConfig(name="y", weight=2.0)), combine=how
     )

@@ -136,7 +136,7 @@ async def test_a_working_directory_shows_its_code_and_not_its_runs(
 
 
 @everywhere
-async def test_a_function_that_forks_away_does_not_outlive_its_call(isolate: str, name: str) -> None:
+async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate: str, name: str) -> None:
     async with function("daemonizes", isolate).open() as call:
         assert await call({"id": "bad", "task": name}) == 0.5
         assert named(name) == []  # after an answer
@@ -153,7 +153,7 @@ async def test_a_function_that_forks_away_does_not_outlive_its_call(isolate: str
 
 
 @everywhere
-async def test_what_is_born_while_a_call_ends_ends_too(isolate: str, name: str) -> None:
+async def test_a_process_forked_while_a_call_ends_is_killed_too(isolate: str, name: str) -> None:
     async with function("scatters", isolate).open() as call:
         for n in range(60):
             assert await call({"id": str(n), "task": name}) == 0.5
@@ -162,7 +162,7 @@ async def test_what_is_born_while_a_call_ends_ends_too(isolate: str, name: str) 
 
 
 @everywhere
-async def test_nobody_answers_for_another_trajectory(isolate: str, name: str) -> None:
+async def test_a_call_can_t_answer_for_another_trajectory(isolate: str, name: str) -> None:
     async with function("forges", isolate).open() as call:
         assert await call({"id": "bad", "task": name}) == 1.0  # about itself it may say what it likes
         for n in range(3):
@@ -170,20 +170,20 @@ async def test_nobody_answers_for_another_trajectory(isolate: str, name: str) ->
 
 
 @needs_bubblewrap
-async def test_a_call_can_touch_no_process_but_itself() -> None:
+async def test_a_call_can_neither_signal_nor_trace_another_process() -> None:
     async with function("seizes").open() as call:
         assert await call({"id": "a"}) == 0.0
 
 
 @needs_bubblewrap
-async def test_a_call_that_kills_all_it_can_fails_itself_only() -> None:
+async def test_a_call_that_kills_every_process_it_can_fails_only_its_own_score() -> None:
     async with function("kills").open() as call:
         await refused(call, {"id": "bad"}, "ended its process")
         assert await call({"id": "good"}) == 0.5
 
 
 @everywhere
-async def test_a_call_leaves_nothing_for_the_next(isolate: str) -> None:
+async def test_nothing_of_a_call_is_left_for_the_next(isolate: str) -> None:
     async with function("remembers", isolate).open() as call:
         assert [await call({"id": i}) for i in "abc"] == [1.0, 1.0, 1.0]
     if isolate == "require":
@@ -242,7 +242,7 @@ async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warnin
     assert [w["reason"] for w in warned] == [sandbox_view.unavailable()]
 
 
-async def test_a_bubblewrap_that_does_not_work_is_told_from_one_that_does(
+async def test_a_bubblewrap_that_fails_is_an_error_with_its_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2; exit 1\n")

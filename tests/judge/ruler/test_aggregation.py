@@ -46,25 +46,25 @@ def merged_bias(first: float, noise: float, groups: int = 60, k: int = 2) -> tup
     return mean(gains), bias
 
 
-def test_a_judge_that_favours_the_first_place_hardly_moves_the_merged_score() -> None:
+def test_position_bias_hardly_changes_the_aggregated_scores() -> None:
     gain, bias = merged_bias(0.3, 0.0)
     assert abs(gain) < 0.05
     assert bias.first_position() == pytest.approx(0.3, abs=0.03)
 
 
-def test_noise_does_not_hide_the_bias() -> None:
+def test_the_position_bias_is_estimated_despite_noise() -> None:
     gain, bias = merged_bias(0.3, 0.1)
     assert abs(gain) < 0.05
     assert bias.first_position() == pytest.approx(0.3, abs=0.06)
 
 
-def test_a_judge_without_bias_is_left_alone() -> None:
+def test_without_position_bias_scores_are_hardly_corrected() -> None:
     _, bias = merged_bias(0.0, 0.05)
     assert abs(bias.first_position()) < 0.02
     assert all(abs(e) < 0.03 for e in bias.effects(8))
 
 
-def test_orders_differ_in_every_place_where_that_is_possible() -> None:
+def test_consecutive_orders_share_no_position_if_possible() -> None:
     for n in (2, 3, 8):
         first, second = draw_orders([f"t{i}" for i in range(n)], 2, random.Random(0))
         assert all(a != b for a, b in zip(first, second, strict=True))
@@ -72,7 +72,7 @@ def test_orders_differ_in_every_place_where_that_is_possible() -> None:
     assert draw_orders(["a"], 2, random.Random(0)) == [["a"], ["a"]]
 
 
-def test_overlapping_subsets_come_to_one_level() -> None:
+def test_scores_of_overlapping_subsets_are_aligned() -> None:
     truth = {f"t{i}": 0.1 * i for i in range(8)}
     low = JudgePass(tuple(f"t{i}" for i in range(5)), {f"t{i}": 0.1 * i for i in range(5)})
     high = JudgePass(tuple(f"t{i}" for i in range(3, 8)), {f"t{i}": 0.1 * i - 0.3 for i in range(3, 8)})
@@ -81,11 +81,11 @@ def test_overlapping_subsets_come_to_one_level() -> None:
     assert merged["t7"] - merged["t3"] == pytest.approx(0.4, abs=0.02)
 
 
-def test_merging_clamps() -> None:
+def test_aggregated_scores_stay_between_0_and_1() -> None:
     assert aggregate([JudgePass(("a", "b"), {"a": 1.0, "b": 0.0})]) == {"a": 1.0, "b": 0.0}
 
 
-def test_agreement_and_concordance() -> None:
+def test_agreement_of_passes_and_of_pairs() -> None:
     a, b = JudgePass(("x", "y"), {"x": 0.9, "y": 0.1}), JudgePass(("y", "x"), {"x": 0.85, "y": 0.15})
     assert any_two_agree([a, b], 0.1)
     assert not any_two_agree([a, JudgePass(("y", "x"), {"x": 0.1, "y": 0.9})], 0.1)

@@ -13,7 +13,7 @@ sizes = st.lists(st.integers(0, 10_000), min_size=1, max_size=12)
 
 
 @given(sizes, st.integers(0, 60_000))
-def test_room_goes_to_waste_only_where_nothing_is_cut(wanted: list[int], room: int) -> None:
+def test_all_room_is_used_if_any_text_is_cut(wanted: list[int], room: int) -> None:
     got = allocate(wanted, room)
     assert all(g <= w for g, w in zip(got, wanted, strict=True))
     assert sum(got) <= room
@@ -27,7 +27,9 @@ def test_room_goes_to_waste_only_where_nothing_is_cut(wanted: list[int], room: i
 
 
 @given(sizes, st.integers(0, 20_000), st.integers(1_000, 40_000))
-def test_pieces_cover_all_and_neighbours_share_members(wanted: list[int], context: int, room: int) -> None:
+def test_subsets_cover_all_members_and_overlap_with_their_neighbours(
+    wanted: list[int], context: int, room: int
+) -> None:
     found = split_overlapping(wanted, context, room, 4, 2)
     assert {i for piece in found for i in piece} == set(range(len(wanted)))
     assert all(len(piece) >= min(4, len(wanted)) for piece in found)
@@ -37,7 +39,7 @@ def test_pieces_cover_all_and_neighbours_share_members(wanted: list[int], contex
         assert len(found) == 1
 
 
-def test_one_that_would_be_cut_anyway_does_not_split_the_group() -> None:
+def test_a_member_that_is_too_long_for_any_subset_does_not_split_the_group() -> None:
     assert split_overlapping([1_000_000, *[100] * 7], 0, 10_000, 4, 2) == [range(8)]
     assert len(split_overlapping([5_000] * 8, 0, 10_000, 4, 2)) == 3
 

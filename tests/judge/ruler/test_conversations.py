@@ -49,7 +49,7 @@ def test_calls_that_send_the_whole_history_are_one_conversation() -> None:
     assert (found.calls, last) == ("calls 1 to 3", 0)
 
 
-def test_every_choice_is_shown_and_the_one_that_was_taken_goes_on() -> None:
+def test_every_choice_is_shown_and_the_chosen_one_is_continued() -> None:
     first = [call(0, [user("a")], said(f"c{i}"), choice=i) for i in range(3)]
     then = call(1, [user("a"), said("c1"), user("b")], said("end"))
     found, last = build_conversations([*first, then])
@@ -81,7 +81,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own() -> None:
     assert last == 0
 
 
-def test_a_compacted_history_begins_anew_and_refers_to_what_it_keeps() -> None:
+def test_a_shortened_history_is_a_new_conversation_that_refers_to_kept_messages() -> None:
     long = [user("task"), said("r0"), user("u0"), said("r1"), user("u1")]
     found, last = build_conversations(
         [
@@ -131,7 +131,7 @@ def test_side_calls_are_read_only_where_there_is_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_reply_that_broke_off_is_kept_if_nothing_took_its_place(kept: bool) -> None:
+def test_a_reply_that_broke_off_is_kept_unless_the_agent_continued_without_it(kept: bool) -> None:
     broken = call(0, [user("a")], said("hal"), status="cancelled")
     again = call(1, [user("a"), said("hal"), user("go on")] if kept else [user("a")], said("whole"))
     (found,), _ = build_conversations([broken, again])
@@ -172,7 +172,7 @@ def test_plain_completions_are_read_too() -> None:
 @pytest.mark.parametrize(
     "request_body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"messages": [1, "a", null]}']
 )
-def test_a_request_that_is_none_has_no_messages(request_body: bytes) -> None:
+def test_a_body_that_is_no_request_has_no_messages(request_body: bytes) -> None:
     odd = msgspec.structs.replace(exchange("t", "x"), request=request_body, response=b'{"choices": [3]}')
     (found,), _ = build_conversations([odd])
     assert found.messages == ()

@@ -9,7 +9,7 @@ import pytest
 from judge.ruler.conversations import Conversation
 from judge.ruler.layout import PromptLayout, build_layout, count_shared
 from judge.ruler.transcripts import Transcript
-from tests.judge.kit import transcript
+from tests.judge.kit import single, transcript
 
 LONG = "a manual of many words; " * 100
 
@@ -23,9 +23,9 @@ def text(layout: PromptLayout, member: int = 0) -> str:
     return "\n".join(p.text for p in layout.members[member])
 
 
-def test_what_is_shared_ends_with_the_first_difference() -> None:
+def test_the_shared_prefix_ends_at_the_first_different_message() -> None:
     def prefix(*transcripts: Transcript) -> int:
-        return count_shared([t.messages for t in transcripts])
+        return count_shared([t.last_conversation.messages for t in transcripts])
 
     assert prefix(transcript("a", "x", "y"), transcript("b", "x", "z")) == 2
     assert prefix(transcript("a", "x"), transcript("b", "x", "z")) == 2
@@ -33,7 +33,7 @@ def test_what_is_shared_ends_with_the_first_difference() -> None:
     assert prefix() == 0
 
 
-def test_each_keeps_its_last_message_as_its_own() -> None:
+def test_the_last_message_of_each_trajectory_is_never_shared() -> None:
     layout = shown(transcript("a", "x"), transcript("b", "x", "z"))
     assert (layout.context, text(layout, 0), text(layout, 1)) == (
         "[user] Win the game.",
@@ -55,7 +55,7 @@ def test_the_long_beginning_of_a_message_is_shared_too() -> None:
     assert short.context == ""
 
 
-def test_a_long_message_that_stands_in_several_places_is_shown_once() -> None:
+def test_a_long_message_that_occurs_several_times_is_shown_once() -> None:
     """One member without the common system prompt must not make all others carry it."""
     others = [transcript(f"t{i}", LONG, f"move {i}", task="Go.") for i in range(3)]
     layout = shown(*others, transcript("odd", "move 9", task="Go on."))
@@ -74,14 +74,14 @@ def test_the_last_message_is_never_moved() -> None:
 def test_tools_are_shown_once_where_all_have_them() -> None:
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"})
     tools = ({"type": "function", "function": {"name": "look"}},)
-    same = shown(Transcript("a", messages, tools), Transcript("b", messages, tools))
+    same = shown(single("a", messages, tools), single("b", messages, tools))
     assert same.context == '[tools] [{"type":"function","function":{"name":"look"}}]\n[user] hi'
-    other = shown(Transcript("a", messages, tools), Transcript("b", messages))
+    other = shown(single("a", messages, tools), single("b", messages))
     assert text(other, 0).startswith("[tools] ")
     assert text(other, 1) == "[assistant] x"
 
 
-def test_conversations_are_labelled_and_repeat_nothing() -> None:
+def test_conversations_have_labels_and_repeated_messages_become_references() -> None:
     first = tuple(
         {"role": r, "content": f"{r} {i} {'…' * 100}"} for i, r in enumerate(("user", "assistant", "tool"))
     )
@@ -89,8 +89,6 @@ def test_conversations_are_labelled_and_repeat_nothing() -> None:
     tools = ({"type": "function"},)
     several = Transcript(
         "a",
-        more,
-        (),
         (
             Conversation(first, (), "calls 1 to 2"),
             Conversation(first[:2] + more, (), "call 3", ((0, 0), (0, 1), None)),
@@ -111,5 +109,5 @@ def test_conversations_are_labelled_and_repeat_nothing() -> None:
 @pytest.mark.parametrize("content", [None, [{"type": "text", "text": LONG}]])
 def test_a_message_that_is_no_plain_text_is_not_split(content: object) -> None:
     a, b = ({"role": "user", "content": content, "n": i} for i in (1, 2))
-    layout = shown(Transcript("a", (a, {"role": "assistant"})), Transcript("b", (b, {"role": "assistant"})))
+    layout = shown(single("a", (a, {"role": "assistant"})), single("b", (b, {"role": "assistant"})))
     assert "continued" not in text(layout)

@@ -285,7 +285,7 @@ def _but(name: str) -> dict[str, float]:
 POOL = well_formed() + in_lines() + defective() + plain() + ambiguous()
 
 
-def test_the_pool_is_large() -> None:
+def test_the_pool_of_replies_is_large() -> None:
     assert len(POOL) >= 300
 
 
@@ -316,19 +316,19 @@ def test_explanations_are_kept() -> None:
     assert got.explanations == {"abc101": "won in four moves"}
 
 
-def test_a_correction_after_a_draft_is_the_last_word() -> None:
+def test_scores_corrected_after_a_draft_count() -> None:
     got = parse_scores('{"abc101": 0.2}\nOn second thought:\n{"abc101": 0.8}', ["abc101"])
     assert got.scores == {"abc101": 0.8}
 
 
 @pytest.mark.parametrize("number", range(len(plain())))
-def test_a_reply_whose_meaning_is_plain_is_read(number: int) -> None:
+def test_an_unambiguous_reply_is_parsed_whatever_its_form(number: int) -> None:
     reply, truth = plain()[number]
     assert parse_scores(reply, IDS).scores == pytest.approx(truth), reply
 
 
 @pytest.mark.parametrize("number", range(len(ambiguous())))
-def test_what_is_ambiguous_is_asked_for_again(number: int) -> None:
+def test_ids_with_ambiguous_scores_are_missing(number: int) -> None:
     reply, right = ambiguous()[number]
     assert parse_scores(reply, IDS).scores == pytest.approx(right), reply
 
@@ -407,7 +407,7 @@ class Work:
     st.lists(st.sampled_from(ATOMS), max_size=5),
 )
 @pytest.mark.slow
-def test_parsing_takes_work_in_proportion_to_the_reply(
+def test_the_work_of_parsing_is_linear_in_the_length_of_the_reply(
     unit: list[str], before: list[str], after: list[str]
 ) -> None:
     """A reply that is built to make a parser go back and forth takes no more work than any other of its length."""
@@ -440,7 +440,7 @@ def test_no_pattern_backtracks(name: str, pattern: re.Pattern[str]) -> None:
     assert len(found) == (1 if name == "_THINKING" else 0), name
 
 
-def test_the_check_for_backtracking_finds_it() -> None:
+def test_the_check_for_backtracking_detects_a_pattern_that_backtracks() -> None:
     parser = importlib.import_module("re._parser")
     assert len(list(repeats(parser.parse(r"(?:\s*,)+?x|a++")))) == 2
 
@@ -455,7 +455,7 @@ def test_the_longest_reply_is_parsed(atom: str) -> None:
 
 
 @given(st.text(alphabet=st.sampled_from('{}[]":,.0123456789abcdefghjkmn \n-/%sco'), max_size=200))
-def test_nothing_crashes_it(reply: str) -> None:
+def test_parsing_never_raises_and_scores_are_from_0_to_1(reply: str) -> None:
     got = parse_scores(reply, IDS)
     assert set(got.scores) <= set(IDS)
     assert all(0.0 <= s <= 1.0 for s in got.scores.values())
@@ -463,7 +463,7 @@ def test_nothing_crashes_it(reply: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("part", range(8))
-async def test_no_reply_costs_a_group_or_gives_a_score_to_the_wrong_trajectory(part: int) -> None:
+async def test_after_any_first_reply_every_trajectory_gets_its_own_score(part: int) -> None:
     """Each reply of the pool as the first answer to a real prompt; what it lacks is asked again of a good judge."""
     transcripts = [transcript(f"t{i}", f"quality={TRUTH[name]}") for i, name in enumerate(IDS)]
     truth = {f"t{i}": TRUTH[name] for i, name in enumerate(IDS)}

@@ -36,7 +36,7 @@ def without_first(request: dict[str, Any]) -> str:
     return json.dumps({"scores": said[1:]})
 
 
-async def test_scores_go_to_whom_they_are_for() -> None:
+async def test_each_trajectory_gets_its_own_score() -> None:
     judge = ruler(Model(Scorer()))
     scores, verdicts = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
@@ -58,7 +58,7 @@ async def test_scores_go_to_whom_they_are_for() -> None:
     assert verdicts[0].order != verdicts[1].order
 
 
-async def test_the_same_history_is_shown_in_the_same_orders_with_other_ids() -> None:
+async def test_judging_the_same_history_again_uses_the_same_orders_and_new_ids() -> None:
     first, second = Model(Scorer()), Model(Scorer())
     _, a = await ruler(first).judge(TRANSCRIPTS)
     judge = ruler(second)
@@ -74,7 +74,7 @@ async def test_a_single_trajectory_can_be_judged_too() -> None:
     assert judge.statistics.as_dict()["position_bias"] == 0.0
 
 
-async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
+async def test_only_missing_ids_are_asked_for_again() -> None:
     model = Model(per_call(without_first, Scorer()))
     judge = ruler(model, passes=1)
     scores, (verdict,) = await judge.judge(TRANSCRIPTS)
@@ -90,7 +90,7 @@ async def test_missing_ids_are_asked_for_again_and_only_they() -> None:
     )
 
 
-async def test_a_half_answer_on_another_scale_is_asked_for_as_a_whole() -> None:
+async def test_an_incomplete_reply_on_another_scale_is_asked_for_again_for_every_id() -> None:
     def in_tens(request: dict[str, Any]) -> str:
         said = json.loads(str(Scorer()(request)))["scores"]
         return json.dumps([{"id": s["id"], "score": round(s["score"] * 10)} for s in said[1:]])
@@ -101,14 +101,14 @@ async def test_a_half_answer_on_another_scale_is_asked_for_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("reply", ["I would rather not.", "", "[0.1, 0.2]", '{"scores": []}'])
-async def test_a_reply_without_scores_is_tried_again_from_the_start(reply: str) -> None:
+async def test_a_reply_without_scores_is_followed_by_a_new_prompt(reply: str) -> None:
     model = Model(per_call(lambda _: reply, Scorer()))
     scores, (verdict,) = await ruler(model, passes=1).judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
     assert verdict.attempts == 2
 
 
-async def test_a_judging_that_fails_leaves_the_group_to_the_other() -> None:
+async def test_one_failed_pass_leaves_the_scores_of_the_other() -> None:
     broken = [True] * 2
 
     def answer(request: dict[str, Any]) -> Answer:
@@ -120,7 +120,7 @@ async def test_a_judging_that_fails_leaves_the_group_to_the_other() -> None:
     assert (len(verdicts), judge.statistics.failed_judgings) == (1, 2)
 
 
-async def test_nothing_usable_is_an_error_and_in_the_end_an_unscored_group() -> None:
+async def test_without_a_usable_reply_the_group_is_unscored() -> None:
     with pytest.raises(JudgingError, match="could not be read"):
         await ruler(Model(lambda _: "no"), attempts=2).judge(TRANSCRIPTS)
     with pytest.raises(JudgingError, match="answered 503"):
@@ -130,13 +130,13 @@ async def test_nothing_usable_is_an_error_and_in_the_end_an_unscored_group() -> 
         await judge([completed(n) for n in QUALITY])
 
 
-async def test_a_model_that_comes_back_scores_the_group_after_all() -> None:
+async def test_a_group_is_scored_once_the_model_answers_again() -> None:
     judge = ruler(Model(per_call(lambda _: 503, lambda _: 503, Scorer())), TRANSCRIPTS)
     scores, _ = await judge([completed(n) for n in QUALITY])
     assert scores == pytest.approx(QUALITY)
 
 
-async def test_judging_ends_early_on_agreement_and_goes_on_without() -> None:
+async def test_passes_stop_once_two_of_them_agree() -> None:
     model = Model(Scorer())
     await ruler(model, passes=5).judge(TRANSCRIPTS)
     assert len(model.requests) == 2
@@ -153,7 +153,7 @@ def _reversed(request: dict[str, Any]) -> str:
     return json.dumps([{"id": s["id"], "score": 1 - s["score"]} for s in said])
 
 
-async def test_a_judge_that_favours_the_first_place_by_three_tenths() -> None:
+async def test_a_bonus_of_0_3_for_the_first_position_is_removed_from_the_scores() -> None:
     judge = ruler(Model(Scorer(first_bonus=0.3)))
     gains = []
     for number in range(50):
@@ -167,7 +167,7 @@ async def test_a_judge_that_favours_the_first_place_by_three_tenths() -> None:
     assert judge.statistics.as_dict()["groups"] == 50
 
 
-async def test_a_restarted_judge_remembers_the_bias_from_its_verdicts() -> None:
+async def test_a_restarted_judge_learns_the_position_bias_from_its_verdicts() -> None:
     judge, after = ruler(Model(Scorer(first_bonus=0.3))), ruler(Model(Scorer()))
     for number in range(10):
         _, verdicts = await judge.judge([transcript(f"g{number}-{i}", f"quality={i / 10}") for i in range(5)])
@@ -185,7 +185,7 @@ async def test_the_shared_beginning_is_sent_once_and_tools_with_it() -> None:
     assert not any(re.search(rf"\b{n}\b", text) for n in QUALITY)  # a trajectory's own id is never shown
 
 
-async def test_a_group_too_long_is_judged_in_overlapping_subsets() -> None:
+async def test_a_group_too_long_for_one_call_is_judged_in_overlapping_subsets() -> None:
     truth = {f"t{i:02}": round(0.02 + i * 0.04, 2) for i in range(24)}
     long = [transcript(n, f"{n} " * 1000, f"quality={q}") for n, q in truth.items()]
     model = Model(Scorer())
@@ -219,7 +219,7 @@ async def test_a_shared_beginning_stays_whole_where_there_is_room() -> None:
     assert verdict.left_out == 0
 
 
-async def test_a_long_trajectory_gets_what_short_ones_leave() -> None:
+async def test_a_long_trajectory_gets_the_room_that_short_ones_do_not_need() -> None:
     """One long and three tiny trajectories once got a quarter of the budget each."""
     long = "".join(f"move {i}; " for i in range(2000))
     group = [
@@ -232,7 +232,7 @@ async def test_a_long_trajectory_gets_what_short_ones_leave() -> None:
     assert verdict.left_out == 0
 
 
-async def test_what_does_not_fit_is_cut_and_the_verdict_says_so() -> None:
+async def test_text_that_does_not_fit_is_cut_and_counted_in_the_verdict() -> None:
     group = [transcript(f"t{i}", f"{i}" * 50_000, f"quality=0.{i + 1}") for i in range(3)]
     model = Model(Scorer())
     scores, (verdict,) = await ruler(model, context_tokens=10_000, passes=1).judge(group)
@@ -243,7 +243,7 @@ async def test_what_does_not_fit_is_cut_and_the_verdict_says_so() -> None:
     assert "bytes left out" in str(model.requests[0]["messages"])
 
 
-async def test_a_context_smaller_than_the_setting_is_learned() -> None:
+async def test_context_tokens_are_halved_until_the_model_takes_the_prompt() -> None:
     """A judge model with a smaller context than `judge.context_tokens` refuses the prompt; the next one is half as
     long."""
 
@@ -269,7 +269,7 @@ async def test_a_reply_that_was_cut_off_is_an_error_that_names_the_setting() -> 
         await ruler(model, attempts=2, passes=1).judge(TRANSCRIPTS)
 
 
-async def test_a_large_reply_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_reply_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     original = replies.parse_scores
 

@@ -10,7 +10,6 @@ import pytest
 
 from judge.ruler.conversations import Message
 from judge.ruler.transcripts import (
-    Transcript,
     from_exchanges,
     load_transcript,
     render_message,
@@ -38,20 +37,23 @@ def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
             exchange("t", "other choice", seq=1, choice=1, task="b"),
         ],
     )
-    assert found.messages == ({"role": "user", "content": "b"}, {"role": "assistant", "content": "second"})
-    assert [c.calls for c in found.all_conversations()] == [
+    assert found.last_conversation.messages == (
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "second"},
+    )
+    assert [c.calls for c in found.conversations] == [
         "call 1",
         "call 2, choice 1 of call 2",
         "call 2, choice 2 of call 2",
     ]
-    assert [c.messages[-1]["content"] for c in found.all_conversations()] == [
+    assert [c.messages[-1]["content"] for c in found.conversations] == [
         "first",
         "second",
         "other choice",
     ]
 
 
-def test_a_trajectory_without_exchanges_is_gone() -> None:
+def test_a_trajectory_without_exchanges_raises_history_gone() -> None:
     with pytest.raises(HistoryGoneError):
         from_exchanges("t", [])
 
@@ -60,7 +62,7 @@ async def test_a_transcript_comes_from_the_log(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.publish(exchange("t", "hello"))
         assert (
-            rendered((await load_transcript(broker, "p", "t")).messages)
+            rendered((await load_transcript(broker, "p", "t")).last_conversation.messages)
             == "[user] Win the game.\n[assistant] hello"
         )
         with pytest.raises(HistoryGoneError):
@@ -93,18 +95,20 @@ def test_every_kind_of_message_is_rendered() -> None:
 
 def test_a_call_that_broke_off_has_no_reply() -> None:
     broken = msgspec.structs.replace(exchange("t", "x"), response=b"", status="failed")
-    assert from_exchanges("t", [broken]).messages == ({"role": "user", "content": "Win the game."},)
+    assert from_exchanges("t", [broken]).last_conversation.messages == (
+        {"role": "user", "content": "Win the game."},
+    )
 
 
 def test_a_request_that_is_no_object_has_no_messages() -> None:
     odd = msgspec.structs.replace(
         exchange("t", "x"), request=b"[]", response=json.dumps({"choices": []}).encode()
     )
-    assert from_exchanges("t", [odd]) == Transcript("t", ())
+    assert from_exchanges("t", [odd]).last_conversation.messages == ()
 
 
 @pytest.mark.parametrize("letters", ["ab", "äß", "世界", "🙂🙃"])
-def test_what_is_cut_keeps_beginning_and_end(letters: str) -> None:
+def test_shorten_keeps_the_beginning_and_the_end(letters: str) -> None:
     text = letters[0] * 500 + letters[1] * 500
     short = shorten(text, 300)
     assert utf8_size(short) <= 300

@@ -32,7 +32,7 @@ def advantages(rewards: list[float], **loss: object) -> list[float]:
     return [e.advantage for e in examples([prepared(rewards)], config)]
 
 
-def test_better_than_the_group_is_positive() -> None:
+def test_a_reward_above_the_group_mean_has_a_positive_advantage() -> None:
     low, middle, high = advantages([0.0, 0.5, 1.0])
     assert low < 0 < high
     assert middle == 0
@@ -48,7 +48,7 @@ def test_advantages_without_scaling_are_differences() -> None:
     np.testing.assert_allclose(advantages([0.0, 1.0], advantage_scaling="none"), [-0.5, 0.5])
 
 
-def test_batch_scaling_divides_every_group_by_the_same() -> None:
+def test_batch_scaling_divides_every_group_by_the_same_deviation() -> None:
     config = TrainerConfig(loss=LossConfig(advantage_scaling="batch"))
     out = examples([prepared([0.0, 1.0]), prepared([0.4, 0.6])], config)
     std = np.std([0.0, 1.0, 0.4, 0.6], ddof=1) + 1e-4
@@ -102,7 +102,7 @@ def test_validation_groups_are_never_trained() -> None:
     assert refused.reason == "validation"
 
 
-def test_a_reward_that_is_not_a_number_is_no_reward() -> None:
+def test_a_member_whose_reward_is_nan_is_not_trained() -> None:
     assert advantages([0.0, 1.0, float("nan")], advantage_scaling="none") == [-0.5, 0.5]
 
 
@@ -134,7 +134,7 @@ def test_old_tokens_of_a_long_trajectory_become_context() -> None:
     assert (refused.reason, old.sequences, old.stale_tokens) == ("stale", [], 2)
 
 
-def test_trajectory_weighting_evens_out_length() -> None:
+def test_trajectory_weighting_gives_long_and_short_trajectories_equal_weight() -> None:
     scored = group("g", [0.0, 1.0])
     short = build("g-0", [exchange("g-0", 0, [5], [7] * 2)])
     long = build("g-1", [exchange("g-1", 0, [5], [7] * 6)])

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
-from tests.trainer.kit import exactly, sequence, stir, tree_of_conversations
+from tests.trainer.kit import backward, exactly, sequence, stir, tree_of_conversations
 from trainer.batches.packing import (
     AttentionSpan,
     Cost,
@@ -19,7 +19,6 @@ from trainer.batches.packing import (
     padded,
     prefix_shared,
     sharing_pays,
-    tree_sizes,
 )
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.attention import FLEX, make_attention_mask
@@ -85,7 +84,7 @@ def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str,
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_token_sees_its_own_path_and_nothing_else(seed: int) -> None:
+def test_a_token_attends_to_its_own_sequence_only(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sequences = [sequence(list(map(int, rng.integers(2, 4, int(rng.integers(2, 9))))), [1]) for _ in range(8)]
     for one in sequences:
@@ -103,12 +102,12 @@ def test_a_token_sees_its_own_path_and_nothing_else(seed: int) -> None:
 def test_a_shared_prefix_is_laid_out_once() -> None:
     prompt = [5] * 20
     group = [sequence([*prompt, 7 + i, 8], [20, 21]) for i in range(8)]
-    one_by_one, tree = tree_sizes(group)
     # The last token of a sequence predicts nothing, so it is not computed.
-    assert (one_by_one, tree) == (8 * 21, 20 + 8)
+    assert padded(group).tokens == 8 * 21
+    assert prefix_shared(group, [0] * 8).tokens == 20 + 8
 
 
-def test_sharing_is_chosen_where_it_costs_less() -> None:
+def test_prefixes_are_shared_if_that_costs_less() -> None:
     cost = Cost.of(parameters=4_000_000, layers=4, width=256)
     rng = np.random.default_rng(0)
 
@@ -126,12 +125,12 @@ def test_sharing_is_chosen_where_it_costs_less() -> None:
     assert not sharing_pays(group(1, 50), [0] * 8, cost)
 
 
-def test_unequal_sequences_that_share_nothing_are_a_forest() -> None:
+def test_sequences_without_a_common_prefix_are_laid_out_in_full() -> None:
     group = [sequence([5, 6, 7], [2]), sequence([8, 9], [1])]
-    assert tree_sizes(group) == (3, 3)
+    assert padded(group).tokens == prefix_shared(group, [0, 0]).tokens == 3
 
 
-@pytest.mark.parametrize("packing", ["padded", "prefix", "auto"])
+@pytest.mark.parametrize("packing", ["padded", "prefix"])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, budget: int) -> None:
     sequences, groups = tree_of_conversations()
@@ -164,7 +163,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
         )  # type: ignore[arg-type]
         engine = exactly(Engine(tiny_base, config, tmp_path))
         stir(engine)
-        metrics = engine.backward(batch, groups, 0)
+        metrics = backward(engine, batch, groups, 0)
         gradients.append((metrics["loss"], [p.grad.clone() for p in engine.parameters]))
     first_loss, first = gradients[0]
     assert max(g.abs().max() for g in first) > 1e-4
@@ -175,7 +174,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=4), AttentionSpan(chunk=3)], ids=str)
-def test_a_window_is_counted_along_the_path(span: AttentionSpan) -> None:
+def test_a_sliding_window_is_measured_along_the_sequence(span: AttentionSpan) -> None:
     sequences, groups = tree_of_conversations(4)
     layout = prefix_shared(sequences, groups)
     dense = layout.dense_mask(span)

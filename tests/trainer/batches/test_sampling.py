@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig
-from tests.trainer.kit import VOCAB, exactly, exchange, stir
+from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import padded, prefix_shared
 from trainer.batches.sampling import NO_DEFAULTS, Defaults, cut, defaults_of, sampling_of
@@ -41,7 +41,9 @@ def test_the_request_comes_before_the_servers_default() -> None:
         ("logit_bias", {"7": 5}, {}), ("bad_words", ["x"], []), ("allowed_token_ids", [1], None), ("min_tokens", 3, 0),
     ],
 )  # fmt: skip
-def test_what_can_not_be_followed_is_named(setting: str, value: Any, neutral: Any) -> None:
+def test_sampling_settings_that_the_trainer_can_not_compute_are_named(
+    setting: str, value: Any, neutral: Any
+) -> None:
     assert sampling_of(asked(**{setting: value}), NO_DEFAULTS).unsupported == setting
     assert sampling_of(asked(**{setting: neutral}), NO_DEFAULTS).unsupported == ""
 
@@ -78,7 +80,7 @@ def test_the_servers_defaults_are_those_of_the_models_repository(tiny_base: str,
     "bounds", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (6, 0.8, 0.05), (0, 1.0, 0.0)]
 )
 @pytest.mark.slow
-def test_cuts_are_vllms(bounds: tuple[int, float, float]) -> None:
+def test_top_k_top_p_and_min_p_cut_as_in_vllm(bounds: tuple[int, float, float]) -> None:
     """Against vLLM's own code for top_k and top_p, and its definition of min_p."""
     sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
     top_k, top_p, min_p = bounds
@@ -135,5 +137,5 @@ def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Pa
         torch.testing.assert_close(row, torch.stack(want), rtol=0, atol=1e-6)  # top_p is a float32
     # Neither loss nor entropy bonus turns into NaN where a token has no probability.
     assert torch.isfinite(entropies).all()
-    engine.backward([Example(s, 1.0) for s in sequences], [0, 0], 0)
+    backward(engine, [Example(s, 1.0) for s in sequences], [0, 0], 0)
     assert all(torch.isfinite(p.grad).all() for p in engine.parameters)

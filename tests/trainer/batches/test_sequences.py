@@ -42,7 +42,7 @@ def test_a_rewritten_history_begins_a_sequence_of_its_own() -> None:
     assert (second.ids.tolist(), trained(second)) == ([5, 6, 8, 9, 3], [3])
 
 
-def test_histories_that_interleave_find_their_own_sequence() -> None:
+def test_interleaved_histories_continue_their_own_sequences() -> None:
     """Two conversations of one agent, turn about."""
     a, b = build(
         "t",
@@ -70,7 +70,7 @@ def test_choices_of_one_call_are_sequences_and_the_chosen_one_continues() -> Non
     assert two.ids.tolist() == [5, 8, 9, 3]
 
 
-def test_forced_tokens_are_context_in_their_place() -> None:
+def test_tokens_forced_by_a_grammar_are_context() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7, 8, 9], forced=[1, 0, 1])])
     assert tokens(sequence) == [(5, False), (7, False), (8, True), (9, False)]
 
@@ -139,7 +139,7 @@ def test_a_token_without_anything_before_it_is_not_trained() -> None:
     assert trained(sequence) == [8]
 
 
-def test_logprobs_travel_as_recorded() -> None:
+def test_logprobs_are_those_recorded() -> None:
     recorded = exchange("t", 0, [5], [7, 8], logprobs=[-0.25, float("nan")])
     assert recorded.logprobs == pack_logprobs([-0.25, float("nan")])
     (sequence,) = build("t", [recorded])

@@ -29,7 +29,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return made
 
 
-def test_what_is_written_comes_back(checkpoints: Checkpoints) -> None:
+def test_a_written_checkpoint_is_read_back_unchanged(checkpoints: Checkpoints) -> None:
     checkpoints.write(manifest(3, FILES), FILES)
     newest = checkpoints.newest()
     assert newest is not None
@@ -44,7 +44,9 @@ def test_a_folder_whose_name_holds_no_number_is_no_step(checkpoints: Checkpoints
     assert checkpoints.steps() == [3]
 
 
-def test_a_half_written_checkpoint_is_none(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_checkpoint_is_not_listed(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints.write(manifest(1, FILES), FILES)
     original = checkpoint.write_whole
 
@@ -61,7 +63,7 @@ def test_a_half_written_checkpoint_is_none(checkpoints: Checkpoints, monkeypatch
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
-def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints) -> None:
+def test_a_damaged_checkpoint_is_skipped(checkpoints: Checkpoints) -> None:
     for step in (1, 2):
         checkpoints.write(manifest(step, FILES), FILES)
     (checkpoints.path(2) / "state.pt").write_bytes(b"bit rot")
@@ -98,7 +100,7 @@ def test_a_tar_with_anything_else_is_refused() -> None:
         unpack(pack({"../evil": b""}))
 
 
-def test_a_batch_is_named_by_what_goes_into_it() -> None:
+def test_the_batch_id_depends_on_parent_groups_and_config() -> None:
     one = batch_id("m@1", ("g1", "g2"), "c")
     assert one == batch_id("m@1", ("g1", "g2"), "c")
     assert len({one, batch_id("m@2", ("g1", "g2"), "c"), batch_id("m@1", ("g2", "g1"), "c"),
@@ -126,7 +128,9 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
         torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model(input_ids=ids).logits)
 
 
-def test_one_lucky_trajectory_does_not_dethrone_a_mean_over_a_hundred(tiny_base: str, tmp_path: Path) -> None:
+def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred(
+    tiny_base: str, tmp_path: Path
+) -> None:
     from trainer.engine.engine import Engine
     from trainer.learner import Learner
 

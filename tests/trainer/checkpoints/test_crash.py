@@ -129,7 +129,7 @@ async def test_killed_at_every_point_of_the_commit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["written", "published", "committed"])
-async def test_what_memory_did_not_hold_is_told_once_whenever_the_trainer_dies(
+async def test_a_too_large_trajectory_is_discarded_once_at_whatever_point_the_trainer_dies(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, point: str
 ) -> None:
     """The fault that was: a trainer that died between a step's commit and the event never published it."""

@@ -64,7 +64,7 @@ def power(nats_server: NatsServer, tmp_path: Path) -> Power:
 
 @pytest.mark.parametrize("keep_consumers", [False, True])
 @pytest.mark.slow
-async def test_the_disk_gives_back_what_the_log_lost(
+async def test_checkpoints_that_the_log_lost_are_published_again_from_disk(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, keep_consumers: bool
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=9)
@@ -105,7 +105,7 @@ async def test_the_disk_gives_back_what_the_log_lost(
         assert {tuple(p) for p in scored} & places
 
 
-async def test_new_groups_are_trained_while_the_trainer_lives_on(
+async def test_after_a_power_cut_of_the_log_a_running_trainer_trains_new_groups(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
 ) -> None:
     """The log's machine alone lost its power; the trainer's connection came back."""
@@ -128,7 +128,7 @@ async def test_new_groups_are_trained_while_the_trainer_lives_on(
         assert [e.groups for e in events[3:]] == [("g10",), ("g11",), ("g12",)]
 
 
-async def test_a_gap_between_log_and_disk_is_told_and_passed(
+async def test_steps_that_neither_log_nor_disk_holds_are_reported_and_training_continues(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = kit.settings(
@@ -152,7 +152,7 @@ async def test_a_gap_between_log_and_disk_is_told_and_passed(
         assert any(r.message == "steps lost" for r in caplog.records)
 
 
-async def test_a_fork_is_refused(
+async def test_a_disk_that_diverged_from_the_log_is_refused(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
 ) -> None:
     """The disk went another way than the log: publishing it would give one version two meanings."""

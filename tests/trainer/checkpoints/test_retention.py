@@ -63,7 +63,7 @@ def loaded(version: str, replica: str = "r", incarnation: str = "1") -> PolicyLo
     )  # fmt: skip
 
 
-async def test_what_serves_or_may_have_to_serve_stays(
+async def test_versions_that_are_needed_are_kept(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = retained(kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2)
@@ -112,7 +112,7 @@ async def test_what_serves_or_may_have_to_serve_stays(
         assert await present(broker) == {V[2], V[10], V[11], V[12]}
 
 
-async def test_a_retired_version_that_is_needed_after_all_stays(
+async def test_a_retired_version_that_is_needed_again_is_kept(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = retained(
@@ -138,7 +138,7 @@ async def test_a_retired_version_that_is_needed_after_all_stays(
         assert V[2] not in policies.names()
 
 
-async def test_events_that_nothing_needs_go_with_age(
+async def test_old_policy_events_of_removed_versions_are_deleted(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = retained(kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2)
@@ -170,7 +170,7 @@ async def test_events_that_nothing_needs_go_with_age(
         await broker.delete("POLICY", 1)  # an attempt whose answer was lost is repeated
 
 
-async def test_what_an_interrupted_upload_left_is_swept(nats_config: NatsConfig) -> None:
+async def test_parts_of_an_interrupted_upload_are_removed(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.put_object("ADAPTERS", "kept", b"k" * 300_000)
         await broker.put_object("ADAPTERS", "kept", b"n" * 300_000)  # replaced: the chunks of before are gone
@@ -184,7 +184,7 @@ async def test_what_an_interrupted_upload_left_is_swept(nats_config: NatsConfig)
         assert "$O.ADAPTERS.C.orphan" not in await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
 
 
-async def test_the_trainer_removes_as_it_trains(
+async def test_the_trainer_removes_old_versions_while_it_trains(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
@@ -205,7 +205,7 @@ async def test_the_trainer_removes_as_it_trains(
         ]
 
 
-def test_random_histories_never_remove_what_is_held() -> None:
+def test_in_random_histories_no_held_version_is_removed() -> None:
     draw = random.Random(7)
     for _ in range(300):
         versions = V[1 : draw.randint(2, 12)]

@@ -50,7 +50,7 @@ def test_a_model_with_a_state_is_trained_in_rows(tmp_path: Path, capsys: pytest.
     assert found["padded_difference"] < 1e-4
 
 
-def test_a_model_that_would_train_wrong_is_refused_with_the_figure(
+def test_a_model_whose_logprobs_differ_is_refused_with_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bare(self: Forward, hidden_nD: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_a_model_that_would_train_wrong_is_refused_with_the_figure(
     assert found["memory"] is None
 
 
-def test_what_can_not_be_loaded_is_refused_and_not_a_traceback(
+def test_a_model_that_can_not_be_loaded_is_refused_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
@@ -76,7 +76,7 @@ def test_what_can_not_be_loaded_is_refused_and_not_a_traceback(
     assert asked(capsys, str(tmp_path), "--set", "trainer.nonsense=1")[0] == 2
 
 
-def test_a_missing_folder_is_told_as_up_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_gets_the_same_error_as_from_up(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check_model.main(["/nope"])
     assert "model: there is no folder '/nope'; expected one with the base model" in capsys.readouterr().err

@@ -51,7 +51,9 @@ async def test_adapter_and_merged_weights_agree(
     assert (adapted - plain).abs().max() > 1e-3
 
 
-async def test_best_follows_validation(run_dir: Path, tmp_path: Path) -> None:
+async def test_step_best_exports_the_step_with_the_best_validation_reward(
+    run_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit) as none:
         export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "best"])
     assert none.value.code == 1
@@ -74,7 +76,7 @@ async def test_a_pruned_step_comes_from_the_log(
 
 
 @pytest.mark.parametrize("step", ["0", "newest", "-1", "²", "1" * 5000], ids=lambda step: step[:8])
-async def test_a_step_that_is_none_is_bad_usage(run_dir: Path, tmp_path: Path, step: str) -> None:
+async def test_an_invalid_step_is_a_usage_error(run_dir: Path, tmp_path: Path, step: str) -> None:
     with pytest.raises(SystemExit) as error:
         export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), f"--step={step}"])
     assert error.value.code == 2

@@ -46,7 +46,7 @@ def test_a_line_that_is_no_chat_is_named() -> None:
     assert list(sft.chats_of(["", good])) == [CHAT]
 
 
-def test_the_warm_started_model_knows_its_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trained_model_reproduces_its_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "chats.jsonl"
     data.write_text("\n".join([json.dumps({"messages": CHAT})] * 16))
     out = tmp_path / "model"

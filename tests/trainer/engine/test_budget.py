@@ -10,7 +10,7 @@ import torch
 from trainer.engine.budget import GOOD_STEPS, Budget, PassTooLargeError, is_out_of_memory
 
 
-def test_what_memory_that_ran_out_looks_like() -> None:
+def test_out_of_memory_errors_are_recognised_and_can_be_pickled() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(RuntimeError("a bug"))
@@ -21,7 +21,7 @@ def test_what_memory_that_ran_out_looks_like() -> None:
     assert PassTooLargeError((3, 4), 70, "").only_index is None
 
 
-def test_half_of_what_was_tried_until_good_steps_double_it() -> None:
+def test_the_budget_halves_and_doubles_again_after_good_steps() -> None:
     budget = Budget(1000)
     assert not budget.record_success()
     budget.halve(400)
@@ -31,7 +31,7 @@ def test_half_of_what_was_tried_until_good_steps_double_it() -> None:
     assert budget.tokens == 1000  # never beyond the setting
 
 
-def test_growing_in_vain_is_tried_less_and_less_often() -> None:
+def test_the_budget_waits_longer_after_each_growth_that_fails() -> None:
     budget = Budget(1000)
     budget.halve(1000)
     waits = []
@@ -45,11 +45,13 @@ def test_growing_in_vain_is_tried_less_and_less_often() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(2000, 250), (100, 100), (500, 250)])
-def test_another_setting_keeps_what_memory_was_found_to_hold(most: int, expected: int) -> None:
+def test_a_changed_limit_does_not_raise_a_reduced_budget(most: int, expected: int) -> None:
     budget = Budget(500)
     budget.halve(500)
     budget.set_limit(most)
     assert budget.tokens == expected
+    budget.set_limit(memory=60)
+    assert budget.tokens == 60
     free = Budget(500)
     free.set_limit(most)
     assert free.tokens == most

@@ -21,7 +21,7 @@ from pipeline.config import (
     TrainerConfig,
     with_values,
 )
-from tests.trainer.kit import VOCAB, exactly, exchange, settings
+from tests.trainer.kit import VOCAB, backward, exactly, exchange, settings
 from trainer.batches.groups import Example
 from trainer.batches.packing import Layout, padded
 from trainer.batches.sequences import TokenSequence, build
@@ -85,7 +85,7 @@ def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engi
     assert measured > 1e-6
 
 
-def test_the_wrong_version_shows(engine: Engine) -> None:
+def test_tokens_recorded_under_a_wrong_version_fail_the_step(engine: Engine) -> None:
     state = engine.initial_state()
     for i in range(2):
         state = engine.step(state, batch(engine, state, seed=20 * i), [0] * 6).state
@@ -100,7 +100,7 @@ def test_the_wrong_version_shows(engine: Engine) -> None:
     engine.configure(config)
 
 
-def test_every_token_of_the_present_version_is_held_to_the_sampler(engine: Engine) -> None:
+def test_every_token_of_the_current_version_is_compared_with_the_sampler(engine: Engine) -> None:
     """Beyond the few sequences that are recomputed: what the passes compute anyway says it for all of them."""
     state = engine.initial_state()
     examples = batch(engine, state)
@@ -118,9 +118,7 @@ def test_every_token_of_the_present_version_is_held_to_the_sampler(engine: Engin
     engine.configure(config)
 
 
-def test_what_is_checked_is_laid_out_as_what_is_trained(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_uses_the_layout_of_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that was: the check looked at padded rows while prefix trees were trained."""
     state = engine.initial_state()
     examples = batch(engine, state)
@@ -141,7 +139,7 @@ def test_what_is_checked_is_laid_out_as_what_is_trained(
     engine.configure(config)
 
 
-def test_an_abandoned_step_leaves_no_trace(engine: Engine) -> None:
+def test_an_abandoned_step_does_not_change_the_state(engine: Engine) -> None:
     start = engine.step(engine.initial_state(), batch(engine, engine.initial_state()), [0] * 6).state
     kept = copy.deepcopy(start)
     examples = batch(engine, start, seed=30)
@@ -172,7 +170,7 @@ def test_policies_over_one_model_do_not_touch_each_other(engine: Engine) -> None
         torch.testing.assert_close(tensor, two.weights[name], rtol=0, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_is_no_step(engine: Engine) -> None:
+def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(engine: Engine) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     examples[0] = Example(examples[0].sequence, float("inf"))
@@ -180,12 +178,14 @@ def test_a_gradient_that_is_not_finite_is_no_step(engine: Engine) -> None:
         engine.step(state, examples, [0] * 6)
 
 
-def test_large_vocabularies_are_scored_in_pieces(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_large_vocabularies_are_computed_in_chunks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     examples = batch(engine, engine.initial_state())
 
     def gradient() -> list[torch.Tensor]:
         engine.model.zero_grad()
-        engine.backward(examples, [0] * 6, 0)
+        backward(engine, examples, [0] * 6, 0)
         return [p.grad.clone() for p in engine.parameters]
 
     whole = gradient()
@@ -213,7 +213,7 @@ def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, 
         engine.load_adapter(other.weights())
 
 
-def test_policies_share_an_engine_only_where_the_model_is_loaded_alike(
+def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_settings(
     tiny_base: str, tmp_path: Path
 ) -> None:
     def engines(**changed: Any) -> int:
@@ -253,7 +253,7 @@ def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
     assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
 
 
-def test_a_nan_of_the_trainer_fails_the_check_of_the_sampler(
+def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that was: every NaN counted as a logprob that the sampler had not recorded."""

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
-from tests.trainer.kit import sequence, stir
+from tests.trainer.kit import backward, sequence, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import AttentionSpan, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
@@ -132,12 +132,12 @@ def test_a_mask_without_the_models_window_is_not_used(
         Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")), tmp_path)
 
 
-def test_prefixes_of_a_model_with_a_state_are_not_shared_on_demand_either(tmp_path: Path) -> None:
+def test_prefix_packing_is_refused_for_a_model_with_a_recurrent_state(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="carry a state from token to token; use `padded` or `auto`"):
         engine_of("qwen3_next", tmp_path, **{"memory.packing": "prefix"})
 
 
-def test_a_model_with_a_state_trains_in_rows(tmp_path: Path) -> None:
+def test_a_model_with_a_recurrent_state_trains_in_padded_rows(tmp_path: Path) -> None:
     engine = engine_of(
         "qwen3_next", tmp_path, logprob_bound=1e9, **{"optimizer.learning_rate": 1e-2}
     )  # the logprobs are made up
@@ -157,7 +157,7 @@ def test_a_model_with_a_state_trains_in_rows(tmp_path: Path) -> None:
         ("granite", {"attention_dropout": 0.5}),
     ],
 )
-def test_nothing_is_random_and_nothing_is_added_in_training(
+def test_training_has_no_dropout_and_no_router_loss(
     family: str, changed: dict[str, Any], tmp_path: Path
 ) -> None:
     """The sampler has no dropout, and a router's own loss is not the policy's."""
@@ -165,11 +165,11 @@ def test_nothing_is_random_and_nothing_is_added_in_training(
     assert engine.verified.padded.largest < FLOAT32
     sequences, groups = conversations()
     examples = [Example(s, 1.0) for s in sequences]
-    losses = [engine.backward(examples, groups, 0)["loss"] for _ in range(2)]
+    losses = [backward(engine, examples, groups, 0)["loss"] for _ in range(2)]
     assert losses[0] == losses[1]
 
 
-def test_bfloat16_is_held_to_its_own_bound(tmp_path: Path) -> None:
+def test_bfloat16_has_its_own_logprob_bound(tmp_path: Path) -> None:
     engine = engine_of("qwen3_moe", tmp_path, dtype="bfloat16")
     assert verify.logprob_bound_for(engine.config, engine.dtype) == 0.08
     # How far off it is depends on the processor, so the rule is tested on figures of its own.
@@ -181,7 +181,7 @@ def test_bfloat16_is_held_to_its_own_bound(tmp_path: Path) -> None:
         engine_of("qwen3", tmp_path / "other", logprob_bound=-1.0)  # which nothing meets
 
 
-def test_what_is_checked_reaches_beyond_the_window() -> None:
+def test_the_checked_sequences_are_longer_than_the_window() -> None:
     chosen = verify.sequences(VOCAB, 1024, span=128)
     assert max(len(s.ids) for s in chosen) > 128 + 24
     assert max(len(s.ids) for s in verify.sequences(VOCAB, 64, span=4096)) <= 64

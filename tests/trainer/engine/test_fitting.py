@@ -52,7 +52,9 @@ def long_one(tokens: int) -> Example:
     return Example(sequence, 0.7)
 
 
-def test_out_of_memory_halves_the_budget_and_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
@@ -94,7 +96,9 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     assert "it does not fit in memory even alone" in caplog.text
 
 
-def test_where_nothing_fits_the_batch_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_which_no_sequence_fits_is_untrainable(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     with_room_for(engine, 5, monkeypatch)
@@ -121,7 +125,7 @@ def test_the_budget_grows_again_after_good_steps(engine: Engine, monkeypatch: py
     assert found == sorted(found)
 
 
-def test_a_check_that_does_not_fit_is_left_out_and_said(
+def test_a_check_that_does_not_fit_is_skipped_and_reported(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = Engine.logprobs

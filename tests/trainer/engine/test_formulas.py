@@ -64,7 +64,9 @@ def cases() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("updates", ["one", "several"])
 @pytest.mark.parametrize("settings", cases(), ids=lambda s: " ".join(f"{v}" for v in s.values()))
-def test_loss_and_gradient_are_the_formulas(engine: Engine, settings: dict[str, Any], updates: str) -> None:
+def test_loss_and_gradient_equal_the_literal_formulas(
+    engine: Engine, settings: dict[str, Any], updates: str
+) -> None:
     """Of the only update of a step, and of a later one, where the policy has moved since the step began."""
     config = with_values(TrainerConfig(), {"lora.rank": 4, "loss.importance_clip": 1.4} | settings)
     engine.configure(config)

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "settings", [{"engine": "unsloth"}, {"unsloth": UnslothConfig(load_in_4bit=True)}]
 )  # fmt: skip
-def test_what_this_machine_can_not_run_says_so(
+def test_settings_that_this_machine_can_not_run_are_errors(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -33,7 +33,7 @@ def test_what_this_machine_can_not_run_says_so(
         loading.device_for(TrainerConfig(**settings))
 
 
-def test_dtype_follows_the_device_unless_told() -> None:
+def test_dtype_depends_on_the_device_unless_it_is_set() -> None:
     assert loading.dtype_for(TrainerConfig(), CPU) == torch.float32
     assert loading.dtype_for(TrainerConfig(), torch.device("cuda")) == torch.bfloat16
     assert loading.dtype_for(TrainerConfig(dtype="bfloat16"), CPU) == torch.bfloat16
@@ -61,7 +61,7 @@ class FastLanguageModel:
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **wanted))
 
 
-def test_unsloth_is_asked_for_what_the_settings_say_and_gets_padded_batches(
+def test_unsloth_gets_the_settings_and_padded_batches(
     tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.trainer.kit import tree_of_conversations

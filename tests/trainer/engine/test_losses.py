@@ -20,7 +20,7 @@ from datasets import Dataset
 
 from pipeline.config import ConfigError, LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, with_values
 from pipeline.config.trainer import LossType
-from tests.trainer.kit import VOCAB, exactly, exchange, stir
+from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
 from trainer.engine import losses as grpo
@@ -163,7 +163,7 @@ OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_parity_with_trl(
+def test_loss_equals_trl_s_own_computation(
     engines: dict[str, Engine], tmp_path: Path, loss_type: str, correction: str, beta: float
 ) -> None:
     if loss_type == "vespo" and correction.startswith("sequence"):
@@ -243,7 +243,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("options", "theirs"), PAIRS, ids=lambda v: str(v)[:60])
-def test_parity_with_trl_s_options(
+def test_loss_equals_trl_s_own_computation_with_options(
     engines: dict[str, Engine], tmp_path: Path, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     """Each option, mapped as spelled out, and each makes a difference."""
@@ -252,7 +252,7 @@ def test_parity_with_trl_s_options(
     kept = ("loss.type", "loss.beta", "loss.importance_sampling")
     engine.configure(with_values(TrainerConfig(), BATCH | {k: v for k, v in options.items() if k in kept}))
     engine.model.zero_grad()
-    engine.backward(batch(), [0] * 6, 0)
+    backward(engine, batch(), [0] * 6, 0)
     assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.parameters], rel=1e-3)
 
 
@@ -280,7 +280,7 @@ def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -
 
 
 @pytest.mark.parametrize("inside", grpo.TRL_INTERNALS)
-def test_what_is_relied_on_of_trls_inside_is_there(inside: str) -> None:
+def test_the_undocumented_trl_code_that_we_rely_on_exists(inside: str) -> None:
     assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.TRL_INTERNALS[inside]
 
 
@@ -306,7 +306,7 @@ def assert_parity(
     their_loss = reference(engine, args, config.loss.beta, examples)
     their_gradients = [p.grad.clone() for p in engine.parameters]
     engine.model.zero_grad()
-    metrics = engine.backward(examples, [0] * len(examples), 0)
+    metrics = backward(engine, examples, [0] * len(examples), 0)
     assert metrics["micro_batches"] > 1
     assert metrics["loss"] == pytest.approx(their_loss, rel=1e-9, abs=1e-12)
     for mine, other in zip(engine.parameters, their_gradients, strict=True):
@@ -341,7 +341,7 @@ def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine],
     )  # type: ignore[arg-type]
     engine.model.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
-    metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
+    metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
     assert np.isfinite(metrics["loss"])
     assert all(torch.isfinite(p.grad).all() for p in engine.parameters)
 
@@ -395,7 +395,7 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
             [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])],
         )
         engine.model.zero_grad()
-        metrics = engine.backward([Example(sequence, 1.0)], [0], 0)
+        metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
         return metrics, [p.grad.clone() for p in engine.parameters]
 
     one, first = gradient(0.0)

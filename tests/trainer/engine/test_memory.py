@@ -11,14 +11,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.families import make
-from tests.trainer.kit import exactly, make_model, stir, tree_of_conversations
+from tests.trainer.kit import backward, exactly, make_model, stir, tree_of_conversations
 from trainer.batches.groups import Example
 from trainer.engine import loading, memory
 from trainer.engine.engine import Engine
 from trainer.engine.memory import Memory
 
 
-def test_the_memory_of_a_token_is_what_pytorch_keeps_for_it(tmp_path: Path) -> None:
+def test_the_memory_per_token_is_what_autograd_saves(tmp_path: Path) -> None:
     """A longer pass costs in proportion."""
     one = Engine(
         make_model(tmp_path / "one"),
@@ -61,7 +61,7 @@ def per_layer(folder: Path, eighths: int, **memory_settings: Any) -> int:
 
 
 @pytest.mark.parametrize(("checkpointing", "expected"), [("off", 295_656), ("on", 4096 * 2)])
-def test_a_layer_of_qwen3_8b_keeps_what_was_measured_of_it(
+def test_a_layer_of_qwen3_8b_saves_the_measured_number_of_bytes(
     tmp_path: Path, checkpointing: str, expected: int
 ) -> None:
     """All that is kept is proportional to a width or to the rank, so two widths give the third. The figure without
@@ -70,7 +70,7 @@ def test_a_layer_of_qwen3_8b_keeps_what_was_measured_of_it(
     assert one + 7 * (two - one) == expected
 
 
-def test_with_checkpointing_a_token_costs_one_layer_in_full(tmp_path: Path) -> None:
+def test_with_checkpointing_a_token_costs_its_inputs_and_one_layer(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     off = Engine(
         folder, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="padded")), tmp_path
@@ -102,7 +102,7 @@ def test_the_masks_of_a_tree_grow_with_its_square() -> None:
     assert Memory(weights=0, optimizer=9, per_token=1, logits=0, per_pair=0, free=5).tokens() == 0
 
 
-def test_free_memory_is_that_of_the_trainers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_limited_to_the_trainers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     for name, value in (("mem_get_info", (50, 100)), ("memory_reserved", 30), ("memory_allocated", 20)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -112,7 +112,9 @@ def test_free_memory_is_that_of_the_trainers_share(monkeypatch: pytest.MonkeyPat
     assert memory.free_bytes(device, 0.1) == 0
 
 
-def test_on_cuda_the_budget_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_token_budget_is_limited_by_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No GPU here: what is said of the device and of the memory is made up."""
     engine = Engine(
         make_model(tmp_path / "model"),
@@ -137,7 +139,7 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     sequences, groups = tree_of_conversations()
     advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
     engine.model.zero_grad(set_to_none=True)
-    engine.backward([Example(s, a) for s, a in zip(sequences, advantages, strict=True)], groups, 0)
+    backward(engine, [Example(s, a) for s, a in zip(sequences, advantages, strict=True)], groups, 0)
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
 
 
@@ -165,7 +167,7 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
         torch.testing.assert_close(on[name], gradient, rtol=share, atol=share * float(gradient.abs().max()))
 
 
-def test_checkpointing_is_for_gpus_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_is_on_by_default_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = loading.wants_checkpointing
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, True]

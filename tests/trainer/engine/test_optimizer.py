@@ -26,7 +26,7 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, schedule: str) -> None:
+def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, schedule: str) -> None:
     """The fault that was: the optimizer's state brought its old settings along."""
     old = with_values(
         engine.config, {"optimizer.learning_rate": 1e-2, "optimizer.schedule": schedule, "max_steps": 10}
@@ -51,7 +51,7 @@ def test_changed_settings_of_the_optimizer_hold_after_a_restart(engine: Engine, 
     engine.configure(kept)
 
 
-def test_the_inverse_root_falls_without_an_end(engine: Engine) -> None:
+def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine) -> None:
     kept = engine.config
     engine.configure(
         with_values(
@@ -92,7 +92,7 @@ def stored(state: TrainState, engine: Engine) -> TrainState:
     ids=["constant", "warm-up", "linear", "cosine", "inverse_sqrt", "updates"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_that_is_resumed_after_every_step_is_the_run(
+def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
     tiny_base: str, tmp_path: Path, schedule: dict[str, object], dtype: str
 ) -> None:
     """The same learning rates and the same bits of every weight, the float32 masters of rounded adapters included."""

@@ -48,7 +48,9 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("how", [(), ("fail",)], ids=["plain", "one runs out of memory"])
 @pytest.mark.slow
-def test_two_processes_take_the_step_of_one(tiny_base: str, tmp_path: Path, how: tuple[str, ...]) -> None:
+def test_two_processes_take_the_same_step_as_one(
+    tiny_base: str, tmp_path: Path, how: tuple[str, ...]
+) -> None:
     config = settings(tiny_base, tmp_path, dtype="float64", **{"optimizer.learning_rate": 1e-4})
     alone = steps(exactly(Engine(tiny_base, config.trainer, tmp_path)))
     both = launched(tiny_base, tmp_path / "out.pt", *how)
@@ -70,7 +72,7 @@ def test_two_processes_take_the_step_of_one(tiny_base: str, tmp_path: Path, how:
         assert both[0]["first"]["token_budget"] == 75  # of 150
 
 
-def test_two_processes_leave_out_the_sequence_that_neither_holds(tiny_base: str, tmp_path: Path) -> None:
+def test_two_processes_drop_the_sequence_that_fits_in_neither(tiny_base: str, tmp_path: Path) -> None:
     config = settings(tiny_base, tmp_path, **{"optimizer.learning_rate": 1e-4, "dtype": "float64"})
     alone = step_without_room(exactly(Engine(tiny_base, config.trainer, tmp_path)))
     both: Any = launched(tiny_base, tmp_path / "out.pt", "too_large")

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
 from tests.trainer.engine.test_engine import batch
-from tests.trainer.kit import exactly, with_values
+from tests.trainer.kit import backward, exactly, with_values
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine, updates_of
 
@@ -51,7 +51,7 @@ def test_every_epoch_trains_every_group_once_and_groups_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
-def test_a_step_of_several_updates_is_the_loop_written_out(
+def test_a_step_of_several_updates_equals_a_literal_loop(
     engine: Engine, configured: Any, correction: str
 ) -> None:
     """The same weights as a plain loop of AdamW over the minibatches, with the logprobs of the start held fixed."""
@@ -67,7 +67,7 @@ def test_a_step_of_several_updates_is_the_loop_written_out(
     optimizer = torch.optim.AdamW(engine.parameters, lr=1e-2, weight_decay=0.0)
     for update in updates_of(GROUPS, engine.config, 0):
         optimizer.zero_grad()
-        engine.backward([held[i] for i in update], [GROUPS[i] for i in update], 0)
+        backward(engine, [held[i] for i in update], [GROUPS[i] for i in update], 0)
         torch.nn.utils.clip_grad_norm_(engine.parameters, 1.0)
         optimizer.step()
     for name, tensor in engine.weights().items():
@@ -122,7 +122,7 @@ def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
     assert all(bool(torch.isfinite(w).all()) for w in result.state.weights.values())
 
 
-def test_rounded_adapters_are_what_is_trained_and_small_updates_add_up(
+def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(
     tiny_base: str, tmp_path: Path
 ) -> None:
     """With `lora.dtype` = bfloat16 the trainer's logprobs are those of the published weights, and float32 weights
@@ -151,7 +151,9 @@ def test_rounded_adapters_are_what_is_trained_and_small_updates_add_up(
     assert all(float(k.float().mean()) > 0.5 for k in kept)
 
 
-def test_without_a_master_the_policy_would_not_be_the_published_one(tiny_base: str, tmp_path: Path) -> None:
+def test_unrounded_weights_give_other_logprobs_than_the_published_adapter(
+    tiny_base: str, tmp_path: Path
+) -> None:
     """What rounding is worth: the same sequences under the float32 weights differ measurably from those under the
     rounded."""
     engine = Engine(
