@@ -141,7 +141,7 @@ class App:
         named = None
         if path.startswith("/t/"):
             part, slash, rest = path[3:].partition("/")
-            named, path = routes.decode_part(part) or None, slash + rest
+            named, path = routes.decode_segment(part) or None, slash + rest
         if path in _MODEL_CALLS:
             if request.method != "POST":
                 raise routes.not_allowed("POST")
@@ -149,15 +149,15 @@ class App:
             request.admitted = _Admitted(access, path, named)
             return
         route, values = routes.find(request.method, path)
-        if route.key != "call":
+        if route.auth != "call":
             request.max_body = min(request.max_body, self._max_control_body)
         access = Access()
         if route.name == "health":
             with contextlib.suppress(ApiError):  # without a valid key the answer says less
                 access = self._identity.admit(request.headers, "call", None)
-        if route.key:
-            about = values[0] if route.key == "trajectory" else named
-            access = self._identity.admit(request.headers, route.key, about)
+        if route.auth:
+            about = values[0] if route.auth == "trajectory" else named
+            access = self._identity.admit(request.headers, route.auth, about)
         request.admitted = _Admitted(access, path, named, route, values)
 
     async def __call__(self, request: Request) -> None:
@@ -192,7 +192,7 @@ class App:
         if route.name != "response":  # which checks the key with the trajectory that it reads
             about = values[0] if values else ""
             complete = route.name == "complete"
-            access = await self._identity.authorize(access, route.key, about, complete=complete)
+            access = await self._identity.authorize(access, route.auth, about, complete=complete)
         call = ControlRequest(request, route, access, values, admitted.trajectory)
         answer = await self._handlers[route.name](call)
         if isinstance(answer, RawAnswer):

@@ -81,9 +81,7 @@ class AuxiliaryRoutes:
 
     async def _forward_body(self, request: ControlRequest) -> RawAnswer:
         fields, params = read_fields(request.body, _OptionalModel)
-        return await self._forward(
-            request.access, "POST", "/" + request.route.parts[-1], params.model, fields
-        )
+        return await self._forward(request.access, "POST", request.route.path, params.model, fields)
 
     async def _forward(
         self, access: Access, method: str, path: str, model: str = "", fields: Mapping[str, Any] | None = None

@@ -82,7 +82,7 @@ class ModelRoutes:
     async def decide(self, request: ControlRequest) -> Decided:
         model = request.values[0]
         request.access.check_model(model)
-        action = cast(Action, request.route.parts[-1])
+        action = cast(Action, request.route.path.rpartition("/")[2])
         return await self._promotion.decide(model, action, request.read(Decision), request.access.owner)
 
     async def health(self, request: ControlRequest) -> Health:

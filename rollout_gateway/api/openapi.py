@@ -7,6 +7,7 @@ calls only the fields the gateway itself reads are described; all others are pas
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import msgspec
@@ -75,13 +76,13 @@ def document() -> Schema:
 
 
 def _operation(route: Route) -> Schema:
-    errors = {*route.errors, *_ERRORS_OF_ANY_ROUTE, *(_WITH_KEY if route.key else ())}
+    errors = {*route.errors, *_ERRORS_OF_ANY_ROUTE, *(_WITH_KEY if route.auth else ())}
     # Unique: the handler's name, the method and the last two path segments (`decide` serves several paths).
-    words = (route.name, route.method.lower(), *(part.strip("{}") for part in route.parts[-2:]))
+    words = (route.name, route.method.lower(), *re.findall(r"[\w.]+", route.path)[-2:])
     operation: Schema = {
         "summary": route.summary,
         "operationId": "_".join(words).replace(".", "_"),
-        "parameters": [_parameter(part[1:-1], "path") for part in route.parts if part.startswith("{")]
+        "parameters": [_parameter(name, "path") for name in re.findall(r"{(\w+)}", route.path)]
         + [_parameter(name, "query") for name in route.query],
         "responses": {
             str(route.status): {"description": "Success", "content": _content(route)},
@@ -96,10 +97,10 @@ def _operation(route: Route) -> Schema:
 
 
 def _content(route: Route) -> Schema:
-    if not route.content:
+    if not route.media_type:
         return {}
     answer = {JSON: _ref(route.answer) if route.answer else {"type": "object"}, TEXT: {"type": "string"}}
-    return {route.content: {"schema": answer[route.content]} if route.content in answer else {}}
+    return {route.media_type: {"schema": answer[route.media_type]} if route.media_type in answer else {}}
 
 
 def _model_call(path: str, summary: str, body: type[Any]) -> Schema:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import re
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -29,15 +31,17 @@ class Route:
     """`None`: an answer whose fields are not described."""
     errors: tuple[int, ...] = ()
     """Statuses beside those that any route may answer."""
-    key: KeyKind = "agent"
+    auth: KeyKind = "agent"
     status: int = 200
     query: tuple[str, ...] = ()
-    content: str = JSON
+    media_type: str = JSON
     """Media type of the answer; empty if it has no body."""
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.path.strip("/").split("/")))
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the path without its outer slashes. Groups: the parameters. A model's name may hold slashes."""
+        parameter = "(.+)" if self.name == "model" else "([^/]+)"
+        return re.compile(re.sub(r"\\{\w+\\}", lambda _: parameter, re.escape(self.path.strip("/"))))
 
 
 def _decision(action: str, summary: str) -> Route:
@@ -50,13 +54,13 @@ _ASKS = (400, 404, 413, 500, 502, 503)
 _RUN = "/v1/trajectories/{trajectory}"
 
 ROUTES = (
-    Route("GET", "/health", "health", "Whether calls can be answered, and by which servers", answer=s.Health, key=""),
-    Route("GET", "/metrics", "metrics", "Metrics in Prometheus' text format", key="operator", content=TEXT),
-    Route("GET", "/openapi.json", "openapi", "This document", key=""),
-    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=s.ModelList, key="call"),
-    Route("GET", "/v1/models/{model}", "model", "One of these names", answer=s.Model, errors=(404,), key="call"),
+    Route("GET", "/health", "health", "Whether calls can be answered, and by which servers", answer=s.Health, auth=""),
+    Route("GET", "/metrics", "metrics", "Metrics in Prometheus' text format", auth="operator", media_type=TEXT),
+    Route("GET", "/openapi.json", "openapi", "This document", auth=""),
+    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=s.ModelList, auth="call"),
+    Route("GET", "/v1/models/{model}", "model", "One of these names", answer=s.Model, errors=(404,), auth="call"),
     Route("GET", "/v1/policies", "policies", "What models' names stand for, and what is loaded", answer=s.PolicyList),
-    Route("GET", "/v1/policies/events", "watch_policies", "Events about versions", content=EVENTS),
+    Route("GET", "/v1/policies/events", "watch_policies", "Events about versions", media_type=EVENTS),
     _decision("promote", "Serve this version under the model's name"),
     _decision("pin", "Keep serving this version, whatever is trained"),
     _decision("rollback", "Go back to this or the previous version"),
@@ -89,16 +93,16 @@ ROUTES = (
         "POST", "/v1/evaluations", "evaluated", "Record the results of one entrant of an evaluation",
         s.EvaluationBody, s.Recorded, _WRITES, status=201,
     ),
-    Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), key="call"),
-    Route("GET", "/ping", "ping", "Whether the gateway answers", key="", content=""),
-    Route("POST", "/ping", "ping", "Whether the gateway answers", key="", content=""),
-    Route("POST", "/tokenize", "tokenize", "Tokens of a prompt", s.TokenizeBody, errors=_ASKS, key="call"),
-    Route("POST", "/detokenize", "detokenize", "The text of tokens", s.DetokenizeBody, errors=_ASKS, key="call"),
+    Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), auth="call"),
+    Route("GET", "/ping", "ping", "Whether the gateway answers", auth="", media_type=""),
+    Route("POST", "/ping", "ping", "Whether the gateway answers", auth="", media_type=""),
+    Route("POST", "/tokenize", "tokenize", "Tokens of a prompt", s.TokenizeBody, errors=_ASKS, auth="call"),
+    Route("POST", "/detokenize", "detokenize", "The text of tokens", s.DetokenizeBody, errors=_ASKS, auth="call"),
     Route(
         "POST", "/v1/messages/count_tokens", "count_tokens", "The number of tokens of a message's prompt",
-        s.CountTokensBody, errors=_ASKS, key="call",
+        s.CountTokensBody, errors=_ASKS, auth="call",
     ),
-    Route("GET", "/v1/responses/{response}", "response", "A recorded response", errors=(400, 404, 503), key="call"),
+    Route("GET", "/v1/responses/{response}", "response", "A recorded response", errors=(400, 404, 503), auth="call"),
 )  # fmt: skip
 
 MODEL_CALLS: dict[str, tuple[str, type[Any]]] = {
@@ -112,48 +116,28 @@ MODEL_CALLS: dict[str, tuple[str, type[Any]]] = {
 
 def find(method: str, path: str) -> tuple[Route, list[str]]:
     """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
-    parts = [decode_part(part) for part in path.strip("/").split("/")]
     allowed = []
     for route in ROUTES:
-        values = _match(route, parts)
-        if values is not None:
+        found = route.pattern.fullmatch(path.strip("/"))
+        if found is not None:
             if route.method == method:
-                return route, values
+                return route, [decode_segment(value) for value in found.groups()]
             allowed.append(route.method)
     if allowed:
         raise not_allowed(*allowed)
     raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
 
 
-def decode_part(part: str) -> str:
-    """Decode the percent-encoding of one part of a path, which may hold a slash. Raises a 400 `ApiError` if it is not
-    UTF-8."""
+def decode_segment(segment: str) -> str:
+    """Decode the percent-encoding of one segment of a path, which may hold a slash. Raises a 400 `ApiError` if it is
+    not UTF-8."""
     try:
-        return (
-            part if part.isascii() and "%" not in part else unquote_to_bytes(part.encode("latin-1")).decode()
-        )
+        return unquote_to_bytes(segment.encode("latin-1")).decode()
     except UnicodeDecodeError as error:
-        raise ApiError(400, "invalid_url", f"{part[:200]!r} in the URL is not UTF-8.") from error
+        raise ApiError(400, "invalid_url", f"{segment[:200]!r} in the URL is not UTF-8.") from error
 
 
 def not_allowed(*allowed: str) -> ApiError:
     methods = ", ".join(dict.fromkeys(allowed))
     headers = ((b"allow", methods.encode()),)
     return ApiError(405, "method_not_allowed", f"This URL takes {methods}.", headers=headers)
-
-
-def _match(route: Route, parts: list[str]) -> list[str] | None:
-    wanted = route.parts
-    if route.name == "model" and len(parts) > len(wanted):  # model names may hold slashes
-        parts = [*parts[: len(wanted) - 1], "/".join(parts[len(wanted) - 1 :])]
-    if len(parts) != len(wanted):
-        return None
-    values = []
-    for part, want in zip(parts, wanted, strict=True):
-        if want.startswith("{"):
-            if not part:
-                return None
-            values.append(part)
-        elif part != want:
-            return None
-    return values

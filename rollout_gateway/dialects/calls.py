@@ -9,7 +9,7 @@ import hashlib
 import re
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -39,6 +39,10 @@ class _MessageCalls(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""vLLM's range. Its own error for a longer number does not say what is wrong."""
+
+
 class RequestParams(msgspec.Struct):
     """The fields of a request that the gateway uses."""
 
@@ -48,6 +52,7 @@ class RequestParams(msgspec.Struct):
     logprobs: bool | int | None = None
     return_token_ids: bool | None = None
     metadata: dict[str, Any] | None = None
+    seed: Seed | None = None
 
     @property
     def wants_logprobs(self) -> bool:

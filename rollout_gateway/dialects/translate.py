@@ -10,19 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pipeline.events import ExchangeRecorded
-from rollout_gateway.dialects.calls import Call, Fields, Raw, RequestParams
+from rollout_gateway.dialects.calls import Call, Raw, RequestParams, Seed
 from rollout_gateway.http.body import read_body
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
 _encode = msgspec.json.Encoder().encode
-_fields_decoder = msgspec.json.Decoder(Fields)
-_SAMPLING = (
-    "seed", "logit_bias", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
-)  # fmt: skip
-"""vLLM's sampling settings that neither API has. Clients may send them as extra fields."""
 _NAMED_ALIKE = ("temperature", "top_p", "top_k", "parallel_tool_calls")
+
+
+class _Sampling(msgspec.Struct):
+    """vLLM's sampling settings that neither API has. Clients may send them as extra fields."""
+
+    seed: Seed | UnsetType | None = UNSET
+    logit_bias: Raw | UnsetType = UNSET
+    min_p: Raw | UnsetType = UNSET
+    repetition_penalty: Raw | UnsetType = UNSET
+    presence_penalty: Raw | UnsetType = UNSET
+    frequency_penalty: Raw | UnsetType = UNSET
+    ignore_eos: Raw | UnsetType = UNSET
 
 
 class Translation(ABC):
@@ -47,8 +55,8 @@ class Translation(ABC):
     def __init__(self, body: bytes) -> None:
         """Raises a 400 `ApiError` for an invalid body."""
         self.request = read_body(body, self.kind)
-        fields = _fields_decoder.decode(body)
-        self._sampling = {name: fields[name] for name in _SAMPLING if name in fields}
+        sampling = msgspec.structs.asdict(read_body(body, _Sampling))
+        self._sampling = {name: value for name, value in sampling.items() if value is not UNSET}
         self.id = ""
         """Id of the chat completion."""
         self.head: dict[str, Any] = {}

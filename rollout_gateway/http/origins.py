@@ -103,7 +103,7 @@ class OriginPolicy:
             requested_method = request.headers.get(b"access-control-request-method")
             if request.method == "OPTIONS" and requested_method is not None:
                 requested_headers = request.headers.get(b"access-control-request-headers", b"")
-                request.extra = (
+                request.response_headers = (
                     *allow,
                     (b"access-control-allow-methods", b"GET, POST"),  # the only methods of the API
                     *(((b"access-control-allow-headers", requested_headers),) if requested_headers else ()),
@@ -112,7 +112,7 @@ class OriginPolicy:
                     (b"access-control-max-age", b"600"),
                 )
                 return True
-            request.extra = (*allow, (b"access-control-expose-headers", b"retry-after"))
+            request.response_headers = (*allow, (b"access-control-expose-headers", b"retry-after"))
         # The scheme is not compared: TLS may end at a proxy, so the gateway does not know the scheme of its own pages.
         elif not host or origin.partition(b"://")[2] != host:
             raise _origin_refused(f"web pages at {origin.decode('latin-1')[:200]!r}")

@@ -14,7 +14,7 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
 
 _HEAD_LIMIT = 65536
-"""Bytes of a request's head, and of trailers or chunk extensions before the next byte of a body."""
+"""Bytes of a request's URL and headers, and of trailers or chunk extensions before the next byte of a body."""
 _SMALL_PARTS = 64
 """Parts of a body that are kept as separate objects. Further ones are joined: small objects take far more than their
 bytes."""
@@ -63,6 +63,9 @@ class RequestParser:
         """Its body so far."""
         self.head_done = False
         self._head_size = 0
+        """Bytes of the URL and headers, as far as they are complete."""
+        self._received = 0
+        """Bytes since the last request, while the head is not complete."""
         self._silent = 0
         """Bytes since the last byte of a body: trailers and chunk extensions."""
         self._repeated = b""
@@ -76,7 +79,7 @@ class RequestParser:
         if self.head_done:
             self._silent += len(data)
         else:
-            self._head_size += len(data)
+            self._received += len(data)
         while True:
             try:
                 self._parser.feed_data(data)
@@ -90,8 +93,8 @@ class RequestParser:
             break
         if self.request is None or self._receiver.ignoring:
             return
-        if self._head_size > _HEAD_LIMIT and not self.head_done:
-            self._reject(431, "headers_too_large", f"The headers are longer than {_HEAD_LIMIT} bytes.")
+        if self._received > _HEAD_LIMIT and not self.head_done:
+            self._reject_head()
         elif self._silent > _HEAD_LIMIT:
             message = f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes."
             self._reject(431, "trailers_too_large", message)
@@ -110,6 +113,10 @@ class RequestParser:
         self._parser.feed_data(head + b"\r\n")
         return bool(data)
 
+    def _reject_head(self) -> None:
+        message = f"The URL and the headers are longer than {_HEAD_LIMIT} bytes."
+        self._reject(431, "headers_too_large", message)
+
     def _reject(self, status: int, message: str, code: str) -> None:
         self._receiver.reject(ApiError(status, code, message))
 
@@ -122,6 +129,7 @@ class RequestParser:
     def on_url(self, url: bytes) -> None:
         if not self._resuming:
             self._url += url
+            self._head_size += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head_done:
@@ -131,6 +139,7 @@ class RequestParser:
         if name in headers and name in _UNIQUE:
             self._repeated = name
         headers[name] = value
+        self._head_size += len(name) + len(value) + 4  # colon, space and line end
 
     def on_headers_complete(self) -> None:
         if self._resuming:
@@ -144,6 +153,9 @@ class RequestParser:
         headers = request.headers
         request.method = parser.get_method().decode("latin-1")
         version = parser.get_http_version()
+        if self._head_size > _HEAD_LIMIT:
+            self._reject_head()
+            return
         if not self._is_well_formed(request, version):
             return
         request.target = self._url.decode("latin-1")

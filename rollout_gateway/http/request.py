@@ -45,8 +45,8 @@ class Request:
     """A request with its whole body. Answer it with `answer`, or with `start`, `write` and `end`."""
 
     __slots__ = (
-        "_channel", "admitted", "body", "cancellation", "chunked", "extra", "gone", "headers", "keep_alive", "max_body",
-        "method", "on_flow", "refusal", "started", "target", "too_large",
+        "_channel", "admitted", "body", "cancellation", "chunked", "gone", "headers", "keep_alive", "max_body",
+        "method", "on_flow", "refusal", "response_headers", "started", "target", "too_large",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, max_body: int) -> None:
@@ -65,7 +65,7 @@ class Request:
         """Why `admit` refused the request. Its body was not kept."""
         self.admitted: Any = None
         """Result of `admit`, for the handler."""
-        self.extra: tuple[tuple[bytes, bytes], ...] = ()
+        self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
         """Headers that any answer to this request carries."""
         self.keep_alive = False
         self.cancellation = Cancellation()
@@ -96,7 +96,13 @@ class Request:
         self._begin()
         if self._is_lost():
             return
-        if status == 200 and self.keep_alive and not headers and not self.extra and content_type == _JSON:
+        if (
+            status == 200
+            and self.keep_alive
+            and not headers
+            and not self.response_headers
+            and content_type == _JSON
+        ):
             head = _JSON_200 % len(body)
         else:
             length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
@@ -149,7 +155,7 @@ class Request:
 
     def _head(self, status: int, headers: HeaderList) -> bytes:
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
-        lines += [b"%b: %b\r\n" % header for header in (*headers, *self.extra)]
+        lines += [b"%b: %b\r\n" % header for header in (*headers, *self.response_headers)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

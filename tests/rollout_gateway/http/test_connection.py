@@ -91,6 +91,22 @@ async def test_what_is_no_body_is_counted(endless: bytes) -> None:
     assert [a[:3] for a in answers(said)] == [b"431"]
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("ahead", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_headers_have_one_limit(many: bool, ahead: bytes) -> None:
+    """However many bytes of them arrive at once."""
+
+    def head(size: int) -> bytes:
+        lines = b"a: b\r\n" * (size // 6) if many else b"a: " + b"b" * (size - 5) + b"\r\n"
+        return b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + lines + b"\r\n"
+
+    async with serve(echo) as port:
+        taken = [a[:3] for a in answers(await spoken(port, ahead + head(65_000)))]
+        refused = [a[:3] for a in answers(await spoken(port, ahead + head(66_000)))]
+    assert taken == ([b"200", b"200"] if ahead else [b"200"])
+    assert refused == ([b"200"] if ahead else [b"431"])  # the answer to an earlier request is the last one
+
+
 async def test_a_header_that_says_whose_a_request_is_comes_once() -> None:
     async with serve(echo) as port:
         for line in (b"Host: y", b"Authorization: a\r\nauthorization: b", b"X-Api-Key: a\r\nX-Api-Key: b"):

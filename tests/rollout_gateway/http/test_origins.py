@@ -22,7 +22,7 @@ class Head:
         self.headers = {
             name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()
         }
-        self.extra: Any = ()
+        self.response_headers: Any = ()
 
 
 def checked(config: GatewayConfig, **head: Any) -> int:
