@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from journeyman import gathering
 from journeyman.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
-from journeyman.trajectory import CompleteOptions, OpenOptions, Trajectory
+from journeyman.trajectory import CompleteOptions, OpenOptions, Trajectory, Usage
 from journeyman.transport import (
     CONFLICT,
     RETRIED_STATUSES,
@@ -110,6 +110,11 @@ class Journeyman:
         """For each model: the version its name currently resolves to, and the loaded versions."""
         return list(self._request("GET", "/v1/policies")["data"])
 
+    def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in
+        docs/events.md. Recording them again has no effect."""
+        return self._request("POST", "/v1/evaluations", result)
+
     def gather(
         self,
         model: str,
@@ -184,7 +189,7 @@ class Journeyman:
             self._give_up(run, failure)
             raise
         try:
-            self.complete(run.id, **run.result())
+            run.usage = Usage.of_completion(self.complete(run.id, **run.result()))
         except Exception as failure:
             if _leaves_open(failure):
                 self._give_up(run, failure)
@@ -249,6 +254,10 @@ class AsyncJourneyman:
         """For each model: the version its name currently resolves to, and the loaded versions."""
         return list((await self._request("GET", "/v1/policies"))["data"])
 
+    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of one entrant of an evaluation on the log. See `Journeyman.record_evaluation`."""
+        return await self._request("POST", "/v1/evaluations", result)
+
     async def gather(
         self,
         model: str,
@@ -308,7 +317,7 @@ class AsyncJourneyman:
             raise
         try:
             with anyio.CancelScope(shield=True):  # the run is over: its result is not lost to a cancellation
-                await self.complete(run.id, **run.result())
+                run.usage = Usage.of_completion(await self.complete(run.id, **run.result()))
         except Exception as failure:
             if _leaves_open(failure):
                 await self._give_up(run, failure)

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import secrets
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
@@ -158,6 +159,7 @@ async def gather(
     async def attempt(at: int, number: int, count: Callable[[], object]) -> None:
         nonlocal done
         group = groups[at]
+        began = time.monotonic()
         try:
             async with client.trajectory(
                 model, group=group.name, group_size=group_size, attempt=number, split=split, pinned=pinned,
@@ -173,6 +175,7 @@ async def gather(
                     reward = await found if inspect.isawaitable(found) else found
                 if reward is not None:
                     run.reward = reward
+            run.duration_s = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
             raised.append(error)

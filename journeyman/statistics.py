@@ -2,11 +2,12 @@
 
 `wilson` is the score interval of E. B. Wilson (1927), "Probable inference, the law of succession, and statistical
 inference".
-The intervals of means use the normal approximation, which needs about 30 values or more.
+The intervals of means are Student's; with few values they need values that are roughly normal.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +37,50 @@ def mean_of(values: Sequence[float]) -> Estimate:
     if count == 1:
         return Estimate(mean, -math.inf, math.inf, 1)
     variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
-    half = _Z95 * math.sqrt(variance / count)
+    half = t95(count - 1) * math.sqrt(variance / count)
     return Estimate(mean, mean - half, mean + half, count)
+
+
+def mean_of_share(values: Sequence[float]) -> Estimate:
+    """Return the mean of `values`: `wilson` if each is 0 or 1, else `mean_of`."""
+    if values and all(value in (0.0, 1.0) for value in values):
+        return wilson(round(math.fsum(values)), len(values))
+    return mean_of(values)
+
+
+@functools.cache
+def t95(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom (1 or more).
+
+    From 30 degrees on by its expansion around the normal quantile, below by bisection of the exact distribution
+    (Abramowitz and Stegun, 26.7.5 and 26.7.3-4)."""
+    if freedom >= 30:
+        z, v = _Z95, freedom
+        return (
+            z
+            + (z**3 + z) / (4 * v)
+            + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+            + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+        )
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _central(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _central(t: float, freedom: int) -> float:
+    """Return the probability that a variable with Student's t distribution lies between -t and t."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for power in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * power / (power + 1)
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:

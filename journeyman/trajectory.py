@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -41,6 +42,29 @@ class CompleteOptions(TypedDict, total=False):
     outcome: Outcome
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What the model calls of a run took."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    calls_s: float = 0.0
+    """Seconds, added up over the calls."""
+    cost_usd: float | None = None
+    """`None` if no price is known."""
+
+    @classmethod
+    def of_completion(cls, answer: Mapping[str, Any]) -> Usage:
+        """Return what the gateway's answer to a completion says."""
+        return cls(
+            int(answer.get("exchanges", 0)),
+            int(answer.get("prompt_tokens", 0)),
+            int(answer.get("sampled_tokens", 0)),
+            float(answer.get("calls_s", 0.0)),
+        )
+
+
 @dataclass
 class Trajectory:
     """One agent run. Call the model with any OpenAI client at `base_url` with `api_key`, then set the result."""
@@ -58,6 +82,10 @@ class Trajectory:
     outcome: Outcome = "scored"
     """`no_result`: the infrastructure failed, so the run does not reflect the policy. `masked`: keep the run, but do
     not train on it."""
+    usage: Usage | None = None
+    """Known once the trajectory is completed."""
+    duration_s: float | None = None
+    """Seconds from opening to completing, in a trajectory that `gather` played."""
 
     @property
     def openai(self) -> dict[str, Any]:

@@ -54,6 +54,7 @@ SUBCOMMANDS = {
         "check whether a base model trains correctly on this machine",
     ),
     "sft": ("trainer.commands.sft", "supervised warm start"),
+    "eval": ("journeyman.evaluation.command", "play held-out tasks with versions and other models"),
     "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.commands.export", "write an adapter or merged weights"),
 }

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from journeyman.statistics import mean_of, paired_difference, wilson
+from journeyman.statistics import mean_of, mean_of_share, paired_difference, t95, wilson
 
 
 def test_the_interval_of_a_mean_is_the_textbooks() -> None:
     found = mean_of([1.0, 2.0, 3.0, 4.0])
     assert (found.mean, found.count) == (2.5, 4)
-    assert found.high - found.mean == pytest.approx(1.959964 * math.sqrt(5 / 3 / 4))
+    assert found.high - found.mean == pytest.approx(3.182446 * math.sqrt(5 / 3 / 4), rel=1e-6)
 
 
 def test_wilson_agrees_with_published_values() -> None:
@@ -41,3 +41,22 @@ def test_little_is_known_of_little() -> None:
     assert math.isnan(mean_of([]).mean)
     assert (mean_of([3.0]).low, mean_of([3.0]).mean) == (-math.inf, 3.0)
     assert (wilson(0, 0).low, wilson(0, 0).high) == (0.0, 1.0)
+
+
+def test_quantiles_of_student_are_the_tables() -> None:
+    for freedom, quantile in [
+        (1, 12.7062),
+        (2, 4.30265),
+        (3, 3.18245),
+        (9, 2.26216),
+        (29, 2.04523),
+        (30, 2.04227),
+    ]:
+        assert t95(freedom) == pytest.approx(quantile, abs=1e-5)
+    assert t95(10**9) == pytest.approx(1.959964)
+
+
+def test_a_share_has_the_interval_of_a_share() -> None:
+    assert mean_of_share([1.0] * 15 + [0.0] * 133) == wilson(15, 148)
+    assert mean_of_share([0.5, 1.0]) == mean_of([0.5, 1.0])
+    assert math.isnan(mean_of_share([]).mean)

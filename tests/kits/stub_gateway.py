@@ -31,6 +31,8 @@ class StubGateway:
     """Whether completions are answered with 503, as while the log cannot be reached."""
     sent: list[dict[str, Any]] = field(default_factory=list)
     """Results that clients sent, refused ones included."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Results of entrants that clients recorded."""
     completed_by_others: dict[str, Any] | None = None
     """A result that every trajectory gets from somebody else before its own arrives."""
 
@@ -62,13 +64,24 @@ class StubGateway:
             return JSONResponse({"error": {"message": message, "code": "reward_out_of_range"}}, 400)
         if self.completed.setdefault(name, self.completed_by_others or body) != body:
             return JSONResponse({"error": {"message": "another result", "code": "trajectory_completed"}}, 409)
-        return JSONResponse({"id": name})
+        return JSONResponse(
+            {"id": name, "exchanges": 2, "prompt_tokens": 20, "sampled_tokens": 4, "calls_s": 0.5}
+        )
+
+    async def _evaluated(self, request: Request) -> JSONResponse:
+        self.evaluations.append(await request.json())
+        return JSONResponse({"object": "evaluation"}, 201)
+
+    async def _policies(self, _: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"model": "m", "version": "m@3"}]})
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serve while the block runs; a second block on the same object is a restart."""
         app = Starlette(
             routes=[
+                Route("/v1/policies", self._policies),
+                Route("/v1/evaluations", self._evaluated, methods=["POST"]),
                 Route("/v1/trajectories", self._list, methods=["GET"]),
                 Route("/v1/trajectories", self._open, methods=["POST"]),
                 Route("/v1/trajectories/{name}/complete", self._complete, methods=["POST"]),

@@ -1,0 +1,173 @@
+"""`journeyman eval`: play held-out tasks with policy versions and other models, and report with intervals.
+
+    journeyman eval support@0 support@12 litellm:openai/gpt-5-mini --rollout my.agent:play --scenarios held_out.jsonl
+
+An entrant is `<model>` (the version served now), `<model>@<step>` (`@0` or `@base`: the base model),
+`litellm:<provider>/<model>`, or `<base URL>#<model>` of an OpenAI-compatible server. The first one is the baseline: the
+differences of the others are paired by task. The rollout is called as `rollout(run, task)`, as by `gather`. The results
+go to the log (view `evaluations`) and into two pages, report.md and report.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from journeyman.client import AsyncJourneyman
+from journeyman.evaluation.entrants import Entrant, parse_entrant, parse_price
+from journeyman.evaluation.loading import load_rollout, load_scenarios
+from journeyman.evaluation.playing import play, with_settings
+from journeyman.evaluation.report import html_page, markdown_page, text_table
+from journeyman.evaluation.results import EvaluationReport
+from journeyman.gathering import TooManyExceptionsError
+from journeyman.transport import JourneymanError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 1 if the evaluation failed, 2 if an argument cannot be used."""
+    args = _parser().parse_args(argv)
+    try:
+        entrants = _entrants(args)
+        rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
+        url = (
+            _gateway(args)
+            if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
+            else ""
+        )
+        report = anyio.run(_run, args, entrants, rollout, tasks, url)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        raise SystemExit(2) from error
+    except (JourneymanError, TooManyExceptionsError) as error:
+        sys.stderr.write(f"journeyman: {error}\n")
+        raise SystemExit(1) from error
+    folder = Path(args.out or f"evaluations/{report.id}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.md").write_text(markdown_page(report), "utf-8")
+    (folder / "report.html").write_text(html_page(report), "utf-8")
+    if args.json:
+        told = [report.event(position) for position in range(len(report.entrants))]
+        sys.stdout.write(
+            json.dumps({"evaluation": report.id, "report": str(folder), "entrants": told}) + "\n"
+        )
+    else:
+        recorded = "recorded on the log" if url and not args.no_record else "not recorded"
+        sys.stdout.write(
+            f"{text_table(report)}\n\n{folder}/report.md, report.html; {report.id}, {recorded}\n"
+        )
+
+
+async def _run(
+    args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any], url: str
+) -> EvaluationReport:
+    options: dict[str, Any] = {
+        "attempts": args.attempts,
+        "concurrency": args.concurrency,
+        "max_exceptions": args.max_exceptions,
+        "usd_per_hour": args.usd_per_hour,
+        "progress": not args.json,
+        "scenarios": args.scenarios,
+        "rollout_name": args.rollout,
+        "record": not args.no_record,
+    }
+    if not url:
+        return await play(None, entrants, tasks, rollout, **options)
+    async with AsyncJourneyman(url, api_key=os.environ.get(args.api_key_env, "")) as client:
+        return await play(client, entrants, tasks, rollout, **options)
+
+
+def _entrants(args: argparse.Namespace) -> list[Entrant]:
+    """Return the entrants with their settings. Raises `ValueError` or `OSError`."""
+    prices = dict(parse_price(text) for text in args.price)
+    prompt = Path(args.prompt).read_text("utf-8") if args.prompt else ""
+    found = [parse_entrant(text) for text in args.entrants]
+    if unknown := prices.keys() - {entrant.name for entrant in found}:
+        raise ValueError(f"--price names no entrant: {', '.join(sorted(unknown))}")
+    return [
+        with_settings(e, price=prices.get(e.name), system_prompt=prompt, key_env=args.key_env) for e in found
+    ]
+
+
+def _gateway(args: argparse.Namespace) -> str:
+    """Return the gateway's URL: the one given, else that of the run. Raises `ValueError`."""
+    if args.url or (not args.run_dir and "JOURNEYMAN_URL" in os.environ):
+        return str(args.url or os.environ["JOURNEYMAN_URL"])
+    if args.run_dir:
+        state = Path(args.run_dir) / "state.json"
+    else:
+        states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        if not states:
+            raise ValueError(
+                "no gateway is named: give --url or --run-dir, set JOURNEYMAN_URL, or start one with `journeyman up`; "
+                "models that no gateway serves can be played with --no-record"
+            )
+        state = states[-1]
+    try:
+        return str(json.loads(state.read_text("utf-8"))["urls"]["gateway"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{state} names no gateway: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeyman eval",
+        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
+    add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one task: rollout(run, task)")
+    add(
+        "--scenarios",
+        required=True,
+        metavar="MODULE:NAME|FILE",
+        help="a list, a function that returns one, or JSONL",
+    )
+    add("--attempts", type=int, default=1, help="runs of each task (default: 1)")
+    add("--limit", type=int, default=0, help="only the first N tasks")
+    add("--concurrency", type=int, default=64, help="runs at once (default: 64)")
+    add("--max-exceptions", type=float, default=0.1, help="count, or share below 1, of runs that may raise")
+    add("--url", default="", help="the gateway; default: $JOURNEYMAN_URL, else that of the run")
+    add("--run-dir", default="", help="a run of `journeyman up`; default: the newest under runs/")
+    add(
+        "--api-key-env",
+        default="JOURNEYMAN_API_KEY",
+        metavar="NAME",
+        help="variable with the gateway's API key",
+    )
+    add(
+        "--key-env",
+        default="",
+        metavar="NAME",
+        help="variable with the API key of <base URL>#<model> entrants",
+    )
+    add(
+        "--prompt",
+        default="",
+        metavar="FILE",
+        help="system prompt of entrants that the gateway does not serve",
+    )
+    add(
+        "--price",
+        action="append",
+        default=[],
+        metavar="ENTRANT=PROMPT/COMPLETION",
+        help="USD per million tokens",
+    )
+    add("--usd-per-hour", type=float, default=0.0, help="price of the machine that serves the policies")
+    add("--out", default="", metavar="DIR", help="where the pages go; default: evaluations/<id>")
+    add("--no-record", action="store_true", help="send no results to the log")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Rollouts and scenarios by name."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def load_object(text: str) -> Any:
+    """Return what `module:name` names. The current folder is searched first. Raises `ValueError`."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{text!r} must have the form module:name, such as my.agent:play")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module exists, and imports one that does not
+        raise ValueError(
+            f"{text!r}: there is no module {module!r} in {here} or on the Python path"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{text!r}: the module {module!r} has no {name!r}")
+        found = getattr(found, part)
+    return found
+
+
+def load_rollout(text: str) -> Any:
+    """Return the function that plays one task. Raises `ValueError`."""
+    found = load_object(text)
+    if not callable(found):
+        raise ValueError(f"{text!r} is no function but {type(found).__name__}")
+    return found
+
+
+def load_scenarios(text: str, limit: int = 0) -> list[Any]:
+    """Return the first `limit` tasks (0: all) of a list, of a function that returns one, or of a JSONL file.
+
+    Raises `ValueError`."""
+    if text.endswith((".jsonl", ".json")):
+        tasks: Iterable[Any] = _read(Path(text))
+    else:
+        found = load_object(text)
+        tasks = found() if callable(found) else found
+        if isinstance(tasks, str) or not isinstance(tasks, Iterable):
+            raise ValueError(f"{text!r} is no list of tasks but {type(tasks).__name__}")
+    return list(itertools.islice(tasks, limit or None))
+
+
+def _read(path: Path) -> list[Any]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                tasks.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return tasks

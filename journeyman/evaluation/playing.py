@@ -1,0 +1,160 @@
+"""Every entrant plays the same tasks, one entrant after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Generic, TypedDict
+
+from typing_extensions import Unpack
+
+from journeyman import gathering
+from journeyman.client import AsyncJourneyman
+from journeyman.evaluation.endpoint import ExternalClient
+from journeyman.evaluation.entrants import Entrant, parse_entrant
+from journeyman.evaluation.results import EntrantResult, EvaluationReport, result_of
+from journeyman.gathering import Rollout, Task, TaskGroup
+from journeyman.trajectory import Trajectory
+
+_MAX_GROUP = 190
+"""Characters of a group's name; the gateway takes 200."""
+
+
+class PlayOptions(TypedDict, total=False):
+    """Options of `play`."""
+
+    concurrency: int
+    max_exceptions: float
+    progress: bool
+
+
+async def play(
+    client: AsyncJourneyman | None,
+    entrants: Sequence[Entrant | str],
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    *,
+    attempts: int = 1,
+    name: Callable[[Any], str] | None = None,
+    scenarios: str = "",
+    rollout_name: str = "",
+    usd_per_hour: float = 0.0,
+    record: bool = True,
+    **options: Unpack[PlayOptions],
+) -> EvaluationReport:
+    """Let every entrant play `attempts` runs of each task, and return the results.
+
+    The first entrant is the baseline of the differences. `client` may be `None` if no entrant is a policy. `name`
+    returns the name of a task (default: `task_name`). `scenarios` and `rollout_name` are recorded. `usd_per_hour` is
+    the price of the machine that serves the policies. `record` sends the results of each entrant to the log, if there
+    is a client. Raises `ValueError` if there is no entrant or no task, or two entrants have one name;
+    `TooManyExceptionsError` and `JourneymanError` as `gather`."""
+    listed, played = list(tasks), [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
+    given = [entrant.name for entrant in played]
+    if not played or len(set(given)) < len(given):
+        raise ValueError(f"an evaluation needs entrants with different names, not {given}")
+    if not listed:
+        raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
+    if client is None and any(entrant.kind == "policy" for entrant in played):
+        raise ValueError("a policy is played through a gateway: name the gateway's URL")
+    evaluation = f"e-{secrets.token_hex(6)}"
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    names = [name(task) if name else task_name(task, n) for n, task in enumerate(listed)]
+    results: list[EntrantResult] = []
+    for position, entrant in enumerate(played):
+        version, groups, wall_s = await _play(
+            client, entrant, _Tasks(listed, names, f"{evaluation}-{position}"), rollout, attempts, options
+        )
+        results.append(result_of(entrant, version, groups, names, wall_s, usd_per_hour))
+    report = EvaluationReport(
+        evaluation,
+        scenarios,
+        rollout_name,
+        tuple(results),
+        began,
+        {"attempts": attempts, "tasks": len(listed)},
+    )
+    if record and client is not None:
+        for position in range(len(played)):
+            await client.record_evaluation(report.event(position))
+    return report
+
+
+@dataclass(frozen=True)
+class _Tasks(Generic[Task]):
+    """Tasks by number, since equal tasks may occur twice."""
+
+    tasks: Sequence[Task]
+    names: Sequence[str]
+    prefix: str
+
+    def group(self, number: int) -> str:
+        return f"{self.prefix}-{number}-{self.names[number]}"[:_MAX_GROUP]
+
+    def rollout(self, rollout: Rollout[Task]) -> Rollout[int]:
+        if inspect.iscoroutinefunction(rollout):
+
+            async def play(run: Trajectory, number: int) -> float | None:
+                found: float | None = await rollout(run, self.tasks[number])
+                return found
+
+            return play
+        return lambda run, number: rollout(run, self.tasks[number])
+
+
+async def _play(
+    client: AsyncJourneyman | None,
+    entrant: Entrant,
+    tasks: _Tasks[Task],
+    rollout: Rollout[Task],
+    attempts: int,
+    options: PlayOptions,
+) -> tuple[str, list[TaskGroup[int]], float]:
+    """Return the version that played, the groups, and the seconds that it took."""
+
+    async def gather(by: gathering.Client, version: str = "") -> tuple[str, list[TaskGroup[int]], float]:
+        start = time.monotonic()
+        groups = await gathering.gather(
+            by, entrant.model, range(len(tasks.tasks)), tasks.rollout(rollout), group_size=attempts, split="val",
+            pinned=version, name=tasks.group, describe=tasks.names.__getitem__, **options,
+        )  # fmt: skip
+        return version, groups, time.monotonic() - start
+
+    if entrant.kind == "policy":
+        assert client is not None
+        return await gather(client, entrant.version or await _served(client, entrant.model))
+    external = ExternalClient(entrant)
+    with external.serving():
+        return await gather(external)
+
+
+async def _served(client: AsyncJourneyman, model: str) -> str:
+    """Return the version that a model's name stands for now. Raises `ValueError` if the gateway has no such model."""
+    policies = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
+    if model not in policies:
+        raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(policies)}")
+    return policies[model]
+
+
+def task_name(task: object, number: int) -> str:
+    """Return a text's first line, the `id` of a mapping or object, or the task's number."""
+    if isinstance(task, str):
+        found: object = task.strip().partition("\n")[0]
+    else:
+        found = task.get("id") if isinstance(task, dict) else getattr(task, "id", None)
+    text = "" if found is None else "".join(c for c in str(found) if c.isprintable())
+    return text[:120] or str(number)
+
+
+def with_settings(entrant: Entrant, **settings: Any) -> Entrant:
+    """Return the entrant with other settings; what does not apply to a policy is left out."""
+    if entrant.kind == "policy":
+        settings = {k: v for k, v in settings.items() if k == "price"}
+    if not entrant.url:
+        settings.pop("key_env", None)
+    return dataclasses.replace(entrant, **settings)
