@@ -16,4 +16,5 @@ request's one `Cancellation` ends the wait for the server, never a record.
 | `api` | routes, bodies, answers and their document |
 | `app` | from a request to its answer |
 | `service` | connects the parts and serves |
+| `vllm_plugin` | not of the gateway: runs inside vLLM on CPU, and serves adapters faster |
 """

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "journeyman": set(),
 }
 ROOMS = {
+    "rollout_gateway.vllm_plugin": set[str](),
     "rollout_gateway.http": set[str](),
     "rollout_gateway.dialects": {"rollout_gateway.http"},
     "rollout_gateway.access": {"rollout_gateway.http"},

@@ -1,0 +1,107 @@
+"""vLLM's interface of LoRA arithmetic (`PunicaWrapperCPU`) over `rollout_gateway.vllm_plugin.grouped`.
+
+Results are those of vLLM's class up to rounding, with one difference: a row without adapter stays as it is. vLLM's
+class reads its slot -1 as the last slot, so that such a row gets the adapter in that slot, if there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from rollout_gateway.vllm_plugin import grouped
+
+
+class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
+    """Groups the rows of a batch by adapter once, for all layers of the model.
+
+    A layer with another number of rows than the batch is left to vLLM's class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokens: grouped.Groups = ()
+        self._samples: grouped.Groups = ()
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        self._tokens = grouped.group_rows(self.token_lora_indices)
+        self._samples = grouped.group_rows(self.sampler_indices)
+
+    def _covers(self, rows: torch.Tensor) -> bool:
+        return bool(rows.shape[0] == self.indices_len[0])
+
+    def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
+        y = y.view(-1, y.shape[-1])
+        if not self._covers(x):
+            super()._apply_shrink(y, x, w_t_all, scale)
+            return
+        grouped.shrink(y, x, w_t_all, self._tokens, scale)
+
+    def _apply_expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        w_t_all: torch.Tensor,
+        y_offset: int,
+        y_slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        if not self._covers(x):
+            super()._apply_expand(y, x, w_t_all, y_offset, y_slice_size, add_inputs)
+            return
+        grouped.expand(y[:, y_offset : y_offset + y_slice_size], x, w_t_all, self._tokens, add_inputs)
+
+    def add_lora_embedding(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not self._covers(x):
+            super().add_lora_embedding(y, x, lora_b_stacked, add_inputs, **kwargs)
+            return
+        grouped.expand(y, x, lora_b_stacked, self._tokens, add_inputs)
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[torch.Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        if buffer is not None or kwargs or not self._covers(x):
+            super().add_lora_linear(
+                y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs
+            )
+            return
+        grouped.add_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, self._tokens)
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        *,
+        buffer: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        if buffer is not None or x.shape[0] != self.indices_len[1]:
+            super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, buffer=buffer, **kwargs)
+            return
+        width = min(y.shape[1], lora_b_stacked.shape[-2])
+        grouped.add_linear(
+            y, x, (lora_a_stacked,), (lora_b_stacked[..., :width, :],), scale, (width,), self._samples
+        )

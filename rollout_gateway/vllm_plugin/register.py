@@ -1,0 +1,30 @@
+"""The entry point `vllm.general_plugins`. vLLM calls `register` in each of its processes before it loads a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+SWITCH = "JOURNEYMAN_VLLM_LORA"
+"""Environment variable. `off` leaves vLLM's own LoRA kernels in place."""
+
+REPLACED = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
+REPLACEMENT = "rollout_gateway.vllm_plugin.punica.GroupedPunicaWrapper"
+
+_LOG = logging.getLogger("vllm.journeyman")
+
+
+def register() -> None:
+    """Have vLLM's CPU platform use `GroupedPunicaWrapper`. Nothing happens on another platform, if `SWITCH` is `off`,
+    or if another plugin has replaced vLLM's class already. Calling it again changes nothing."""
+    if os.environ.get(SWITCH, "").lower() == "off":
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    found = current_platform.get_punica_wrapper()
+    if found == REPLACED:
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: REPLACEMENT)
+    elif found != REPLACEMENT:
+        _LOG.warning("LoRA on CPU is left to %s; Journeyman's plugin replaces %s only", found, REPLACED)
