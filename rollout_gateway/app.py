@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,9 @@ from pipeline.names import InvalidNameError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api import openapi, routes
-from rollout_gateway.api.auxiliary import AuxiliaryRoutes
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.evaluations import EvaluationRoutes
-from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
-from rollout_gateway.api.models import ModelRoutes
-from rollout_gateway.api.trajectories import TrajectoryRoutes, traceparent
+from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
@@ -76,49 +72,24 @@ class App:
     def __init__(
         self,
         calls: CallHandler,
-        trajectories: TrajectoryRoutes,
-        groups: GroupRoutes,
-        models: ModelRoutes,
-        evaluations: EvaluationRoutes,
-        auxiliary: AuxiliaryRoutes,
+        controllers: Iterable[object],
         identity: Identity,
         router: VersionRouter,
         metrics: Metrics,
         origins: OriginPolicy,
         config: GatewayConfig,
     ) -> None:
+        """`controllers` have a method for each route, by the route's name."""
         self._calls, self._identity, self._router = calls, identity, router
-        self._metrics, self._origins = metrics, origins
-        self._max_calls, self._max_control_body = (
-            config.max_calls or sys.maxsize,
-            config.http.max_control_body_bytes,
-        )
+        self._metrics, self._origins, self._max_calls = metrics, origins, config.max_calls or sys.maxsize
+        self._max_control_body = config.http.max_control_body_bytes
         self._running: set[Request] = set()
         """Model calls under way."""
         self._stopping = False
+        everyone = (self, *controllers)
         self._handlers: dict[str, Handler] = {
-            "health": models.health,
-            "metrics": self._get_metrics,
-            "openapi": _get_openapi,
-            "ping": _ping,
-            "models": models.models,
-            "model": models.model,
-            "policies": models.policies,
-            "watch_policies": models.watch_policies,
-            "decide": models.decide,
-            "open": trajectories.open,
-            "list": trajectories.list,
-            "get": trajectories.get,
-            "complete": trajectories.complete,
-            "complete_group": groups.complete_group,
-            "group": groups.state,
-            "evaluated": evaluations.record,
-            "label": groups.label,
-            "version": auxiliary.version,
-            "tokenize": auxiliary.tokenize,
-            "detokenize": auxiliary.detokenize,
-            "count_tokens": auxiliary.count_tokens,
-            "response": auxiliary.response,
+            route.name: next(getattr(c, route.name) for c in everyone if hasattr(c, route.name))
+            for route in routes.ROUTES
         }
 
     def stop(self) -> None:
@@ -200,8 +171,14 @@ class App:
         elif answer is not None:
             request.answer(route.status, _encode(answer))
 
-    async def _get_metrics(self, _: ControlRequest) -> RawAnswer:
+    async def metrics(self, _: ControlRequest) -> RawAnswer:
         return RawAnswer(200, self._metrics.text(), CONTENT_TYPE)
+
+    async def openapi(self, _: ControlRequest) -> RawAnswer:
+        return RawAnswer(200, openapi.encoded())
+
+    async def ping(self, _: ControlRequest) -> RawAnswer:
+        return RawAnswer(200, b"")
 
     # -- model calls ---------------------------------------------------------------------------------------------
 
@@ -282,14 +259,6 @@ class App:
         if before is None:
             raise previous_not_found(translation.request.previous_response_id or "")
         return caller, translation.call(before)
-
-
-async def _get_openapi(_: ControlRequest) -> RawAnswer:
-    return RawAnswer(200, openapi.encoded())
-
-
-async def _ping(_: ControlRequest) -> RawAnswer:
-    return RawAnswer(200, b"")
 
 
 def _check_size(request: Request) -> None:

@@ -149,19 +149,14 @@ async def serve(config: Config, ready: Ready) -> None:
         trajectories = TrajectoryRoutes(
             config.project, config.gateway, policies, registry, router, pacing, origins
         )
-        app = App(
-            calls,
+        controllers = (
             trajectories,
             GroupRoutes(broker, registry, policies, trajectories),
             ModelRoutes(policies, fleet, router, promotion, feed, log_health),
             EvaluationRoutes(config.project, broker, policies),
             AuxiliaryRoutes(fleet, router, identity),
-            identity,
-            router,
-            metrics,
-            origins,
-            config.gateway,
         )
+        app = App(calls, controllers, identity, router, metrics, origins, config.gateway)
 
         def loaded(event: PolicyLoaded) -> None:
             metrics.loads += 1

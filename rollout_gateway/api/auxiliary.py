@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,11 +38,13 @@ class _Count(msgspec.Struct):
     count: int
 
 
+@dataclass(eq=False)
 class AuxiliaryRoutes:
     """Handlers of these routes. All raise `ApiError`."""
 
-    def __init__(self, fleet: Fleet, router: VersionRouter, identity: Identity) -> None:
-        self._fleet, self._router, self._identity = fleet, router, identity
+    _fleet: Fleet
+    _router: VersionRouter
+    _identity: Identity
 
     async def version(self, request: ControlRequest) -> RawAnswer:
         return await self._forward(Access(), "GET", "/version")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from pipeline.events import PolicyEvaluated
@@ -13,13 +15,15 @@ from rollout_gateway.http.errors import unknown_model
 from rollout_gateway.serving.policies import Policies
 
 
+@dataclass(eq=False)
 class EvaluationRoutes:
     """Handler of the route about evaluations."""
 
-    def __init__(self, project: str, broker: Broker, policies: Policies) -> None:
-        self._project, self._broker, self._policies = project, broker, policies
+    _project: str
+    _broker: Broker
+    _policies: Policies
 
-    async def record(self, request: ControlRequest) -> Recorded:
+    async def record_evaluation(self, request: ControlRequest) -> Recorded:
         """Publish an evaluation. The same entrant again is the same event. Raises `ApiError`."""
         body = request.read(EvaluationBody)
         fields = msgspec.structs.asdict(body)

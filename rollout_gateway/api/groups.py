@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from pipeline.events import GroupDiscarded, GroupLabeled, Label, TrajectoryOpened
@@ -23,14 +24,14 @@ from rollout_gateway.http.errors import ApiError, unknown_model, unknown_traject
 from rollout_gateway.serving.policies import Policies
 
 
+@dataclass(eq=False)
 class GroupRoutes:
     """Handlers of the routes about groups. All raise `ApiError`."""
 
-    def __init__(
-        self, broker: Broker, registry: Registry, policies: Policies, trajectories: TrajectoryRoutes
-    ) -> None:
-        self._broker, self._registry = broker, registry
-        self._policies, self._trajectories = policies, trajectories
+    _broker: Broker
+    _registry: Registry
+    _policies: Policies
+    _trajectories: TrajectoryRoutes
 
     async def complete_group(self, request: ControlRequest) -> GroupCompleted:
         """Complete trajectories of a group, one after the other. After a failure, the same request completes the
@@ -111,7 +112,7 @@ class GroupRoutes:
         await self._broker.publish(event)
         return Labeled(group=group, by=event.by, request=event.request)
 
-    async def state(self, request: ControlRequest) -> GroupState:
+    async def group(self, request: ControlRequest) -> GroupState:
         """Whether a group was trained or discarded. `model` in the query may be left out if there is one model only."""
         group, access = request.values[0], request.access
         query = parse_qs(request.http.target.partition("?")[2], keep_blank_values=True)

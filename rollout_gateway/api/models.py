@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import cast
 
 from msgspec import UNSET
@@ -21,20 +22,16 @@ from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 
 
+@dataclass(eq=False)
 class ModelRoutes:
     """Handlers of the routes about models. All raise `ApiError`."""
 
-    def __init__(
-        self,
-        policies: Policies,
-        fleet: Fleet,
-        router: VersionRouter,
-        promotion: Promotion,
-        feed: PolicyFeed,
-        log_health: LogHealth,
-    ) -> None:
-        self._policies, self._fleet, self._router = policies, fleet, router
-        self._promotion, self._feed, self._log_health = promotion, feed, log_health
+    _policies: Policies
+    _fleet: Fleet
+    _router: VersionRouter
+    _promotion: Promotion
+    _feed: PolicyFeed
+    _log_health: LogHealth
 
     def _visible_names(self, access: Access) -> list[str]:
         return [name for name in self._policies.names() if access.sees(self._router.name(name))]

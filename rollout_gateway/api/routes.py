@@ -24,7 +24,7 @@ class Route:
     method: str
     path: str
     name: str
-    """Name of the handler in `App`."""
+    """Name of the handler, a method of one of the classes in `api` or of `App`."""
     summary: str
     body: type[Any] | None = None
     answer: type[Any] | None = None
@@ -90,7 +90,7 @@ ROUTES = (
         answer=s.GroupState, errors=(400, 404, 503), query=("model",),
     ),
     Route(
-        "POST", "/v1/evaluations", "evaluated", "Record the results of one entrant of an evaluation",
+        "POST", "/v1/evaluations", "record_evaluation", "Record the results of one entrant of an evaluation",
         s.EvaluationBody, s.Recorded, _WRITES, status=201,
     ),
     Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), auth="call"),

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import math
 import re
+from dataclasses import dataclass
 from urllib.parse import parse_qs, quote
 
 import msgspec
@@ -38,22 +39,17 @@ _PAGE_BYTES = 1_000_000
 """A page of a list ends after so many bytes of metadata."""
 
 
+@dataclass(eq=False)
 class TrajectoryRoutes:
     """Handlers of the routes about trajectories. All raise `ApiError`."""
 
-    def __init__(
-        self,
-        project: str,
-        config: GatewayConfig,
-        policies: Policies,
-        registry: Registry,
-        router: VersionRouter,
-        pacing: Pacing,
-        origins: OriginPolicy,
-    ) -> None:
-        self._project, self._max_reward = project, config.max_reward
-        self._policies, self._registry, self._router = policies, registry, router
-        self._pacing, self._origins = pacing, origins
+    _project: str
+    _config: GatewayConfig
+    _policies: Policies
+    _registry: Registry
+    _router: VersionRouter
+    _pacing: Pacing
+    _origins: OriginPolicy
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -156,13 +152,14 @@ class TrajectoryRoutes:
             rewards["reward"] = completion.reward
         # Without `reward`, the judge adds the named ones up.
         rewards["rewards"] = sum(completion.rewards.values())
+        limit = self._config.max_reward
         for name, value in rewards.items():
-            if not abs(value) <= self._max_reward:
+            if not abs(value) <= limit:
                 what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"
                 raise ApiError(
                     400,
                     "reward_out_of_range",
-                    f"The value of {what} is {value:g}. It must be from -{self._max_reward:g} to {self._max_reward:g} "
+                    f"The value of {what} is {value:g}. It must be from -{limit:g} to {limit:g} "
                     "(gateway.max_reward).",
                     param=name,
                 )

@@ -6,6 +6,7 @@ of them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ _NULL = Raw(b"null")
 _TRUE = Raw(b"true")
 
 
-class Dialect:
+class Dialect(ABC):
     """The common part of both endpoints."""
 
     path: ClassVar[str]
@@ -53,21 +54,21 @@ class Dialect:
     empty_pieces: ClassVar[tuple[bytes, ...]]
     """JSON of parts without content."""
 
+    @abstractmethod
     def read(self, body: bytes) -> Call:
         """Decode a request. Raises a 400 `ApiError` if it is invalid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logprobs(self, raw: Raw | None) -> bytes:
         """Pack a choice's `logprobs` as little-endian float32, one for each token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, pieces: list[Raw]) -> Raw:
         """Join the parts of a stream to the content of a whole choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join_logprobs(self, kept: list[Raw]) -> Raw:
         """Join the `logprobs` of a stream's chunks to those of a whole choice."""
-        raise NotImplementedError
 
     def is_empty(self, piece: Raw | None) -> bool:
         """Whether a chunk's part of the content is empty."""

@@ -7,6 +7,7 @@ the decision is published, so no call waits for it.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -50,14 +51,15 @@ class Decided(msgspec.Struct, kw_only=True):
     other: str | None
 
 
+@dataclass(eq=False)
 class Promotion:
     """Takes decisions."""
 
-    def __init__(
-        self, project: str, broker: Broker, policies: Policies, fleet: Fleet, router: VersionRouter
-    ) -> None:
-        self._project, self._broker = project, broker
-        self._policies, self._fleet, self._router = policies, fleet, router
+    _project: str
+    _broker: Broker
+    _policies: Policies
+    _fleet: Fleet
+    _router: VersionRouter
 
     async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> Decided:
         """Check the decision, load its versions and publish it. `owner` is the name of the caller's key. Raises
