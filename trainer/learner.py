@@ -196,10 +196,8 @@ class Learner:
         adapter = adapter_files(result.state.weights, self.engine.lora, self.model.base)
         archive = pack(adapter)
         files = adapter | {STATE_FILE: state_bytes(result.state)}
-        version, digest = (
-            version_name(self.model.name, result.state.step),
-            hashlib.sha256(archive).hexdigest(),
-        )
+        version = version_name(self.model.name, result.state.step)
+        digest = hashlib.sha256(archive).hexdigest()
         event = CheckpointPublished(
             project=self.config.project, at=now_us(), model=self.model.name, step=result.state.step, version=version,
             parent=self.version, batch_id=batch_hash, groups=groups, group_seqs=pack_seqs([p.seq for p in places]),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, make_member, score_closed
 from pipeline.config import Config, ConfigError
-from pipeline.events import GroupDiscarded, GroupScored, Member, TrajectoryCompleted, now_us
+from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted, now_us
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.names import InvalidNameError, check_name
@@ -122,7 +123,8 @@ class Rejudge:
         key = GroupKey(event.project, event.model, event.group, event.split)
         group = Group(key, 0.0, closed_by="timeout")
         for trajectory in event.trajectories:
-            group.arrivals[trajectory] = Arrival(*await self._completion(event, trajectory), [])
+            found = await self._completed(event, trajectory)
+            group.arrivals[trajectory] = Arrival(found.event, found.seq, [])
         result = await score_closed(group, self._config.judge, self.report.judge, self._composer)
         if isinstance(result, GroupDiscarded):
             self.report.failed += result.reason == "unscored"
@@ -134,7 +136,8 @@ class Rejudge:
     async def _score(self, seq: int, event: GroupScored) -> None:
         """Score a group again. Raises `HistoryGoneError`."""
         trained = [m for m in event.members if m.outcome != "no_result"]
-        members = {m.trajectory: await self._completed(event, m) for m in trained}
+        found = [await self._completed(event, m.trajectory, m.completed_seq) for m in trained]
+        members = {r.event.trajectory: r.event for r in found}
         scorable = [m for m in members.values() if m.outcome == "scored"]
         try:
             rewards = await self._composer(scorable) if self._composer else agent_rewards(scorable)
@@ -157,24 +160,25 @@ class Rejudge:
         }
         self.report.pairs.append((before, {t: rewards.final[t] for t in before}))
 
-    async def _completed(self, event: GroupScored, member: Member) -> TrajectoryCompleted:
-        """Return the completion of a member. Raises `HistoryGoneError` if the log does not hold it."""
-        try:
-            found = (await self._broker.read_at(TrajectoryCompleted, member.completed_seq)).event
-            if found.trajectory == member.trajectory:
-                return found
-        except HistoryGoneError:
-            pass  # looked for by its subject, as below
+    async def _completed(
+        self, event: GroupEvent, trajectory: str, seq: int = 0
+    ) -> Recorded[TrajectoryCompleted]:
+        """Return the completion of a trajectory of the group, which was recorded at `seq` (0: unknown). Raises
+        `HistoryGoneError` if the log does not hold it."""
+        with suppress(HistoryGoneError):  # then it is looked for by its subject
+            if (
+                seq
+                and (at := await self._broker.read_at(TrajectoryCompleted, seq)).event.trajectory
+                == trajectory
+            ):
+                return at
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
-        return (await self._completion(event, member.trajectory))[0]
-
-    async def _completion(self, event: GroupEvent, trajectory: str) -> tuple[TrajectoryCompleted, int]:
         found = await self._broker.read(
             TrajectoryCompleted, project=event.project, model=event.model, trajectory=trajectory
         )
-        if found:
-            return found[0].event, found[0].seq
-        raise HistoryGoneError(f"the end of trajectory {trajectory}")
+        if not found:
+            raise HistoryGoneError(f"the end of trajectory {trajectory}")
+        return found[0]
 
     async def _publish(self, seq: int, event: GroupScored) -> None:
         await self._broker.publish(

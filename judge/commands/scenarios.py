@@ -134,11 +134,6 @@ def read_scenarios(path: Path) -> list[Scenario]:
     return out
 
 
-def write_scenarios(path: Path, scenarios: Sequence[Scenario]) -> None:
-    """Write the scenarios to `path`, one JSON object a line."""
-    write_whole(path, b"".join(msgspec.json.encode(s) + b"\n" for s in scenarios))
-
-
 async def _run(config: Config, description: str, count: int, out: Path) -> str:
     """Add scenarios to the file `out` until it has `count`. Return what went wrong, or an empty string."""
     failure, kept = "", read_scenarios(out)
@@ -147,7 +142,7 @@ async def _run(config: Config, description: str, count: int, out: Path) -> str:
             found = await generate(model, description, count, kept)
     except ScenarioError as error:
         failure, found = error.args
-    write_scenarios(out, found)
+    write_whole(out, b"".join(msgspec.json.encode(s) + b"\n" for s in found))
     return failure
 
 

@@ -79,7 +79,7 @@ async def test_groups_that_can_t_train_are_discarded_with_their_reason(
 async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_its_group_trains(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that was: restarts, then the whole batch among the dead letters."""
+    """Regression: restarts, then the whole batch among the dead letters."""
     original = Engine.logprobs
 
     def limited(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:

@@ -176,7 +176,7 @@ def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
     return _Tree(np.concatenate(ids), np.concatenate(positions), ends[:size], columns)
 
 
-def _by_group(groups: Sequence[int]) -> list[list[int]]:
+def by_group(groups: Sequence[int]) -> list[list[int]]:
     """The places of each group's sequences; `groups[s]` is the group of sequence s."""
     members: dict[int, list[int]] = {}
     for s, group in enumerate(groups):
@@ -188,7 +188,7 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
     """One row per group, in which shared prefixes are computed once and each token sees its own sequence only.
 
     `groups[s]` is the group of sequence s."""
-    members = _by_group(groups)
+    members = by_group(groups)
     trees = [_tree([_used(sequences[s]) for s in inside]) for inside in members]
     length = max(len(t.ids) for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
@@ -240,7 +240,7 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
     """Whether prefix trees cost less than padded rows. A tree has fewer tokens, in one long row with a dense mask."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for inside in _by_group(groups):
+    for inside in by_group(groups):
         size = len(_tree([_used(sequences[s]) for s in inside]).ids)
         trees += size * cost.per_token + size**2 * cost.per_pair
     return trees < 0.95 * rows
@@ -279,7 +279,7 @@ def _group_pieces(
     """The groups' sequences, with the size of their prefix tree. A group is cut only where its tree exceeds the
     budget."""
     pieces: list[tuple[int, list[int]]] = []
-    for inside in _by_group(groups):
+    for inside in by_group(groups):
         # In sorted order, the pieces of a group that is cut still share most.
         inside.sort(key=lambda s: sequences[s].ids.tolist())
         piece: list[int] = []

@@ -7,6 +7,7 @@ attention function, which falls back to SDPA when it gets no block mask, as for 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,17 +22,11 @@ from trainer.batches.packing import FULL, AttentionSpan, Layout
 FLEX = "journeyman_flex"
 """The name under which `_attend` is registered with transformers."""
 
-_compiled: Any = None
 
-
-def _flex(device: torch.device) -> Any:
+@functools.cache
+def _flex(device_type: str) -> Any:
     """Return FlexAttention, compiled on a GPU. On CPU it is not compiled and has no gradients (for tests only)."""
-    global _compiled
-    if device.type == "cpu":
-        return flex_attention
-    if _compiled is None:
-        _compiled = torch.compile(flex_attention, dynamic=True)
-    return _compiled
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
 def _attend(
@@ -49,7 +44,7 @@ def _attend(
         )
         return out
     grouped = query.shape[1] != key.shape[1]
-    attended = _flex(query.device)(
+    attended = _flex(query.device.type)(
         query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped
     )
     return attended.transpose(1, 2).contiguous(), None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainer.batches.groups import Example
-from trainer.batches.packing import Packing, micro_batches
+from trainer.batches.packing import Packing, by_group, micro_batches
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.state import TrainState
 
@@ -22,15 +22,12 @@ def sample_indices(groups: Sequence[int], count: int) -> list[int]:
     """Return the indices of about `count` sequences, spread over the groups of the batch, several per group.
 
     `groups[i]` is the group of sequence i. Returns at most `count` indices, and all of a small batch."""
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
     if not count:
         return []
+    members = by_group(groups)
     per_group = min(count, max(_PER_GROUP, -(-count // len(members))))
     stride = max(1, len(members) * per_group // count)
-    chosen = [index for group in list(members)[::stride] for index in members[group][:per_group]]
-    return chosen[:count]
+    return [index for inside in members[::stride] for index in inside[:per_group]][:count]
 
 
 def sampler_logprob_difference(

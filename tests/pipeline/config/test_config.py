@@ -44,6 +44,7 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
         ("gateway.capture=on", "expected acked or async or off"),
+        ("trainer.loss.type=ppo", "settings: trainer.loss.type: invalid enum value 'ppo', expected "),
         (
             "trainer.optimizer.learning_rate=nan",
             "trainer.optimizer.learning_rate: expected a finite number, got nan",

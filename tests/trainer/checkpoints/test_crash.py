@@ -132,7 +132,7 @@ async def test_killed_at_every_point_of_the_commit(
 async def test_a_too_large_trajectory_is_discarded_once_at_whatever_point_the_trainer_dies(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, point: str
 ) -> None:
-    """The fault that was: a trainer that died between a step's commit and the event never published it."""
+    """Regression: a trainer that died between a step's commit and the event never published it."""
     nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
     config = kit.with_many_loras(
         kit.settings(

@@ -15,7 +15,6 @@ import torch
 from pipeline.config import (
     ConfigError,
     LoraConfig,
-    LossConfig,
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
@@ -119,7 +118,7 @@ def test_every_token_of_the_current_version_is_compared_with_the_sampler(engine:
 
 
 def test_the_check_uses_the_layout_of_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that was: the check looked at padded rows while prefix trees were trained."""
+    """Regression: the check looked at padded rows while prefix trees were trained."""
     state = engine.initial_state()
     examples = batch(engine, state)
     original = Layout.dense_mask
@@ -202,11 +201,6 @@ def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: P
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
-def test_settings_that_can_not_be_used_say_so(tiny_base: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"loss\.type"):
-        Engine(tiny_base, TrainerConfig(loss=LossConfig(type="ppo")), tmp_path)
-
-
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
     other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)), tmp_path)
     with pytest.raises(ValueError, match=r"lora\.rank"):
@@ -256,7 +250,7 @@ def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
 def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that was: every NaN counted as a logprob that the sampler had not recorded."""
+    """Regression: every NaN counted as a logprob that the sampler had not recorded."""
     state = engine.initial_state()
     examples = batch(engine, state)
     unknown = examples[0].sequence.logprobs.copy()

@@ -100,7 +100,7 @@ def test_logprobs_and_gradients_are_the_models_own(family: str, tmp_path: Path) 
 def test_a_head_that_is_not_the_models_own_is_refused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that was: the last layer alone, without the scale or cap of the model's class."""
+    """Regression: the last layer alone, without the scale or cap of the model's class."""
 
     def bare(self: Forward, hidden_nD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.model.get_output_embeddings()(hidden_nD)
@@ -115,7 +115,7 @@ def test_a_head_that_is_not_the_models_own_is_refused(
 def test_a_mask_without_the_models_window_is_not_used(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that was: one mask for all layers, so that layers with a window saw everything."""
+    """Regression: one mask for all layers, so that layers with a window saw everything."""
     original = forward.attention_spans
 
     def blind(config: Any) -> Any:

@@ -75,7 +75,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
 def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     engine: Engine, packing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fault that was: the budget fell to 64 for good, the trainer restarted ten times and the batch was buried."""
+    """Regression: the budget fell to 64 for good, the trainer restarted ten times and the batch was buried."""
     engine.configure(with_values(engine.config, {"memory.packing": packing}))
     state = engine.initial_state()
     examples = batch(engine, state)
@@ -145,7 +145,7 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
 
 
 def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
-    """The fault that was: the first line of an empty message was read, which raised an `IndexError`."""
+    """Regression: the first line of an empty message was read, which raised an `IndexError`."""
     tokens = budget.Budget(64)
     errors: list[BaseException] = [torch.OutOfMemoryError()]
 

@@ -407,7 +407,7 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
 
 
 def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp_path: Path) -> None:
-    """The fault that was: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that
+    """Regression: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that
     it is in four bits."""
     engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
     before = engine.weights()

@@ -27,7 +27,7 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, schedule: str) -> None:
-    """The fault that was: the optimizer's state brought its old settings along."""
+    """Regression: the optimizer's state brought its old settings along."""
     old = with_values(
         engine.config, {"optimizer.learning_rate": 1e-2, "optimizer.schedule": schedule, "max_steps": 10}
     )
