@@ -53,12 +53,12 @@ class AuxiliaryRoutes:
         return await self._forward_body(request)
 
     async def detokenize(self, request: ControlRequest) -> RawAnswer:
-        read_body(request.body, DetokenizeBody)
+        read_body(request.http.body, DetokenizeBody)
         return await self._forward_body(request)
 
     async def count_tokens(self, request: ControlRequest) -> RawAnswer:
         """The tokens of a message's prompt, tools included, in Anthropic's format."""
-        chat = MessagesTranslation(request.body).chat()
+        chat = MessagesTranslation(request.http.body).chat()
         fields: dict[str, Any] = {name: chat[name] for name in ("messages", "tools") if name in chat}
         answer = await self._forward(request.access, "POST", "/tokenize", chat["model"], fields)
         if answer.status != 200:
@@ -83,7 +83,7 @@ class AuxiliaryRoutes:
         return ResponsesTranslation.recorded(name, found)
 
     async def _forward_body(self, request: ControlRequest) -> RawAnswer:
-        fields, params = read_fields(request.body, _OptionalModel)
+        fields, params = read_fields(request.http.body, _OptionalModel)
         return await self._forward(request.access, "POST", request.route.path, params.model, fields)
 
     async def _forward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import parse_qsl
 
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.routes import Route
@@ -28,14 +29,15 @@ class ControlRequest:
     """The trajectory of a URL that begins with `/t/<trajectory>`."""
 
     @property
-    def body(self) -> bytes:
-        return self.http.body
+    def query(self) -> dict[str, str]:
+        """Parameters of the URL's query. Of repeated ones the last one counts."""
+        return dict(parse_qsl(self.http.target.partition("?")[2], keep_blank_values=True))
 
     def read(self, kind: type[_T]) -> _T:
         """The body as `kind`; an empty body is an empty object. Raises a 400 `ApiError` that says what is wrong with
         it."""
         try:
-            return read_body(self.body or b"{}", kind)
+            return read_body(self.http.body or b"{}", kind)
         except ApiError as error:
             if error.param in _WHOLE_NUMBERS:
                 error.message = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import parse_qs
 
 from pipeline.events import GroupDiscarded, GroupLabeled, Label, TrajectoryOpened
 from pipeline.log.broker import Broker
@@ -115,9 +114,8 @@ class GroupRoutes:
     async def group(self, request: ControlRequest) -> GroupState:
         """Whether a group was trained or discarded. `model` in the query may be left out if there is one model only."""
         group, access = request.values[0], request.access
-        query = parse_qs(request.http.target.partition("?")[2], keep_blank_values=True)
         models = [name for name in self._policies.models if access.sees(name)]
-        model = query.get("model", models[:1] if len(models) == 1 else [""])[-1]
+        model = request.query.get("model", models[0] if len(models) == 1 else "")
         if model not in models:
             raise unknown_model(model, models)
         for checkpoint in reversed(self._policies.models[model].checkpoints.values()):

@@ -7,7 +7,7 @@ import heapq
 import math
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import msgspec
 
@@ -171,8 +171,7 @@ class TrajectoryRoutes:
         return _state(*await self._registry.describe(request.values[0]))
 
     async def list(self, request: ControlRequest) -> TrajectoryList:
-        query = parse_qs(request.http.target.partition("?")[2], keep_blank_values=True)
-        return await self.page({name: values[-1] for name, values in query.items()}, request.access)
+        return await self.page(request.query, request.access)
 
     async def page(self, query: dict[str, str], access: Access) -> TrajectoryList:
         """A page of the caller's open trajectories in this replica's memory, the newest first. Other tasks run in

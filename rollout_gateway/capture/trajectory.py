@@ -193,8 +193,8 @@ class Trajectory:
         return False
 
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
-        """Whether the log holds `event` under that number. If retention removed the message, the message id has told
-        so."""
+        """Whether the log holds `event` under that number. If retention removed the message, its
+        message id is taken as proof."""
         try:
             return (await self.log.broker.read_at(ExchangeRecorded, stream_seq)).event == event
         except OtherEventError:

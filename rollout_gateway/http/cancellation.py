@@ -41,6 +41,6 @@ class Cancellation:
         task, self._task = self._task, None
         if self.error is None or task is None:
             return
-        # Where the task was cancelled by others too, it stays cancelled, as in `asyncio.timeout`.
+        # If something else cancelled the task too, it stays cancelled, as in `asyncio.timeout`.
         if task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise self.error from raised

@@ -22,7 +22,7 @@ def watch(transport: asyncio.Transport, may_send: Callable[[], bool]) -> None:
     response may be sent, which is so before the answer of an HTTP/1.1 request has begun."""
     loop = asyncio.get_running_loop()
     peer: socket.socket = transport.get_extra_info("socket")
-    # Where nothing may be sent (between two events of a stream, or in HTTP/1.0), TCP's keep-alive finds out.
+    # If nothing may be sent (between two events of a stream, or in HTTP/1.0), TCP's keep-alive detects the reset.
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         if hasattr(socket, option):

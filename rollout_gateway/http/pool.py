@@ -100,7 +100,7 @@ class ConnectionPool(Generic[_C]):
         self._reading.pop(connection, None)
 
     def count_body(self, connection: _C, size: int) -> None:
-        """Count `size` bytes for the incomplete body of `connection`. Where all incomplete bodies together exceed
+        """Count `size` bytes for the incomplete body of `connection`. If all incomplete bodies together exceed
         `limits.max_buffered_bytes`, refuse the newest requests until they fit."""
         self.buffered += size - connection.buffered
         connection.buffered = size

@@ -123,9 +123,9 @@ class Upstream:
         headers: bytes = b"",
         timeout_s: float = 300.0,
     ) -> UpstreamReply:
-        """Send a request and wait for the head of its reply, which has to be complete within `timeout_s`.
+        """Send a request and wait for the head of its reply, which must be complete within `timeout_s` seconds.
 
-        `headers` are further ones, each ended by CRLF. Where the caller is cancelled, the exchange is broken off,
+        `headers` are further header lines, each ended by CRLF. If the caller is cancelled, the connection is closed,
         which tells the server to stop. Raises `UpstreamError`. Unless it is `answered`, the request may be sent
         again."""
         data = self._head(method, path, len(body), headers) + body

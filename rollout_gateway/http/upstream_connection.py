@@ -11,8 +11,7 @@ import httptools
 
 Sink = Callable[[bytes], None]
 Cutter = Callable[[bytes], int]
-"""Is given bytes that begin with a chunk in chunked coding. Returns how many bytes it took, which have to be whole
-chunks."""
+"""Takes bytes that begin with a chunk in chunked coding. Returns how many of them it consumed: whole chunks only."""
 
 
 class UpstreamError(Exception):
@@ -42,7 +41,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.closed = False
         self.error: Exception | None = None
         self.deadline = math.inf
-        """Loop time by which the reply has to be complete. Infinite while no reply is due."""
+        """Loop time by which the reply must be complete. Infinite while no reply is expected."""
         self.reset()
 
     def reset(self) -> None:
@@ -137,7 +136,7 @@ class UpstreamConnection(asyncio.Protocol):
     # -- one exchange
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        """Send a request. Its reply has to be complete within `timeout_s`."""
+        """Send a request. Its reply must be complete within `timeout_s` seconds."""
         self.deadline = self._loop.time() + timeout_s
         self.transport.write(data)
 
@@ -172,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     def expire(self) -> None:
-        """End an exchange whose deadline is over."""
+        """End an exchange whose deadline has passed."""
         if not self.done:
             self._fail(UpstreamTimeoutError("the reply was not complete in time", answered=self.answered))
 

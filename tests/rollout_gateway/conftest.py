@@ -121,83 +121,60 @@ def standing(folder: Path, vllm_port: int = 0, args: Sequence[str] = ()) -> Iter
 StartGateway = Callable[..., GatewayProcess]
 
 
+@contextlib.contextmanager
+def _gateways(
+    tmp_path: Path,
+    nats: NatsConfig,
+    models: tuple[ModelConfig, ...],
+    at: tuple[str, ...] = (),
+    **defaults: Any,
+) -> Iterator[StartGateway]:
+    """Starts gateways on the test's log, and stops them at the end. Keyword arguments are gateway settings. `urls` are
+    the inference servers, by default those `at`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(
+            *, folder: str = "run", urls: tuple[str, ...] = (), max_loras: int = 4, **settings: Any
+        ) -> GatewayProcess:
+            config = Config(
+                project=PROJECT,
+                run_dir=str(tmp_path / folder),
+                nats=nats,
+                vllm=VllmConfig(urls=urls or at, max_loras=max_loras),
+                models=models,
+                gateway=with_values(GatewayConfig(), {"port": free_port(), **defaults, **settings}),
+            )
+            gateway = GatewayProcess(config)
+            stack.callback(gateway.stop)
+            gateway.start()
+            return gateway
+
+        yield start
+
+
 @pytest.fixture
 def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServer) -> Iterator[StartGateway]:
-    """Starts gateways on the test's log and the session's vLLM; keyword arguments are gateway settings."""
-    started: list[GatewayProcess] = []
-
-    def start(
-        *, urls: tuple[str, ...] = (), max_loras: int = 4, folder: str = "run", **settings: Any
-    ) -> GatewayProcess:
-        config = Config(
-            project=PROJECT,
-            run_dir=str(tmp_path / folder),
-            nats=nats_config,
-            vllm=VllmConfig(urls=urls or (vllm_server.url,), max_loras=max_loras),
-            models=(ModelConfig(name="tictactoe", base=str(vllm_server.base)),),
-            gateway=with_values(GatewayConfig(port=free_port()), settings),
-        )
-        gateway = GatewayProcess(config)
-        started.append(gateway)
-        gateway.start()
-        return gateway
-
-    yield start
-    for gateway in started:
-        gateway.stop()
+    """Starts gateways in front of the session's vLLM."""
+    models = (ModelConfig(name="tictactoe", base=str(vllm_server.base)),)
+    with _gateways(tmp_path, nats_config, models, (vllm_server.url,)) as start:
+        yield start
     unload_all(vllm_server)
 
 
-StartGatewayAlone = Callable[..., GatewayProcess]
-
-
 @pytest.fixture
-def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGatewayAlone]:
-    """The same without vLLM: `urls` are those of servers that a test makes itself."""
-    started: list[GatewayProcess] = []
-
-    def start(*, urls: tuple[str, ...], folder: str = "run", **settings: Any) -> GatewayProcess:
-        config = Config(
-            project=PROJECT,
-            run_dir=str(tmp_path / folder),
-            nats=nats_config,
-            vllm=VllmConfig(urls=urls),
-            models=(ModelConfig(name="tictactoe"),),
-            gateway=with_values(GatewayConfig(port=free_port()), settings),
-        )
-        gateway = GatewayProcess(config)
-        started.append(gateway)
-        gateway.start()
-        return gateway
-
-    yield start
-    for gateway in started:
-        gateway.stop()
+def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
+    """Starts gateways without vLLM: `urls` are those of servers that a test makes itself."""
+    with _gateways(tmp_path, nats_config, (ModelConfig(name="tictactoe"),)) as start:
+        yield start
 
 
 @pytest.fixture
 def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
-    """Starts gateways on the test's log without an inference server: model calls that are let in are told
-    `no_replica`."""
-    started: list[GatewayProcess] = []
-
-    def start(*, folder: str = "run", **settings: Any) -> GatewayProcess:
-        config = Config(
-            project=PROJECT,
-            run_dir=str(tmp_path / folder),
-            nats=nats_config,
-            vllm=VllmConfig(urls=(f"http://127.0.0.1:{free_port()}",)),
-            models=(ModelConfig(name="tictactoe"), ModelConfig(name="chess")),
-            gateway=with_values(GatewayConfig(), {"port": free_port(), "replicas.wait_s": 0.1, **settings}),
-        )
-        gateway = GatewayProcess(config)
-        started.append(gateway)
-        gateway.start()
-        return gateway
-
-    yield start
-    for gateway in started:
-        gateway.stop()
+    """Starts gateways without an inference server: a model call that is admitted gets `no_replica`."""
+    models = (ModelConfig(name="tictactoe"), ModelConfig(name="chess"))
+    nobody = (f"http://127.0.0.1:{free_port()}",)
+    with _gateways(tmp_path, nats_config, models, nobody, **{"replicas.wait_s": 0.1}) as start:
+        yield start
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.conftest import StartGateway, StartGatewayAlone
+from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.forcing import forcing
 from tests.rollout_gateway.frameworks import AGENTS, compat_bin, node, package
 from tests.rollout_gateway.kit import exchanges
@@ -144,7 +144,7 @@ async def test_an_unmodified_agent_is_captured_token_by_token(
 @pytest.mark.timeout(600)  # the first one installs the programs and starts a vLLM
 @pytest.mark.parametrize("name", LONG_PROGRAMS)
 async def test_an_unmodified_program_is_captured_token_by_token(
-    start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig, long_vllm: VllmServer, name: str, tmp_path: Path
+    start_gateway_alone: StartGateway, nats_config: NatsConfig, long_vllm: VllmServer, name: str, tmp_path: Path
 ) -> None:  # fmt: skip
     with tapped(long_vllm.url) as tap, contextlib.ExitStack() as stack:
         gateway = start_gateway_alone(urls=(tap.url,))

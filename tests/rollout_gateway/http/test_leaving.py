@@ -17,7 +17,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, StartGatewayAlone
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK, Mortal, asking, counted, exchanges, in_flight
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ async def ask_and_leave(gateway: GatewayProcess, path: str, body: dict[str, Any]
 
 
 async def test_clients_that_leave_at_once_hold_no_server(
-    start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
     """The server holds each call for ever, so the call ends only where the gateway ends it."""
     with Mortal() as server:
@@ -83,7 +83,7 @@ async def test_clients_that_leave_at_once_cost_no_tokens(
 
 @pytest.mark.slow
 async def test_stopping_refuses_new_calls_and_cuts_old_ones_with_an_error(
-    start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
     with Mortal() as server:
         gateway = start_gateway_alone(urls=(server.url,), drain_s=2.0)
@@ -148,7 +148,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(
 
 @pytest.mark.slow
 async def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops(
-    start_gateway_alone: StartGatewayAlone,
+    start_gateway_alone: StartGateway,
 ) -> None:
     with Mortal() as server:
         gateway = start_gateway_alone(urls=(server.url,), drain_s=30.0)

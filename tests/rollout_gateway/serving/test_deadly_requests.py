@@ -13,7 +13,7 @@ from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.deadly_requests import DeadlyRequests
 from rollout_gateway.serving.replicas import Replica
-from tests.rollout_gateway.conftest import StartGatewayAlone
+from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import Mortal, asking, exchanges, in_flight
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.parametrize("how", ["die", "die slowly"])
 @pytest.mark.slow
 async def test_a_request_that_kills_twice_is_refused_and_recorded(
-    start_gateway_alone: StartGatewayAlone, nats_config: NatsConfig, how: str
+    start_gateway_alone: StartGateway, nats_config: NatsConfig, how: str
 ) -> None:
     with Mortal() as server:
         gateway = start_gateway_alone(urls=(server.url,))
@@ -55,7 +55,7 @@ async def test_a_request_that_kills_twice_is_refused_and_recorded(
 
 @pytest.mark.slow
 async def test_those_that_were_in_flight_with_it_are_answered(
-    start_gateway_alone: StartGatewayAlone,
+    start_gateway_alone: StartGateway,
 ) -> None:
     """They share both deaths with it: each is tried alone, and only the one that kills again is refused."""
     with Mortal() as server:

@@ -13,7 +13,7 @@ from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.adapters import AdapterManager
-from tests.rollout_gateway.conftest import PROJECT, StartGatewayAlone, publish_adapter
+from tests.rollout_gateway.conftest import PROJECT, StartGateway, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ NO_VERSIONS = [f"tictactoe@{step}" for step in ("00", "٠", "²", "01", "9" * 50
 
 
 async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
-    start_gateway_alone: StartGatewayAlone,
+    start_gateway_alone: StartGateway,
 ) -> None:
     server = FakeVllm()
     await server.start()
