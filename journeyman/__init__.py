@@ -16,6 +16,7 @@
 | `transport` | errors, backoff, responses |
 | `trajectory` | one agent run and its result |
 | `gathering` | concurrent runs, evaluation, comparison of versions |
+| `art` | programs that were written for openpipe-art |
 | `statistics` | means with 95 % intervals |
 
 Agents in other languages use the HTTP API that docs/gateway.md describes.

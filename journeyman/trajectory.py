@@ -30,6 +30,8 @@ class OpenOptions(TypedDict, total=False):
     """A policy version that answers every call of the trajectory, such as `support@12`."""
     key_completes: bool
     """Whether the API key of the trajectory may complete it, and so set its reward. Default: false."""
+    references: bool
+    """Whether every choice of an answer names its recorded call in `journeyman`. Default: false."""
 
 
 class CompleteOptions(TypedDict, total=False):

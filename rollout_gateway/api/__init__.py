@@ -7,7 +7,7 @@
 | `openapi` | `/openapi.json`, generated from both |
 | `control_request` | a request as its handler gets it |
 | `trajectories` | opening, completing and reading trajectories |
-| `groups` | completing a group, making its runs of recorded calls, people's labels |
+| `groups` | completing a group, making its runs of recorded calls, what became of it, people's labels |
 | `models` | models, versions, decisions, the state of the servers |
 | `evaluations` | recording evaluations |
 | `auxiliary` | token counts and other requests that sample nothing |

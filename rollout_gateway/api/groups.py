@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.events import GroupDiscarded, GroupLabeled, Label, TrajectoryOpened
+from pipeline.events import (
+    DeadLettered,
+    GroupDiscarded,
+    GroupLabeled,
+    GroupScored,
+    Label,
+    TrajectoryOpened,
+    decode,
+)
 from pipeline.log.broker import Broker
 from pipeline.names import check_name, new_id
 from rollout_gateway.access.api_keys import Access
@@ -120,16 +128,25 @@ class GroupRoutes:
             raise unknown_model(model, models)
         for checkpoint in reversed(self._policies.models[model].checkpoints.values()):
             if group in checkpoint.event.groups and checkpoint.event.branch == "main":
+                event = checkpoint.event
                 return GroupState(
-                    group=group, model=model, status="trained", version=checkpoint.event.version
+                    group=group, model=model, status="trained", version=event.version, metrics=event.metrics
                 )
         discards = await self._broker.read(
             GroupDiscarded, project=self._registry.project, model=model, group=group
         )
-        for event in (recorded.event for recorded in reversed(discards)):
+        for discard in (recorded.event for recorded in reversed(discards)):
             # `late` and `too_large` concern single trajectories.
-            if event.branch == "main" and event.reason not in ("late", "too_large"):
+            if discard.branch == "main" and discard.reason not in ("late", "too_large"):
                 return GroupState(
-                    group=group, model=model, status="discarded", reason=event.reason, detail=event.detail
+                    group=group, model=model, status="discarded", reason=discard.reason, detail=discard.detail
+                )
+        for letter in (
+            r.event for r in await self._broker.read(DeadLettered, stream="GROUPS", consumer="trainer")
+        ):
+            scored = decode(letter.payload) if letter.payload else None
+            if isinstance(scored, GroupScored) and (scored.group, scored.model) == (group, model):
+                return GroupState(
+                    group=group, model=model, status="dead", reason=letter.reason, detail=letter.detail
                 )
         return GroupState(group=group, model=model, status="waiting")

@@ -124,12 +124,15 @@ class GroupState(Struct, kw_only=True):
     object: Literal["group"] = "group"
     group: str
     model: str
-    status: Literal["waiting", "trained", "discarded"]
-    """`waiting`: neither a checkpoint nor a discard names the group."""
+    status: Literal["waiting", "trained", "discarded", "dead"]
+    """`waiting`: no checkpoint, discard or dead letter names the group. `dead`: the trainer could not use it, and it is
+    among the dead letters."""
     version: str = ""
     """Policy version that the group was trained into."""
+    metrics: dict[str, float] = {}
+    """The trainer's metrics of that step."""
     reason: str = ""
-    """Why the group was discarded, as in `group.discarded`."""
+    """Why the group was discarded, as in `group.discarded`, or is a dead letter."""
     detail: str = ""
 
 

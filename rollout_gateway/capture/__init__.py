@@ -8,6 +8,7 @@
 | `identity` | finds the trajectory of a call and checks its key |
 | `detection` | finds the trajectory of a call that names none, by its messages |
 | `registry` | the trajectories in memory: found, opened, completed |
+| `copies` | trajectories made of calls that others recorded |
 | `trajectory` | one run: its calls are recorded under sequence numbers of their own |
 | `copies` | a run made of calls that other runs recorded |
 | `run_log` | how runs were opened and completed, read from the log |

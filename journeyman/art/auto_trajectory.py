@@ -1,0 +1,200 @@
+"""Build a trajectory of the calls that a coroutine makes, with whatever client it makes them."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import json
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, Literal, overload
+
+import httpx
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from journeyman.art.captured import REFERENCE
+from journeyman.art.trajectories import History, Trajectory, get_messages
+
+_current: contextvars.ContextVar[Trajectory | None] = contextvars.ContextVar("auto_trajectory", default=None)
+_PATH = "/chat/completions"
+
+
+@overload
+def auto_trajectory(*, required: Literal[True]) -> Trajectory: ...
+
+
+@overload
+def auto_trajectory(*, required: Literal[False] = False) -> Trajectory | None: ...
+
+
+def auto_trajectory(*, required: bool = False) -> Trajectory | None:
+    """Return the trajectory that the running `capture_auto_trajectory` builds, to set its reward for example.
+
+    Returns `None` outside of one, or raises `RuntimeError` if `required`."""
+    found = _current.get()
+    if found is None and required:
+        raise RuntimeError("auto_trajectory(required=True) must be called inside capture_auto_trajectory")
+    return found
+
+
+async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+    """Run a coroutine, and return a trajectory of the chat completions that it got over httpx (as the clients of OpenAI
+    and litellm do it).
+
+    A call that continues a conversation of the trajectory is added to it; any other call begins an additional
+    history."""
+    _listen()
+    trajectory = Trajectory()
+    token = _current.set(trajectory)
+    try:
+        await coroutine
+    finally:
+        _current.reset(token)
+    return trajectory.finish()
+
+
+def _add(trajectory: Trajectory, request: dict[str, Any], reply: ChatCompletion) -> None:
+    """Add a call to the conversation that it continues."""
+    messages, choice = list(request.get("messages") or []), reply.choices[0]
+    tools = request.get("tools")
+    conversations: list[Trajectory | History] = [trajectory, *trajectory.additional_histories]
+    for conversation in conversations:
+        said = conversation.messages_and_choices
+        if not said and conversation is trajectory:
+            conversation.tools = tools
+        if _continues(get_messages(said), messages) and conversation.tools == tools:
+            said += [*messages[len(said) :], choice]
+            return
+    trajectory.additional_histories.append(History(messages_and_choices=[*messages, choice], tools=tools))
+
+
+def _continues(said: list[Any], messages: list[Any]) -> bool:
+    return len(said) <= len(messages) and all(map(_same, said, messages))
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two messages say the same. Clients leave fields out that are empty."""
+    names = {name for name in (*one, *other) if name in ("role", "content", "tool_calls", "tool_call_id")}
+    return all((one.get(name) or None) == (other.get(name) or None) for name in names)
+
+
+# -- listening to httpx --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _listen() -> None:
+    """Let every httpx client of this process tell of its answers. Done at the first use, not at import."""
+    plain, awaited = httpx.Client.send, httpx.AsyncClient.send
+
+    @functools.wraps(plain)
+    def send(self: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
+        return _watched(plain(self, request, **options), request)
+
+    @functools.wraps(awaited)
+    async def send_async(self: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        return _watched(await awaited(self, request, **options), request)
+
+    httpx.Client.send = send  # type: ignore[method-assign]
+    httpx.AsyncClient.send = send_async  # type: ignore[method-assign]
+
+
+def _watched(response: httpx.Response, request: httpx.Request) -> httpx.Response:
+    trajectory = _current.get()
+    if trajectory is None or not request.url.path.endswith(_PATH) or response.status_code != 200:
+        return response
+    try:
+        asked = json.loads(request.content)
+    except (httpx.RequestNotRead, ValueError):
+        return response  # no chat completion
+    if response.is_closed:
+        _take(trajectory, asked, response.content)
+    elif isinstance(response.stream, httpx.AsyncByteStream):
+        response.stream = _AsyncTee(response.stream, trajectory, asked)
+    else:
+        response.stream = _Tee(response.stream, trajectory, asked)
+    return response
+
+
+def _take(trajectory: Trajectory, asked: dict[str, Any], body: bytes) -> None:
+    """Add the answer in `body`, whole or streamed."""
+    reply = read_stream(body) if body.lstrip().startswith(b"data:") else _read(body)
+    if reply is not None and reply.choices:
+        _add(trajectory, asked, reply)
+
+
+def _read(body: bytes) -> ChatCompletion | None:
+    try:
+        return ChatCompletion.model_validate_json(body)
+    except ValueError:
+        return None  # no chat completion, or an answer that was cut off
+
+
+def read_stream(body: bytes) -> ChatCompletion | None:
+    """Return the chat completion that the chunks of a stream make up, or `None` if it was cut off."""
+    from openai.lib.streaming.chat import (
+        ChatCompletionStreamState,
+    )  # 20 ms that few programs need at their start
+
+    state = ChatCompletionStreamState()
+    references: dict[int, Any] = {}
+    finished = False
+    for line in body.split(b"\n"):
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or not data or data == b"[DONE]":
+            continue
+        try:
+            chunk = ChatCompletionChunk.model_validate_json(data)
+        except ValueError:
+            return None
+        for choice in chunk.choices:
+            finished |= choice.finish_reason is not None
+            if reference := (choice.model_extra or {}).get(REFERENCE):
+                references[choice.index] = reference
+        state.handle_chunk(chunk)
+    if not finished:
+        return None
+    completion = ChatCompletion.model_validate(state.current_completion_snapshot.model_dump())
+    for choice_made in completion.choices:
+        if choice_made.index in references:
+            choice_made.__pydantic_extra__ = {
+                **(choice_made.model_extra or {}),
+                REFERENCE: references[choice_made.index],
+            }
+    return completion
+
+
+class _Tee(httpx.SyncByteStream):
+    """Passes a stream on, and takes what has passed when it ends."""
+
+    def __init__(self, stream: Any, trajectory: Trajectory, asked: dict[str, Any]) -> None:
+        self._stream, self._trajectory, self._asked = stream, trajectory, asked
+        self._parts: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            self._parts.append(part)
+            yield part
+
+    def close(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            _take(self._trajectory, self._asked, b"".join(parts))
+        self._stream.close()
+
+
+class _AsyncTee(httpx.AsyncByteStream):
+    """As `_Tee`, for asynchronous clients."""
+
+    def __init__(self, stream: Any, trajectory: Trajectory, asked: dict[str, Any]) -> None:
+        self._stream, self._trajectory, self._asked = stream, trajectory, asked
+        self._parts: list[bytes] = []
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            self._parts.append(part)
+            yield part
+
+    async def aclose(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            _take(self._trajectory, self._asked, b"".join(parts))
+        await self._stream.aclose()

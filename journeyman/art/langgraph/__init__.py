@@ -1,0 +1,1 @@
+"""LangGraph agents whose calls become a trajectory."""

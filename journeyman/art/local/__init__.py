@@ -1,0 +1,10 @@
+"""An installation on this machine.
+
+| module | contents |
+| --- | --- |
+| `backend` | `LocalBackend`, which joins an installation or starts one |
+"""
+
+from journeyman.art.local.backend import LocalBackend, UpError
+
+__all__ = ["LocalBackend", "UpError"]

@@ -1,0 +1,182 @@
+"""One training step of a backend: groups to the gateway, and the wait until the step is served."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import httpx
+
+from journeyman.art.captured import is_captured, references_of
+from journeyman.art.gateway import Batch, Gateway, Member
+from journeyman.art.trajectories import Trajectory, TrajectoryGroup
+from journeyman.transport import GatewayUnavailableError
+
+log = logging.getLogger("journeyman.art")
+
+_EQUAL = 1e-6
+"""Rewards that differ by no more than this train nothing."""
+_CONCURRENT = 8
+"""Groups that are sent at the same time."""
+_PAUSE_S = 0.5
+"""Before a broken connection is made again."""
+
+METRICS = {
+    "loss": "loss/train",
+    "entropy": "loss/entropy",
+    "kl": "loss/kl_div",
+    "grad_norm": "loss/grad_norm",
+    "learning_rate": "loss/learning_rate",
+    "step_s": "time/step_trainer_s",
+    "tokens": "data/step_trainer_tokens",
+    "trajectories": "data/step_num_trajectories",
+    "groups": "data/step_num_groups_trainable",
+}
+"""ART's names of the trainer's metrics. The others are called `trainer/<name>`."""
+
+
+class TrainingError(Exception):
+    """The groups were not trained, or the new version can't be served."""
+
+
+@dataclass
+class StepResult:
+    """What became of the groups."""
+
+    step: int
+    version: str
+    trained: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def trains(group: TrajectoryGroup) -> bool:
+    """Whether a group has something to compare: two trajectories or more, with different rewards."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return len(rewards) > 1 and max(rewards) - min(rewards) > _EQUAL
+
+
+def _number(value: float | int | bool) -> float:
+    return float(value)
+
+
+def _member(trajectory: Trajectory, name: str, where: str) -> Member:
+    metadata: dict[str, Any] = dict(trajectory.metadata)
+    if trajectory.logs:
+        metadata["logs"] = list(trajectory.logs)
+    return Member(
+        id=name,
+        exchanges=references_of(trajectory, where),
+        reward=float(trajectory.reward),
+        metrics={name: _number(value) for name, value in trajectory.metrics.items()},
+        metadata=metadata,
+    )
+
+
+async def _send(
+    gateway: Gateway, model: str, groups: dict[str, list[Member]], tasks: dict[str, str], split: str
+) -> None:
+    limiter = anyio.CapacityLimiter(_CONCURRENT)
+
+    async def one(name: str, members: list[Member]) -> None:
+        async with limiter:
+            await gateway.complete_group(name, model, members, task=tasks[name], split=split)
+
+    async with anyio.create_task_group() as sending:
+        for name, members in groups.items():
+            sending.start_soon(one, name, members)
+
+
+async def train_groups(
+    gateway: Gateway, model: str, groups: Sequence[TrajectoryGroup], learning_rate: float | None
+) -> StepResult:
+    """Train one step on `groups`, and return once the new version is served.
+
+    Groups without two different rewards are recorded and not trained. If no other is left, no step is taken.
+    Raises `NotCapturedError` before anything is sent, and `TrainingError`."""
+    batch_id = f"art-{secrets.token_hex(6)}"
+    members: dict[str, list[Member]] = {}
+    tasks: dict[str, str] = {}
+    batch = Batch(id=batch_id, groups=[])
+    if learning_rate is not None:
+        batch["learning_rate"] = learning_rate
+    for number, group in enumerate(groups):
+        if not group.trajectories:
+            continue
+        name = f"{batch_id}-{number}"
+        tasks[name] = str(group.metadata.get("scenario_id", ""))
+        members[name] = [
+            _member(trajectory, f"{name}-{at}", f"trajectory {at} of group {number}")
+            for at, trajectory in enumerate(group.trajectories)
+        ]
+        if trains(group):
+            batch["groups"].append(name)
+    for name in batch["groups"]:
+        for member in members[name]:
+            member["batch"] = batch
+    await _send(gateway, model, members, tasks, "train")
+    policy = await gateway.policy(model)
+    if not batch["groups"]:
+        log.warning("no step was trained: in none of the %d groups do the rewards differ", len(groups))
+        return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
+    return await _served(gateway, model, batch["groups"])
+
+
+async def record_groups(gateway: Gateway, model: str, groups: Iterable[TrajectoryGroup]) -> None:
+    """Record groups as validation runs. Trajectories with calls that were not recorded are left out."""
+    prefix = f"art-{secrets.token_hex(6)}"
+    members: dict[str, list[Member]] = {}
+    for number, group in enumerate(groups):
+        name = f"{prefix}-{number}"
+        captured = [t for t in group.trajectories if is_captured(t)]
+        if captured:
+            members[name] = [_member(t, f"{name}-{at}", f"trajectory {at}") for at, t in enumerate(captured)]
+    await _send(gateway, model, members, dict.fromkeys(members, ""), "val")
+
+
+async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepResult:
+    """Wait until every group was trained or discarded, and until the version that it was trained into is served."""
+    waiting = set(groups)
+    trained: dict[str, Any] = {}
+    reasons: list[str] = []
+
+    async def settled() -> StepResult | None:
+        for name in sorted(waiting):
+            state = await gateway.group_state(name, model)
+            if state["status"] == "waiting":
+                continue
+            waiting.discard(name)
+            if state["status"] == "trained":
+                trained.update(state)
+            elif state["status"] == "dead":
+                raise TrainingError(
+                    f"the trainer could not train group {name}: {state['reason']}: {state['detail']}. The groups are "
+                    "dead letters now (`journeyman dead`)"
+                )
+            else:
+                reasons.append(f"{state['reason']}: {state['detail']}")
+        if waiting:
+            return None
+        policy = await gateway.policy(model)
+        if not trained:
+            log.warning("no step was trained, because every group was discarded: %s", "; ".join(reasons))
+            return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
+        version = str(trained["version"])
+        if version in policy["refused"]:
+            raise TrainingError(f"{version} was trained and can't be served: {policy['refused'][version]}")
+        if version != policy["version"] and version not in policy["loaded"]:
+            return None
+        metrics = {METRICS.get(n, f"trainer/{n}"): float(v) for n, v in trained.get("metrics", {}).items()}
+        return StepResult(int(version.rpartition("@")[2]), version, trained=True, metrics=metrics)
+
+    while True:
+        try:
+            async for _ in gateway.watch():
+                if result := await settled():
+                    return result
+        except (httpx.HTTPError, GatewayUnavailableError) as error:
+            log.info("the connection to %s broke: %s", gateway.url, error)
+        await anyio.sleep(_PAUSE_S)
