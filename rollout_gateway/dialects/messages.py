@@ -116,6 +116,8 @@ class MessagesTranslation(Translation):
         named = {"id": call_id, "name": name} if kind == "tool" else {}
         block = {"type": _BLOCKS[kind][0], **named, **_BLOCKS[kind][1]}
         self.blocks.append(block)
+        if not self.streams:
+            return b""
         return self._event("content_block_start", content_block=block)
 
     def delta(self, text: str) -> bytes:
@@ -128,7 +130,7 @@ class MessagesTranslation(Translation):
                 block["input"] = _arguments(self.text)
             case kind:
                 block[kind] = self.text
-        return self._event("content_block_stop")
+        return self._event("content_block_stop") if self.streams else b""
 
     def end(self) -> bytes:
         out = self.close()

@@ -64,6 +64,8 @@ class ResponseWriter(Translation):
         if kind in _PARTS:
             unfinished[_PARTS[kind][0]] = []
         self.blocks.append(item)
+        if not self.streams:
+            return b""
         index = len(self.blocks) - 1
         out = self.event("response.output_item.added", output_index=index, item=item | unfinished)
         return out + self._part_event("added") if kind in _PARTS else out
@@ -79,6 +81,10 @@ class ResponseWriter(Translation):
     def complete(self, block: dict[str, Any]) -> bytes:
         """An item that the token limit ended is incomplete, and no event says that its call is done."""
         self._fill(block)
+        if self._cut:
+            _mark_incomplete(block)
+        if not self.streams:
+            return b""
         out = b""
         match block["type"]:
             case "function_call" if not self._cut:
@@ -91,8 +97,6 @@ class ResponseWriter(Translation):
                     out += self._item_event("response.custom_tool_call_input.done", input=block["input"])
             case "reasoning" | "message":
                 out = self._text_event("done", text=self.text) + self._part_event("done")
-        if self._cut:
-            _mark_incomplete(block)
         return out + self.event("response.output_item.done", output_index=len(self.blocks) - 1, item=block)
 
     def end(self) -> bytes:

@@ -55,6 +55,7 @@ class Translation(ABC):
     def __init__(self, body: bytes) -> None:
         """Raises a 400 `ApiError` for an invalid body."""
         self.request = read_body(body, self.kind)
+        self.streams = bool(self.request.stream)
         sampling = msgspec.structs.asdict(read_body(body, _Sampling))
         self._sampling = {name: value for name, value in sampling.items() if value is not UNSET}
         self.id = ""
@@ -113,7 +114,7 @@ class Translation(ABC):
         out = b""
         if not self.head:
             self.head, self.id = completion, str(completion.get("id", ""))
-            out = self.begin() if self.request.stream else b""
+            out = self.begin() if self.streams else b""
         self.usage = completion.get("usage") or self.usage
         for choice in completion["choices"]:
             said = choice.get(part) or {}
@@ -138,7 +139,8 @@ class Translation(ABC):
             out += self.open(kind, *call)
         if text:
             self.text += text
-            out += self.delta(text)
+            if self.streams:
+                out += self.delta(text)
         return out
 
     def close(self) -> bytes:
@@ -160,7 +162,8 @@ class Translation(ABC):
 
     @abstractmethod
     def open(self, kind: str, call_id: str, name: str) -> bytes:
-        """Add an empty block of `kind`: `reasoning`, `content` or `tool`. Returns its first events."""
+        """Add an empty block of `kind`: `reasoning`, `content` or `tool`. Returns its first events, if the client
+        `streams`."""
 
     @abstractmethod
     def delta(self, text: str) -> bytes:
@@ -168,7 +171,7 @@ class Translation(ABC):
 
     @abstractmethod
     def complete(self, block: dict[str, Any]) -> bytes:
-        """Put `text` into a block that was open. Returns its last events."""
+        """Put `text` into a block that was open. Returns its last events if the client `streams`."""
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -187,9 +190,7 @@ class Translation(ABC):
         return body
 
     def event(self, kind: str, **data: Any) -> bytes:
-        """Encode a server-sent event. Empty if the client does not stream."""
-        if not self.request.stream:
-            return b""
+        """Encode a server-sent event."""
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
 
 
