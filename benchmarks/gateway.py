@@ -265,11 +265,7 @@ def bench_swaps(bench: Bench, out: dict[str, Any]) -> None:
     """The gaps between chunks of 64 streams, without and with 200 adapter swaps meanwhile."""
     path = f"/t/b%d{PATH}"
     seconds = max(bench.seconds * 3, 6)
-    with (
-        bench.upstream(),
-        nats(bench) as url,
-        gateway(bench, url, "acked", "swaps") as (_, port, config),
-    ):
+    with bench.upstream(), nats(bench) as url, gateway(bench, url, "acked", "swaps") as (_, port, config):
         anyio.run(open_trajectories, config, SWAP_STREAMS)
         options: dict[str, Any] = {"path": path, "connections": SWAP_STREAMS, "stream": True}
         bench.load(port, **options, seconds=2)

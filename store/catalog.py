@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline import streams
-from pipeline.events import schema
+from pipeline.events import AnyEvent, schema
 from pipeline.telemetry.logs import get_logger
+from store import columns
 from store.target import DamagedFileError, Target
 
 log = get_logger("store.catalog")
@@ -175,9 +176,24 @@ class Catalog:
         """The sequences of a stream that files hold."""
         return self._held.setdefault(stream, Intervals())
 
-    def add(self, tag: str, name: FileName, seqs: Sequence[int]) -> None:
-        """Take note of a file that was written with these sequences."""
-        self.held(name.stream).update(np.asarray(seqs, dtype=np.int64))
+    def write(
+        self,
+        tag: str,
+        events: Sequence[AnyEvent],
+        seqs: Sequence[int],
+        ats: Sequence[int],
+        traces: Sequence[str],
+    ) -> None:
+        """Write a file of a tag's events, which `add` then takes note of. Raises as `columns.table` and `Target.write`
+        do."""
+        table = columns.table(tag, events, seqs, ats, traces)
+        first = min(range(len(seqs)), key=seqs.__getitem__)
+        name = FileName(streams.stream_of(tag), seqs[first], max(seqs), ats[first])
+        self.target.write(tag, str(name), [table], {"journeyman.event": tag})
+
+    def add(self, stream: str, seqs: Sequence[int]) -> None:
+        """Take note that a file was written with these sequences."""
+        self.held(stream).update(np.asarray(seqs, dtype=np.int64))
 
     def already(self, stream: str, events: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
         """The subset of `events`, given as (sequence, stream time in microseconds), that files hold."""

@@ -17,14 +17,13 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
 from pipeline import crash
 from pipeline.config import Config, ConfigError
 from store import target
-from store.target import DAMAGED, SUFFIX, DamagedFileError, Target
+from store.target import Target
 
 _SCHEME = "s3://"
 _PROTOCOL = "journeyman-s3"
@@ -60,23 +59,16 @@ class ObjectTarget(Target):
     """A prefix of an existing bucket. Raises `ConfigError` where `store.dir` names no bucket."""
 
     def __init__(self, config: Config) -> None:
-        self.root = config.store.dir.removeprefix(_SCHEME).strip("/")
-        if not self.root:
+        root = config.store.dir.removeprefix(_SCHEME).strip("/")
+        if not root:
             raise ConfigError(
                 f"store.dir: {config.store.dir!r} names no bucket: write s3://<bucket>/<prefix>"
             )
+        super().__init__(_client(config), root, _SCHEME)
         self._lock = config.path("store.lock")
-        self._fs = _client(config)
         self._infos: dict[tuple[str, str], fs.FileInfo] = {}
         """Information about the files listed last. Files never change, so each is looked up once."""
         self._footers: dict[tuple[str, str], dict[str, str]] = {}
-
-    def __str__(self) -> str:
-        return _SCHEME + self.root
-
-    def exists(self) -> bool:
-        found: list[fs.FileInfo] = self._fs.get_file_info(fs.FileSelector(self.root, allow_not_found=True))
-        return bool(found)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -85,9 +77,6 @@ class ObjectTarget(Target):
         with target.locked_file(self._lock, str(self)):
             yield
 
-    def _key(self, tag: str, name: str) -> str:
-        return f"{self.root}/{tag}/{name}"
-
     def url(self, tag: str, name: str) -> str:
         return f"{_PROTOCOL}://{self._key(tag, name)}"
 
@@ -95,26 +84,21 @@ class ObjectTarget(Target):
         if not connection.filesystem_is_registered(_PROTOCOL):
             connection.register_filesystem(_ForDuckDB(self._fs))
 
-    def names(self, tag: str) -> list[str]:
-        selector = fs.FileSelector(f"{self.root}/{tag}", allow_not_found=True)
-        found = {i.base_name: i for i in self._fs.get_file_info(selector) if i.base_name.endswith(SUFFIX)}
+    def _files(self, tag: str) -> list[fs.FileInfo]:
+        found = {i.base_name: i for i in super()._files(tag)}
         for known in [k for k in self._infos if k[0] == tag and k[1] not in found]:
             self._forget(*known)
         self._infos.update({(tag, name): info for name, info in found.items()})
-        return sorted(found)
+        return list(found.values())
 
     def _forget(self, tag: str, name: str) -> None:
         self._infos.pop((tag, name), None)
         self._footers.pop((tag, name), None)
 
     def _info(self, tag: str, name: str) -> fs.FileInfo:
-        info = self._infos.get((tag, name))
-        if info is None:
-            info = self._fs.get_file_info(self._key(tag, name))
-            if info.type == fs.FileType.NotFound:
-                raise FileNotFoundError(self.url(tag, name))
-            self._infos[tag, name] = info
-        return info
+        if (tag, name) not in self._infos:
+            self._infos[tag, name] = super()._info(tag, name)
+        return self._infos[tag, name]
 
     def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
         """The file is made in memory first: an exception would close a stream into S3, and thereby complete the
@@ -142,28 +126,14 @@ class ObjectTarget(Target):
             found = self._footers[tag, name] = super().metadata(tag, name)
         return found
 
-    def _open(self, tag: str, name: str) -> pq.ParquetFile:
-        try:
-            return pq.ParquetFile(self._fs.open_input_file(self._key(tag, name)))
-        except FileNotFoundError:
-            raise
-        except pa.ArrowInvalid as error:  # a failure of the network is an OSError
-            raise DamagedFileError(self.url(tag, name), str(error)) from error
-
-    def size(self, tag: str, name: str) -> int:
-        return int(self._info(tag, name).size)
-
-    def modified(self, tag: str, name: str) -> float:
-        return float(self._info(tag, name).mtime.timestamp())
+    def _is_damage(self, error: Exception) -> bool:
+        """A failure of the network is an OSError."""
+        return isinstance(error, pa.ArrowInvalid)
 
     def remove(self, tag: str, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.delete_file(self._key(tag, name))
+        super().remove(tag, name)
         self._forget(tag, name)
 
     def set_aside(self, tag: str, name: str) -> str:
-        key = self._key(tag, name)
-        self._fs.copy_file(key, key + DAMAGED)
-        self._fs.delete_file(key)
         self._forget(tag, name)
-        return f"{_SCHEME}{key}{DAMAGED}"
+        return super().set_aside(tag, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import anyio.to_thread
 import msgspec
@@ -11,7 +11,6 @@ from pipeline import streams
 from pipeline.events import AnyEvent, wire_name
 from pipeline.log.broker import Broker, HistoryGoneError, Recorded
 from pipeline.telemetry.logs import get_logger
-from store import columns
 from store.catalog import Catalog, FileName
 
 log = get_logger("store.repair")
@@ -39,8 +38,8 @@ async def repair(broker: Broker, catalog: Catalog, damaged: list[tuple[str, File
             first = last + 1
         known = catalog.already(name.stream, [(r.seq, r.place.at) for r in rows])
         missing = [r for r in rows if (r.seq, r.place.at) not in known]
-        for part in _pages(missing):
-            await anyio.to_thread.run_sync(_write, catalog, tag, part)
+        for i in range(0, len(missing), _ROWS):
+            await anyio.to_thread.run_sync(_write, catalog, tag, missing[i : i + _ROWS])
         written += len(missing)
         if state.first_seq > name.first or state.last_seq < name.last:
             log.error(
@@ -62,15 +61,7 @@ async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIt
         yield Recorded(event, stream, message.seq, message.subject, message.headers)
 
 
-def _pages(rows: list[Recorded[AnyEvent]]) -> Iterator[list[Recorded[AnyEvent]]]:
-    for i in range(0, len(rows), _ROWS):
-        yield rows[i : i + _ROWS]
-
-
 def _write(catalog: Catalog, tag: str, rows: list[Recorded[AnyEvent]]) -> None:
     seqs, ats = [r.seq for r in rows], [r.place.at for r in rows]
-    traces = [r.headers.get("traceparent", "") for r in rows]
-    table = columns.table(tag, [r.event for r in rows], seqs, ats, traces)
-    name = FileName(streams.stream_of(tag), seqs[0], seqs[-1], ats[0])
-    catalog.target.write(tag, str(name), [table], {"journeyman.event": tag})
-    catalog.add(tag, name, seqs)
+    catalog.write(tag, [r.event for r in rows], seqs, ats, [r.headers.get("traceparent", "") for r in rows])
+    catalog.add(streams.stream_of(tag), seqs)

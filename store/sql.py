@@ -24,26 +24,12 @@ import msgspec
 
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
-from pipeline.events.schema import Column
 from pipeline.running.runs import run_settings
+from store import columns
 from store.catalog import live
 from store.location import open_target
 from store.target import StoreError, Target
 from store.views import VIEWS
-
-_TYPES = {
-    "string": "VARCHAR",
-    "json": "VARCHAR",
-    "int64": "BIGINT",
-    "float64": "DOUBLE",
-    "bool": "BOOLEAN",
-    "binary": "BLOB",
-    "timestamp_us": "TIMESTAMP",
-    "list<int32>": "INTEGER[]",
-    "list<float32>": "FLOAT[]",
-    "list<uint8>": "UTINYINT[]",
-    "list<int64>": "BIGINT[]",
-}
 
 _CELL_WIDTH = 60
 _UNLIMITED = 2**31 - 1
@@ -53,19 +39,6 @@ _LONG = ("varchar", "blob", "list", "array", "struct", "map")
 
 class NoStoreError(StoreError):
     """There is no store at the place that was asked for."""
-
-
-def sql_type(column: Column) -> str:
-    """The DuckDB type of a column, such as `STRUCT("trajectory" VARCHAR, "score" DOUBLE)[]`."""
-    if column.kind == "list":
-        assert column.item is not None
-        return f"{sql_type(column.item)}[]"
-    if column.kind == "map":
-        assert column.item is not None
-        return f"MAP(VARCHAR, {sql_type(column.item)})"
-    if column.kind == "struct":
-        return "STRUCT(" + ", ".join(f'"{f.name}" {sql_type(f)}' for f in column.fields) + ")"
-    return _TYPES[column.kind]
 
 
 def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
@@ -84,7 +57,10 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
             f"there is no store at {target}: name another run with --run-dir, or start one with `journeyman up`"
         )
     target.attach(connection)
+    connection.execute("CREATE SCHEMA IF NOT EXISTS empty")
     for tag in schema.tables():
+        nothing = columns.arrow_schema(tag).empty_table()  # noqa: F841 - DuckDB reads it by this name
+        connection.execute(f"CREATE OR REPLACE TABLE empty.{table_name(tag)} AS FROM nothing")
         connection.execute(table_sql(target, tag))
     for view in VIEWS:
         connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
@@ -98,20 +74,17 @@ def table_name(tag: str) -> str:
 def table_sql(target: Target, tag: str) -> str:
     """The statement that creates the view over one tag's files. It has every column of the current schema, null where
     a file is older than the column."""
-    columns = schema.tables()[tag]
-    nothing = "SELECT " + ", ".join(f'NULL::{sql_type(c)} AS "{c.name}"' for c in columns) + " WHERE false"
+    rows = f"FROM empty.{table_name(tag)}"
     names = live(target, tag)
     for name in names:
         target.check(tag, name)
-    view = f"CREATE OR REPLACE VIEW {table_name(tag)} AS "
-    if not names:
-        return view + nothing
-    files = ", ".join(_quoted(target.url(tag, n)) for n in names)
-    wanted = ", ".join(f'"{c.name}"' for c in columns)
-    # The names are quoted, the columns come from the schema.
-    rows = f"SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608
-    every = f"SELECT * FROM ({nothing}) UNION ALL BY NAME {rows}"  # noqa: S608
-    return f"{view}SELECT {wanted} FROM ({every})"  # noqa: S608
+    if names:
+        files = ", ".join(_quoted(target.url(tag, n)) for n in names)
+        wanted = ", ".join(f'"{c.name}"' for c in schema.tables()[tag])
+        # The names are quoted, the columns come from the schema.
+        files = f"SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608
+        rows = f"SELECT {wanted} FROM ({rows} UNION ALL BY NAME {files})"  # noqa: S608
+    return f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}"
 
 
 def _quoted(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import fs
 
 from store import columns
 
@@ -48,29 +49,32 @@ class DamagedFileError(StoreError):
 class Target(ABC):
     """A place with one folder per event tag. A file is written once, completely, and never changed."""
 
-    @abstractmethod
-    def __str__(self) -> str: ...
+    def __init__(self, files: fs.FileSystem, root: str, scheme: str = "") -> None:
+        """`root` is the place's folder in `files`; `scheme` precedes it in messages."""
+        self._fs, self._root, self._scheme = files, root, scheme
 
-    @abstractmethod
+    def __str__(self) -> str:
+        return self._scheme + self._root
+
     def exists(self) -> bool:
         """Whether anything was ever written here."""
+        return bool(self._fs.get_file_info(fs.FileSelector(self._root, allow_not_found=True)))
 
     @abstractmethod
     def locked(self) -> AbstractContextManager[None]:
         """Holds the lock of the only writer. Removes what a dead writer left incomplete. Raises `StoreBusyError`
         where another process holds the lock."""
 
-    @abstractmethod
     def url(self, tag: str, name: str) -> str:
         """The path or URL by which DuckDB reads the file, after `attach`."""
+        return self._key(tag, name)
 
-    @abstractmethod
-    def attach(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def attach(self, connection: duckdb.DuckDBPyConnection) -> None:  # noqa: B027 - local files need nothing
         """Let `connection` read the URLs. Safe to repeat."""
 
-    @abstractmethod
     def names(self, tag: str) -> list[str]:
         """Names of the tag's finished files, sorted."""
+        return sorted(info.base_name for info in self._files(tag))
 
     @abstractmethod
     def write(self, tag: str, name: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
@@ -85,25 +89,52 @@ class Target(ABC):
     def check(self, tag: str, name: str) -> None:
         """Raise `DamagedFileError` where the file does not begin and end as a Parquet file does."""
 
-    @abstractmethod
     def size(self, tag: str, name: str) -> int:
         """Size of the file in bytes."""
+        return int(self._info(tag, name).size)
 
-    @abstractmethod
     def modified(self, tag: str, name: str) -> float:
         """When the file was written, seconds since the epoch."""
+        return float(self._info(tag, name).mtime.timestamp())
 
-    @abstractmethod
     def remove(self, tag: str, name: str) -> None:
         """Delete a file. Safe to repeat."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.delete_file(self._key(tag, name))
 
-    @abstractmethod
     def set_aside(self, tag: str, name: str) -> str:
         """Rename a damaged file so that no reader lists it; returns the new name."""
+        key = self._key(tag, name)
+        self._fs.move(key, key + DAMAGED)
+        return f"{self._scheme}{key}{DAMAGED}"
 
-    @abstractmethod
+    def _key(self, tag: str, name: str) -> str:
+        return f"{self._root}/{tag}/{name}"
+
+    def _files(self, tag: str) -> list[fs.FileInfo]:
+        found = self._fs.get_file_info(fs.FileSelector(f"{self._root}/{tag}", allow_not_found=True))
+        return [i for i in found if i.base_name.endswith(SUFFIX) and not i.base_name.startswith(".")]
+
+    def _info(self, tag: str, name: str) -> fs.FileInfo:
+        info = self._fs.get_file_info(self._key(tag, name))
+        if info.type == fs.FileType.NotFound:
+            raise FileNotFoundError(self.url(tag, name))
+        return info
+
     def _open(self, tag: str, name: str) -> pq.ParquetFile:
         """Open a file. Raises `FileNotFoundError`, `DamagedFileError`."""
+        try:
+            return pq.ParquetFile(self._fs.open_input_file(self._key(tag, name)))
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError) as error:
+            if not self._is_damage(error):
+                raise
+            raise DamagedFileError(self.url(tag, name), str(error)) from error
+
+    def _is_damage(self, error: Exception) -> bool:
+        """Whether a failed read means that the file is damaged."""
+        return True
 
     def metadata(self, tag: str, name: str) -> dict[str, str]:
         """The metadata that `write` was given. Raises `DamagedFileError`."""

@@ -26,7 +26,7 @@ from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.telemetry.logs import get_logger
 from store import columns
-from store.catalog import Catalog, FileName
+from store.catalog import Catalog
 
 log = get_logger("store.writer")
 
@@ -239,7 +239,9 @@ class Writer:
             try:
                 # Not cancelled in the middle: a thread can't be stopped.
                 with anyio.CancelScope(shield=True):
-                    name = await anyio.to_thread.run_sync(self._write_file, tag, rows)
+                    await anyio.to_thread.run_sync(
+                        self._catalog.write, tag, rows.events, rows.seqs, rows.ats, rows.traces
+                    )
             except columns.UnstorableError:
                 await self._drop_unstorable(batch, rows)
                 continue
@@ -254,16 +256,9 @@ class Writer:
                 )
                 await anyio.sleep(_RETRY_S)  # paces the retry: nothing tells when the cause is gone
                 continue
-            self._catalog.add(tag, name, rows.seqs)
+            self._catalog.add(self.spec.stream, rows.seqs)
             self.written += len(rows.seqs)
             return
-
-    def _write_file(self, tag: str, rows: Rows) -> FileName:
-        table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
-        first = min(range(len(rows.seqs)), key=rows.seqs.__getitem__)
-        name = FileName(self.spec.stream, rows.seqs[first], max(rows.seqs), rows.ats[first])
-        self._catalog.target.write(tag, str(name), [table], {"journeyman.event": tag})
-        return name
 
     async def _drop_unstorable(self, batch: WriteBatch, rows: Rows) -> None:
         """Move the events that fit no table from `rows` to the dead letters, so that the others are written."""

@@ -38,6 +38,8 @@ from store.target import StoreError
 
 _HERE = Path(__file__).parent
 _BODY = 256 * 1024
+SECTIONS = ("store", "gateway", "models")
+"""The settings of a run that the pages need."""
 """Bytes of a form at most."""
 PORT = 8701
 
@@ -180,7 +182,7 @@ class Dashboard:
             with contextlib.ExitStack() as opened:
                 histories = {
                     run: self._history if run == here else opened.enter_context(
-                        contextlib.closing(History(run_settings(runs[run])))
+                        contextlib.closing(History(run_settings(runs[run], sections=SECTIONS)))
                     )
                     for run, _ in sides
                 }  # fmt: skip
@@ -363,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
     args = parser.parse_args(argv)
     try:
-        app = make_app(run_settings(args.run_dir), args.host, args.name)
+        app = make_app(run_settings(args.run_dir, sections=SECTIONS), args.host, args.name)
     except (ConfigError, StoreError) as error:
         sys.stderr.write(f"journeyman ui: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
