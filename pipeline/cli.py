@@ -83,10 +83,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="journeyman", description="On-the-job training for LLM agents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument("--config", help="settings, TOML")
+    settings.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
 
-    up = commands.add_parser("up", help="start everything and keep it running; Ctrl-C stops it in order")
-    up.add_argument("--config", help="settings, TOML")
-    up.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    up = commands.add_parser(
+        "up", parents=[settings], help="start everything and keep it running; Ctrl-C stops it in order"
+    )
     up.add_argument("--run-dir", help="where logs, state, checkpoints and history go")
     up.add_argument("--nats-url", help="a NATS server that runs already")
     up.add_argument(
@@ -104,11 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
 
     provision = commands.add_parser(
-        "provision", help="create streams, consumers and buckets on your own NATS server"
-    )
-    provision.add_argument("--config", required=True, help="settings that name the server, TOML")
-    provision.add_argument(
-        "--set", action="append", default=[], metavar="section.key=value", dest="overrides"
+        "provision", parents=[settings], help="create streams, consumers and buckets on your own NATS server"
     )
     provision.set_defaults(run=_provision)
 
@@ -234,7 +233,7 @@ def _provision(args: argparse.Namespace) -> None:
         raise ConfigError(
             "nats.url is not set: name the server. `journeyman up` provisions the server that it starts"
         )
-    nats = msgspec.structs.replace(config.nats, provision=True)
+    nats = with_values(config.nats, {"provision": True})
 
     async def make() -> None:
         async with Broker.connect(nats, name="provision") as broker:

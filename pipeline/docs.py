@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -31,10 +31,11 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    lines += ["| " + " | ".join(_cell(c) for c in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+def _table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a Markdown table. `head`: the names of the columns, with bars between them."""
+    names = head.split("|")
+    lines = [names, ["---"] * len(names), *([_cell(c) for c in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _doc(thing: object) -> str:
@@ -52,7 +53,8 @@ def _field_row(column: Column) -> tuple[str, ...]:
     return f"`{column.name}`", f"`{kind}`", f"`{column.default}`" if column.default else "required", meaning
 
 
-_FIELD_HEAD = ("field", "column type", "default", "meaning")
+def _fields(struct: type[msgspec.Struct]) -> str:
+    return _table("field|column type|default|meaning", map(_field_row, schema.columns(struct)))
 
 
 def _structs() -> list[type[msgspec.Struct]]:
@@ -77,23 +79,20 @@ def events_page() -> str:
         "a default, a field never changes its meaning or type, a tag is never used again; unknown fields are "
         "skipped.\n",
         "In Parquet each event has a folder named after its tag; before its own columns come these:\n",
-        _table(
-            ("column", "type", "meaning"),
-            ((f"`{c.name}`", f"`{c.type_name}`", c.doc) for c in schema.ENVELOPE),
-        ),
+        _table("column|type|meaning", ((f"`{c.name}`", f"`{c.type_name}`", c.doc) for c in schema.ENVELOPE)),
     ]
     for cls in events.EVENTS:
         tag = events.wire_name(cls)
         parts.append(f"## `{tag}`\n")
         unique = " Its subject holds one event only, ever." if cls.unique_subject else ""
         parts.append(f"{_doc(cls)}\n\nClass `{cls.__name__}`, stream `{streams.stream_of(tag)}`.{unique}\n")
-        parts.append(_table(_FIELD_HEAD, (_field_row(c) for c in schema.columns(cls))))
+        parts.append(_fields(cls))
     parts.append("## Structs inside events\n")
     for struct in _structs():
         parts.append(f"### `{struct.__name__}`\n\n{_doc(struct)}\n")
-        parts.append(_table(_FIELD_HEAD, (_field_row(c) for c in schema.columns(struct))))
+        parts.append(_fields(struct))
     parts.append(f"## Claim check\n\n{_doc(events.ClaimCheck)}\n")
-    parts.append(_table(_FIELD_HEAD, (_field_row(c) for c in schema.columns(events.ClaimCheck))))
+    parts.append(_fields(events.ClaimCheck))
     return "\n".join(parts)
 
 
@@ -104,12 +103,12 @@ def _days(seconds: float) -> str:
     return f"{seconds / streams.DAY_S:g} days" if seconds else "for ever"
 
 
+def _names(values: Iterable[str]) -> str:
+    return ", ".join(f"`{v}`" for v in values)
+
+
 def _users_part() -> Iterator[str]:
     """The NATS users: what each does, then the permissions that derive from it."""
-
-    def names(values: tuple[str, ...]) -> str:
-        return ", ".join(f"`{v}`" for v in values)
-
     yield "## Users\n"
     yield (
         "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each authenticates "
@@ -119,13 +118,13 @@ def _users_part() -> Iterator[str]:
         "publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
         "(docs/decisions/0010-signed-checkpoints.md).\n"
     )
+    head = "user|does|publishes events|uses consumers|follows|reads streams|reads buckets|writes buckets"
     yield _table(
-        ("user", "does", "publishes events", "uses consumers", "follows", "reads streams", "reads buckets",
-        "writes buckets"), (
-            (
-                f"`{u.name}`", u.purpose, names(u.publishes), names(u.consumes), names((*u.follows, *u.branches)),
-                names(u.reads), names(u.fetches), names(u.stores),
-            )
+        head,
+        (
+            (f"`{u.name}`", u.purpose, *map(_names, (
+                u.publishes, u.consumes, (*u.follows, *u.branches), u.reads, u.fetches, u.stores,
+            )))
             for u in users.USERS
         ),
     )  # fmt: skip
@@ -133,80 +132,50 @@ def _users_part() -> Iterator[str]:
     for each in users.USERS:
         allowed = users.rights(each)
         yield f"### `{each.name}`\n"
-        yield f"Subscribe: {names(allowed.subscribe)}\n"
-        yield f"Publish: {names(allowed.publish)}\n"
+        yield f"Subscribe: {_names(allowed.subscribe)}\n"
+        yield f"Publish: {_names(allowed.publish)}\n"
         if allowed.deny:
-            yield f"Never publish: {names(allowed.deny)}\n"
+            yield f"Never publish: {_names(allowed.deny)}\n"
 
 
 def streams_page() -> str:
-    def stream_rows() -> Iterator[tuple[str, ...]]:
-        for s in streams.STREAMS:
-            size = f"{s.share:.0%}; {s.at_limit}"
-            window = f"{s.duplicate_window_s:g} s"
-            yield (
-                f"`{s.name}`",
-                ", ".join(f"`{x}`" for x in s.subjects),
-                s.purpose,
-                _days(s.max_age_s),
-                size,
-                window,
-            )
-
-    def consumer_rows() -> Iterator[tuple[str, ...]]:
-        for c in streams.CONSUMERS:
-            yield (
-                f"`{c.name}`", f"`{c.stream}`", ", ".join(f"`{x}`" for x in c.subjects), c.purpose,
-                f"{c.ack_wait_s:g} s",
-                f"{c.max_deliver:,}", f"{c.max_ack_pending:,}", c.start,
-            )  # fmt: skip
-
-    return "\n".join(
-        (
-            "# Streams and consumers\n",
-            _GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
-            _doc(streams.StreamSpec)
-            + " `journeyman up` and `journeyman provision` create the streams, and so does every service that "
-            "connects to a server of your own "
-            "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
-            "except those that a shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a "
-            "limit the supervisor logs an alarm, which `journeyman status` shows. Each stream also takes "
-            "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
-            "consumer reads.\n",
-            _table(
-                (
-                    "stream",
-                    "subjects",
-                    "holds",
-                    "kept",
-                    "share of `nats.max_bytes`, and at that limit",
-                    "duplicate window",
-                ),
-                stream_rows(),
+    parts = [
+        "# Streams and consumers\n",
+        _GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
+        _doc(streams.StreamSpec)
+        + " `journeyman up` and `journeyman provision` create the streams, and so does every service that "
+        "connects to a server of your own "
+        "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
+        "except those that a shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a "
+        "limit the supervisor logs an alarm, which `journeyman status` shows. Each stream also takes "
+        "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
+        "consumer reads.\n",
+        _table(
+            "stream|subjects|holds|kept|share of `nats.max_bytes`, and at that limit|duplicate window",
+            (
+                (f"`{s.name}`", _names(s.subjects), s.purpose, _days(s.max_age_s),
+                 f"{s.share:.0%}; {s.at_limit}", f"{s.duplicate_window_s:g} s")
+                for s in streams.STREAMS
             ),
-            "## Consumers\n",
-            _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
-            _table(
-                (
-                    "consumer",
-                    "stream",
-                    "subjects",
-                    "for",
-                    "ack wait",
-                    "max deliver",
-                    "max ack pending",
-                    "starts at",
-                ),
-                consumer_rows(),
+        ),
+        "## Consumers\n",
+        _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
+        _table(
+            "consumer|stream|subjects|for|ack wait|max deliver|max ack pending|starts at",
+            (
+                (f"`{c.name}`", f"`{c.stream}`", _names(c.subjects), c.purpose, f"{c.ack_wait_s:g} s",
+                 f"{c.max_deliver:,}", f"{c.max_ack_pending:,}", c.start)
+                for c in streams.CONSUMERS
             ),
-            "## Buckets\n",
-            _table(
-                ("bucket", "holds", "kept", "share of `nats.max_bytes`"),
-                ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
-            ),
-            *_users_part(),
-        )
-    )
+        ),
+        "## Buckets\n",
+        _table(
+            "bucket|holds|kept|share of `nats.max_bytes`",
+            ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
+        ),
+        *_users_part(),
+    ]  # fmt: skip
+    return "\n".join(parts)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -229,11 +198,9 @@ def _type_name(hint: object) -> str:
         return " or ".join(_type_name(part) for part in typing.get_args(hint))
     if hint is types.NoneType:
         return "None"
-    return (
-        hint.__name__
-        if isinstance(hint, type) and not typing.get_args(hint)
-        else re.sub(r"typing\.|pipeline\.[\w.]*\.", "", str(hint))
-    )
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return hint.__name__
+    return re.sub(r"typing\.|pipeline\.[\w.]*\.", "", str(hint))
 
 
 def _limits(hint: object) -> str:
@@ -241,13 +208,9 @@ def _limits(hint: object) -> str:
     words = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     parts = [hint, *typing.get_args(hint)]
     metas = [m for part in parts for m in getattr(part, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
-    found = {
-        f"{sign} {getattr(m, name):,}"
-        for m in metas
-        for name, sign in words.items()
-        if getattr(m, name) is not None
-    }
-    return "".join(f", {limit}" for limit in sorted(found, reverse=True))
+    limits = ((sign, getattr(meta, name)) for meta in metas for name, sign in words.items())
+    found = {f", {sign} {value:,}" for sign, value in limits if value is not None}
+    return "".join(sorted(found, reverse=True))
 
 
 def _setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str, ...]]:
@@ -280,7 +243,7 @@ def configuration_page() -> str:
     for prefix, cls in _sections(config.Config):
         title = f"`{prefix.rstrip('.').replace('.0', '.<n>')}`" if prefix else "Top level"
         parts.append(f"## {title}\n\n{_doc(cls)}\n")
-        parts.append(_table(("setting", "type", "default", "meaning"), _setting_rows(prefix, cls)))
+        parts.append(_table("setting|type|default|meaning", _setting_rows(prefix, cls)))
     return "\n".join(parts)
 
 
@@ -293,11 +256,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def stale(folder: Path = FOLDER) -> list[str]:
     """Names of pages that differ from what the code says."""
-    return [
-        name
-        for name, render in PAGES.items()
-        if not (folder / name).is_file() or (folder / name).read_text("utf-8") != render()
-    ]
+    pages = {folder / name: render for name, render in PAGES.items()}
+    return [p.name for p, render in pages.items() if not p.is_file() or p.read_text("utf-8") != render()]
 
 
 def main() -> int:

@@ -6,8 +6,8 @@
 | module | what it holds |
 | --- | --- |
 | `tree` | `Config`, the root, and `ModelConfig` |
-| `nats`, `vllm`, `gateway`, `judge`, `trainer`, `store` | one section of the file each, with its tables |
-| `retention`, `supervisor`, `telemetry`, `signing` | the small sections |
+| `gateway`, `judge`, `trainer` | one section of the file each, with its tables |
+| `sections` | the other sections |
 | `types` | `Section`, and numbers within limits |
 | `files` | `load`, `save`, `config_hash` |
 | `overrides` | values given on the command line; errors that name the setting |
@@ -19,13 +19,16 @@
 from pipeline.config.files import config_hash, load, save
 from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, ReplicasConfig
 from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig
-from pipeline.config.nats import NatsConfig
 from pipeline.config.overrides import with_values
-from pipeline.config.retention import RetentionConfig
-from pipeline.config.signing import SigningConfig
-from pipeline.config.store import StoreConfig
-from pipeline.config.supervisor import SupervisorConfig
-from pipeline.config.telemetry import TelemetryConfig
+from pipeline.config.sections import (
+    NatsConfig,
+    RetentionConfig,
+    SigningConfig,
+    StoreConfig,
+    SupervisorConfig,
+    TelemetryConfig,
+    VllmConfig,
+)
 from pipeline.config.trainer import (
     LoraConfig,
     LossConfig,
@@ -36,39 +39,4 @@ from pipeline.config.trainer import (
 )
 from pipeline.config.tree import PROCESSES, Config, ModelConfig
 from pipeline.config.types import Section
-from pipeline.config.vllm import VllmConfig
 from pipeline.errors import ConfigError
-
-__all__ = [
-    "PROCESSES",
-    "AnchorConfig",
-    "Config",
-    "ConfigError",
-    "DetectionConfig",
-    "GatewayConfig",
-    "HttpConfig",
-    "JudgeConfig",
-    "JudgeRequestConfig",
-    "KeyConfig",
-    "LoraConfig",
-    "LossConfig",
-    "MemoryConfig",
-    "ModelConfig",
-    "NatsConfig",
-    "OptimizerConfig",
-    "ReplicasConfig",
-    "RetentionConfig",
-    "RewardConfig",
-    "Section",
-    "SigningConfig",
-    "StoreConfig",
-    "SupervisorConfig",
-    "TelemetryConfig",
-    "TrainerConfig",
-    "UnslothConfig",
-    "VllmConfig",
-    "config_hash",
-    "load",
-    "save",
-    "with_values",
-]

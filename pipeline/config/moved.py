@@ -2,70 +2,29 @@
 
 from __future__ import annotations
 
+_TABLES = {
+    "trainer.unsloth": "load_in_4bit max_seq_length",
+    "trainer.lora": "lora_rank=rank lora_alpha=alpha lora_targets=targets",
+    "trainer.loss": "loss_type=type beta kl_unbiased sampler_correction=importance_sampling "
+    "correction_max=importance_clip correction_min=importance_clip_min importance_level epsilon "
+    "epsilon_high delta off_policy_mask entropy_coef loss_options=options advantage_scaling "
+    "weighting mask_truncated max_completion_length",
+    "trainer.optimizer": "learning_rate lr_schedule=schedule warmup_steps weight_decay adam_betas=betas max_grad_norm",
+    "trainer.memory": "tokens_per_batch gradient_checkpointing gpu_memory_share=gpu_share packing attention",
+    "judge": "judgings=passes",
+    "judge.request": "request_timeout_s=timeout_s retries structured temperature max_tokens params model_params",
+    "judge.anchors": "anchors=file anchor_every_s=every_s anchor_min_tau=min_tau",
+    "gateway.http": "max_body_bytes max_control_body_bytes max_buffered_bytes max_connections head_timeout_s "
+    "body_timeout_s idle_timeout_s write_timeout_s hosts cors_origins trusted_proxies",
+    "gateway.replicas": "request_timeout_s=timeout_s upstream_wait_s=wait_s deadly_request_s health_interval_s "
+    "health_retry_s probe",
+    "gateway.detection": "infer=enabled infer_idle_s=idle_s infer_outcome=outcome",
+}
+"""Table to the settings that moved into it from its section, as `old` or `old=new`."""
+
 MOVED = {
-    "trainer.load_in_4bit": "trainer.unsloth.load_in_4bit",
-    "trainer.max_seq_length": "trainer.unsloth.max_seq_length",
-    "trainer.lora_rank": "trainer.lora.rank",
-    "trainer.lora_alpha": "trainer.lora.alpha",
-    "trainer.lora_targets": "trainer.lora.targets",
-    "trainer.loss_type": "trainer.loss.type",
-    "trainer.beta": "trainer.loss.beta",
-    "trainer.kl_unbiased": "trainer.loss.kl_unbiased",
-    "trainer.sampler_correction": "trainer.loss.importance_sampling",
-    "trainer.correction_max": "trainer.loss.importance_clip",
-    "trainer.correction_min": "trainer.loss.importance_clip_min",
-    "trainer.importance_level": "trainer.loss.importance_level",
-    "trainer.epsilon": "trainer.loss.epsilon",
-    "trainer.epsilon_high": "trainer.loss.epsilon_high",
-    "trainer.delta": "trainer.loss.delta",
-    "trainer.off_policy_mask": "trainer.loss.off_policy_mask",
-    "trainer.entropy_coef": "trainer.loss.entropy_coef",
-    "trainer.loss_options": "trainer.loss.options",
-    "trainer.advantage_scaling": "trainer.loss.advantage_scaling",
-    "trainer.weighting": "trainer.loss.weighting",
-    "trainer.mask_truncated": "trainer.loss.mask_truncated",
-    "trainer.max_completion_length": "trainer.loss.max_completion_length",
-    "trainer.learning_rate": "trainer.optimizer.learning_rate",
-    "trainer.lr_schedule": "trainer.optimizer.schedule",
-    "trainer.warmup_steps": "trainer.optimizer.warmup_steps",
-    "trainer.weight_decay": "trainer.optimizer.weight_decay",
-    "trainer.adam_betas": "trainer.optimizer.betas",
-    "trainer.max_grad_norm": "trainer.optimizer.max_grad_norm",
-    "trainer.tokens_per_batch": "trainer.memory.tokens_per_batch",
-    "trainer.gradient_checkpointing": "trainer.memory.gradient_checkpointing",
-    "trainer.gpu_memory_share": "trainer.memory.gpu_share",
-    "trainer.packing": "trainer.memory.packing",
-    "trainer.attention": "trainer.memory.attention",
-    "judge.judgings": "judge.passes",
-    "judge.request_timeout_s": "judge.request.timeout_s",
-    "judge.retries": "judge.request.retries",
-    "judge.structured": "judge.request.structured",
-    "judge.temperature": "judge.request.temperature",
-    "judge.max_tokens": "judge.request.max_tokens",
-    "judge.params": "judge.request.params",
-    "judge.model_params": "judge.request.model_params",
-    "judge.anchors": "judge.anchors.file",
-    "judge.anchor_every_s": "judge.anchors.every_s",
-    "judge.anchor_min_tau": "judge.anchors.min_tau",
-    "gateway.max_body_bytes": "gateway.http.max_body_bytes",
-    "gateway.max_control_body_bytes": "gateway.http.max_control_body_bytes",
-    "gateway.max_buffered_bytes": "gateway.http.max_buffered_bytes",
-    "gateway.max_connections": "gateway.http.max_connections",
-    "gateway.head_timeout_s": "gateway.http.head_timeout_s",
-    "gateway.body_timeout_s": "gateway.http.body_timeout_s",
-    "gateway.idle_timeout_s": "gateway.http.idle_timeout_s",
-    "gateway.write_timeout_s": "gateway.http.write_timeout_s",
-    "gateway.hosts": "gateway.http.hosts",
-    "gateway.cors_origins": "gateway.http.cors_origins",
-    "gateway.trusted_proxies": "gateway.http.trusted_proxies",
-    "gateway.request_timeout_s": "gateway.replicas.timeout_s",
-    "gateway.upstream_wait_s": "gateway.replicas.wait_s",
-    "gateway.deadly_request_s": "gateway.replicas.deadly_request_s",
-    "gateway.health_interval_s": "gateway.replicas.health_interval_s",
-    "gateway.health_retry_s": "gateway.replicas.health_retry_s",
-    "gateway.probe": "gateway.replicas.probe",
-    "gateway.infer": "gateway.detection.enabled",
-    "gateway.infer_idle_s": "gateway.detection.idle_s",
-    "gateway.infer_outcome": "gateway.detection.outcome",
+    f"{table.partition('.')[0]}.{old}": f"{table}.{new or old}"
+    for table, words in _TABLES.items()
+    for old, _, new in (word.partition("=") for word in words.split())
 }
 """Old dotted name to new dotted name."""

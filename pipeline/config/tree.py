@@ -9,16 +9,18 @@ import msgspec
 
 from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import JudgeConfig
-from pipeline.config.nats import NatsConfig
 from pipeline.config.overrides import convert, merged
-from pipeline.config.retention import RetentionConfig
-from pipeline.config.signing import SigningConfig
-from pipeline.config.store import StoreConfig
-from pipeline.config.supervisor import SupervisorConfig
-from pipeline.config.telemetry import TelemetryConfig
+from pipeline.config.sections import (
+    NatsConfig,
+    RetentionConfig,
+    SigningConfig,
+    StoreConfig,
+    SupervisorConfig,
+    TelemetryConfig,
+    VllmConfig,
+)
 from pipeline.config.trainer import TrainerConfig
 from pipeline.config.types import Section
-from pipeline.config.vllm import VllmConfig
 from pipeline.errors import ConfigError
 
 PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")

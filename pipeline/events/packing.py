@@ -6,44 +6,28 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-
-def _pack(values: Sequence[int] | Sequence[float] | npt.NDArray[Any], dtype: str) -> bytes:
-    return np.asarray(values, dtype=dtype).tobytes()
+Values = Sequence[int] | Sequence[float] | npt.NDArray[Any]
 
 
-def pack_ids(ids: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    return _pack(ids, "<i4")
+def _packing(dtype: str) -> tuple[Callable[[Values], bytes], Callable[[bytes], npt.NDArray[Any]]]:
+    """Return the functions that pack and unpack values of a numpy type."""
+
+    def pack(values: Values) -> bytes:
+        return np.asarray(values, dtype=dtype).tobytes()
+
+    def unpack(packed: bytes) -> npt.NDArray[Any]:
+        return np.frombuffer(packed, dtype=dtype)
+
+    return pack, unpack
 
 
-def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
-    return np.frombuffer(packed, dtype="<i4")
-
-
-def pack_logprobs(values: Sequence[float] | npt.NDArray[Any]) -> bytes:
-    return _pack(values, "<f4")
-
-
-def unpack_logprobs(packed: bytes) -> npt.NDArray[np.float32]:
-    return np.frombuffer(packed, dtype="<f4")
-
-
-def pack_mask(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    return _pack(values, "u1")
-
-
-def unpack_mask(packed: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(packed, dtype="u1")
-
-
-def pack_seqs(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    return _pack(values, "<i8")
-
-
-def unpack_seqs(packed: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(packed, dtype="<i8")
+pack_ids, unpack_ids = _packing("<i4")
+pack_logprobs, unpack_logprobs = _packing("<f4")
+pack_mask, unpack_mask = _packing("u1")
+pack_seqs, unpack_seqs = _packing("<i8")

@@ -16,7 +16,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Union
 
 import msgspec
@@ -107,11 +107,8 @@ def _columns(struct: type[msgspec.Struct]) -> Iterator[Column]:
     hints = typing.get_type_hints(struct, include_extras=True)
     docs = docstrings(struct)
     for field in msgspec.structs.fields(struct):
-        kind = _column(field.name, hints[field.name])
-        doc = docs.get(field.name, "") or kind.doc
-        yield Column(
-            field.name, kind.kind, doc, kind.nullable, _default(field), kind.choices, kind.item, kind.fields
-        )
+        column = _column(field.name, hints[field.name])
+        yield replace(column, doc=docs.get(field.name, ""), default=_default(field))
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
@@ -134,8 +131,7 @@ def _column(name: str, hint: Any) -> Column:
         return Column(name, "string", choices=tuple(str(a) for a in args))
     if origin in (Union, types.UnionType):
         (inner,) = [a for a in args if a is not type(None)]
-        column = _column(name, inner)
-        return Column(name, column.kind, "", True, "", column.choices, column.item, column.fields)
+        return replace(_column(name, inner), nullable=True)
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         return Column(name, "list", item=_column("item", args[0]))
     if origin is dict and args[0] is str:

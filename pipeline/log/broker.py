@@ -308,10 +308,7 @@ class Broker(Reader):
         else:
             spec = consumer
             await self.provision_consumer(spec)
-        async with (
-            pulling(self.client, spec.stream, spec.name) as puller,
-            anyio.create_task_group() as tg,
-        ):
+        async with pulling(self.client, spec.stream, spec.name) as puller, anyio.create_task_group() as tg:
             consumption = Consumption(self, spec, puller, self.admit)
             tg.start_soon(keep_alive, self.client, spec, consumption.replies)
             try:

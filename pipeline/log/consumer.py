@@ -189,7 +189,8 @@ class Delivery(Recorded[AnyEvent]):
     async def ack(self, *, confirmed: bool = False) -> None:
         """Acknowledge it. With `confirmed`, wait until the server knows; without, a lost acknowledgement leads to
         redelivery."""
-        client = self._client
+        assert self._consumption is not None
+        client = self._consumption.reader.client
         crash.point("broker.before_ack")
         if not await self._is_on_log():
             log.warning("not acknowledged: the log lost the message", stream=self.stream, seq=self.seq)
@@ -197,31 +198,17 @@ class Delivery(Recorded[AnyEvent]):
             await client.request(self.reply, Msg.Ack.Ack, timeout=1)
         else:
             await client.publish(self.reply)
-        self._release()
+        self._consumption.held.discard(self)
         crash.point("broker.after_ack")
-
-    async def nak(self, delay_s: float | None = None) -> None:
-        """Give it back for another try."""
-        delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s else b""
-        await self._client.publish(self.reply, Msg.Ack.Nak + delay)
-        self._release()
-
-    @property
-    def _client(self) -> FastClient:
-        assert self._consumption is not None
-        return self._consumption.reader.client
 
     async def _is_on_log(self) -> bool:
         """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
         cut, the acknowledgement would be another message's, and no consumer would get that message."""
         assert self._consumption is not None
-        if self._client.stats["reconnects"] == self._reconnects:
+        reader = self._consumption.reader
+        if reader.client.stats["reconnects"] == self._reconnects:
             return True
-        return await self._consumption.reader.holds(self.stream, self.place)
-
-    def _release(self) -> None:
-        assert self._consumption is not None
-        self._consumption.held.discard(self)
+        return await reader.holds(self.stream, self.place)
 
 
 class Consumption:
@@ -290,11 +277,6 @@ class Consumption:
                 raise BrokerError(f"consumer {self.spec.name}: {why}") from error
         log.warning("consumer unavailable", consumer=self.spec.name, error=why)
         await self._backoff.wait()
-
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
-        while True:
-            for delivery in await self.batch(256):
-                yield delivery
 
     def replies(self) -> list[str]:
         """Return the reply subjects of everything that was delivered and not acknowledged."""

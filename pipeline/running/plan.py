@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from pipeline.config import Config, ConfigError, with_values
 from pipeline.names import version_name
 from pipeline.running import families
@@ -130,11 +128,7 @@ def share_gpu(config: Config) -> Config:
                 f"trainer.memory.gpu_share: {ours} leaves no memory of the GPU to the inference server"
             )
         args = (*args, _MEMORY_FLAG, f"{theirs:g}")
-    return msgspec.structs.replace(
-        config,
-        vllm=msgspec.structs.replace(config.vllm, args=args),
-        trainer=with_values(config.trainer, {"memory.gpu_share": ours}),
-    )
+    return with_values(config, {"vllm.args": args, "trainer.memory.gpu_share": ours})
 
 
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
@@ -251,36 +245,35 @@ def _check_models(config: Config) -> None:
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
     """Return the settings with every address filled in, and the processes in the order of their start."""
     processes: list[ProcessSpec] = []
-    nats, vllm, gateway = config.nats, config.vllm, config.gateway
     foundation: tuple[str, ...] = ()
-    if not nats.url:
-        port = nats.port or free_port()
-        nats = msgspec.structs.replace(nats, max_bytes=nats.max_bytes or log_bytes(config.path("nats")))
+    if not config.nats.url:
+        port = config.nats.port or free_port()
         # The NATS server is configured with one user per service; only the supervisor's user may create streams and
         # consumers.
-        folder = nats.users or str(config.path("keys").absolute())
-        nats = msgspec.structs.replace(nats, users=folder, nkey_seed="", credentials="", provision=False)
-        processes.append(nats_command(msgspec.structs.replace(config, nats=nats), port))
-        scheme = "tls" if nats.server_cert else "nats"
-        nats = msgspec.structs.replace(nats, url=f"{scheme}://127.0.0.1:{port}", port=port)
+        values = {
+            "nats.max_bytes": config.nats.max_bytes or log_bytes(config.path("nats")),
+            "nats.users": config.nats.users or str(config.path("keys").absolute()),
+            "nats.nkey_seed": "", "nats.credentials": "", "nats.provision": False,
+        }  # fmt: skip
+        config = with_values(config, values)
+        processes.append(nats_command(config, port))
+        scheme = "tls" if config.nats.server_cert else "nats"
+        config = with_values(config, {"nats.url": f"{scheme}://127.0.0.1:{port}", "nats.port": port})
         foundation = ("nats",)
-    if "trainer" in services or ("gateway" in services and not vllm.urls):
+    if "trainer" in services or ("gateway" in services and not config.vllm.urls):
         _check_models(config)
-    if not vllm.urls and "gateway" in services:
+    if not config.vllm.urls and "gateway" in services:
         if "trainer" in services and shares_gpu(config):
             config = share_gpu(config)
-            vllm = config.vllm
-        port = vllm.port or free_port()
-        key = vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
-        vllm = msgspec.structs.replace(vllm, api_key_file=key)
-        processes.append(vllm_command(msgspec.structs.replace(config, vllm=vllm), port))
-        vllm = msgspec.structs.replace(vllm, urls=(f"http://127.0.0.1:{port}",), port=port)
-    if not gateway.port:
-        gateway = msgspec.structs.replace(gateway, port=free_port())
-    signing, seed = config.signing, config.path("keys", "checkpoints.nk").absolute()
-    if not signing.seed and ("trainer" in services or seed.exists()):
-        signing = msgspec.structs.replace(signing, seed=str(seed))
-    config = msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway, signing=signing)
+        port = config.vllm.port or free_port()
+        key = config.vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
+        config = with_values(config, {"vllm.api_key_file": key})
+        processes.append(vllm_command(config, port))
+        config = with_values(config, {"vllm.urls": (f"http://127.0.0.1:{port}",), "vllm.port": port})
+    config = with_values(config, {"gateway.port": config.gateway.port or free_port()})
+    seed = config.path("keys", "checkpoints.nk").absolute()
+    if not config.signing.seed and ("trainer" in services or seed.exists()):
+        config = with_values(config, {"signing.seed": str(seed)})
     settings = str(config.path("config.toml"))
     for name in services:
         if name == "telemetry" and not telemetry_wanted(config):

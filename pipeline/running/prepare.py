@@ -18,9 +18,7 @@ import secrets
 import sys
 from pathlib import Path
 
-import msgspec
-
-from pipeline.config import Config, ConfigError, KeyConfig, load, save
+from pipeline.config import Config, ConfigError, KeyConfig, load, save, with_values
 from pipeline.running import run_lock
 from pipeline.security import nkey, signing, users
 
@@ -43,27 +41,23 @@ def prepare(config: Config) -> Config:
 
 def _prepare(config: Config, keys: Path) -> Config:
     keys.mkdir(exist_ok=True, mode=0o700)
-    nats, vllm, gateway = config.nats, config.vllm, config.gateway
+    nats = config.nats
     if not (nats.users or nats.nkey_seed or nats.credentials):
-        nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
-    if nats.users:
+        config = with_values(config, {"nats.users": str(keys), "nats.provision": False})
+    if config.nats.users:
         for user in users.USERS:
-            nkey.load_or_make(users.seed_file(Path(nats.users), user.name))
-    if not vllm.api_key_file:
-        vllm = msgspec.structs.replace(vllm, api_key_file=str(keys / "vllm.key"))
-    nkey.write_secret(Path(vllm.api_key_file), lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
-    if not gateway.keys:
+            nkey.load_or_make(users.seed_file(Path(config.nats.users), user.name))
+    api_key = config.vllm.api_key_file or str(keys / "vllm.key")
+    nkey.write_secret(Path(api_key), lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
+    seed = config.signing.seed or str(keys / "checkpoints.nk")
+    config = with_values(config, {"vllm.api_key_file": api_key, "signing.seed": seed})
+    if not config.gateway.keys:
         operator = keys / "operator.key"
         nkey.write_secret(operator, lambda: f"jm-{secrets.token_urlsafe(32)}".encode())
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
-        gateway = msgspec.structs.replace(
-            gateway, keys=(KeyConfig(sha256=digest, name="operator", role="operator"),)
-        )
-    if not config.signing.seed:
-        config = msgspec.structs.replace(
-            config, signing=msgspec.structs.replace(config.signing, seed=str(keys / "checkpoints.nk"))
-        )
-    config = signing.with_public_key(msgspec.structs.replace(config, nats=nats, vllm=vllm, gateway=gateway))
+        key = KeyConfig(sha256=digest, name="operator", role="operator")
+        config = with_values(config, {"gateway.keys": (key,)})
+    config = signing.with_public_key(config)
     save(config, config.path("config.toml"))
     return config
 

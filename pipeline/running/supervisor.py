@@ -221,7 +221,7 @@ class Supervisor:
             return
         log.error("process does not respond; killing it", process=watched.spec.name, reason=reason)
         self._change(watched, "failed")
-        if not watched.spec.probe:  # a Python process writes the stacks of its threads to its log
+        if watched.spec.name != "nats":  # a Python process writes the stacks of its threads to its log
             process.send_signal(signal.SIGABRT)
             with anyio.move_on_after(_LAST_WORDS_S):
                 await process.wait()
@@ -229,14 +229,11 @@ class Supervisor:
 
     async def _await_start(self, watched: Watched, fd: int) -> None:
         """Wait until the process is ready. Kill it after `start_timeout_s`."""
-        with anyio.move_on_after(watched.spec.start_timeout_s) as bound:
+        limit_s = watched.spec.start_timeout_s
+        with anyio.move_on_after(limit_s) as bound:
             await self._await_ready(watched, fd)
-        if bound.cancelled_caught and watched.process is not None:
-            log.error("not ready in time", process=watched.spec.name, seconds=watched.spec.start_timeout_s)
-            # A Python process then writes the stacks of its threads to its log.
-            watched.process.send_signal(signal.SIGABRT)
-            await anyio.sleep(_LAST_WORDS_S)
-            _kill_group(watched.process.pid)
+        if bound.cancelled_caught:
+            await self._end(watched, f"it was not ready after {limit_s:g} s")
 
     async def _await_ready(self, watched: Watched, fd: int) -> None:
         if watched.spec.probe:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config import Config, ConfigError, SigningConfig
+from pipeline.config import Config, ConfigError, SigningConfig, with_values
 from pipeline.events import CheckpointPublished
 from pipeline.security import nkey
 
@@ -107,5 +107,4 @@ def with_public_key(config: Config) -> Config:
     public = nkey.load_or_make(Path(signing.seed)).public
     if public in signing.keys:
         return config
-    keys = (*signing.keys, public)
-    return msgspec.structs.replace(config, signing=msgspec.structs.replace(signing, keys=keys))
+    return with_values(config, {"signing.keys": (*signing.keys, public)})

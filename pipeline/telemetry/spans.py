@@ -204,27 +204,30 @@ def verdict_span(event: GroupScored, member: Member, parent: Parent, *, content:
 
 def step_span(event: CheckpointPublished, trajectory: str, group: str, parent: Parent) -> ReadableSpan:
     """Return the span of the optimizer step that used a trajectory."""
-    attributes = _common(event.project, trajectory, group, "span") | {
-        "journeyman.version": event.version,
+    facts: Attributes = {
         "journeyman.parent": event.parent,
         "journeyman.batch": event.batch_id,
         **{f"journeyman.train.{name}": value for name, value in event.metrics.items()},
     }
-    own = _hash("step", event.message_id(), trajectory, size=8)
-    above = root_span_id(event.project, trajectory)
-    return _span(f"train {event.version}", parent, above, own, event.started_at, event.at, attributes)
+    return _version_span("train", "step", event, trajectory, group, parent, facts)
 
 
 def load_span(event: PolicyLoaded, trajectory: str, group: str, parent: Parent) -> ReadableSpan:
     """Return the span of an inference server loading the adapter that a trajectory helped to train."""
-    attributes = _common(event.project, trajectory, group, "span") | {
-        "journeyman.version": event.version,
-        "journeyman.replica": event.replica,
-        "journeyman.probe_delta": event.probe_delta,
-    }
-    own = _hash("load", event.message_id(), trajectory, size=8)
+    facts: Attributes = {"journeyman.replica": event.replica, "journeyman.probe_delta": event.probe_delta}
+    return _version_span("load", "load", event, trajectory, group, parent, facts)
+
+
+def _version_span(
+    name: str, kind: str, event: CheckpointPublished | PolicyLoaded, trajectory: str, group: str, parent: Parent,
+    facts: Attributes,
+) -> ReadableSpan:  # fmt: skip
+    attributes = (
+        _common(event.project, trajectory, group, "span") | {"journeyman.version": event.version} | facts
+    )
+    own = _hash(kind, event.message_id(), trajectory, size=8)
     above = root_span_id(event.project, trajectory)
-    return _span(f"load {event.version}", parent, above, own, event.started_at, event.at, attributes)
+    return _span(f"{name} {event.version}", parent, above, own, event.started_at, event.at, attributes)
 
 
 def _document(body: bytes) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""The sections `[nats]`, `[vllm]`, `[store]`, `[retention]`, `[supervisor]`, `[telemetry]` and `[signing]`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.config.types import (
+    Copies,
+    Count,
+    Natural,
+    NotNegative,
+    Payload,
+    Port,
+    Positive,
+    Section,
+    Several,
+)
+
+
+class NatsConfig(Section, frozen=True, kw_only=True):
+    """The log."""
+
+    url: str | tuple[str, ...] = ""
+    """Address of a NATS server with JetStream. For a cluster, the addresses of its servers: a list, or one string
+    with commas. Empty: `journeyman up` starts a server."""
+    port: Port = 0
+    """Port of the server that `journeyman up` starts. 0: any free one."""
+    sync: Literal["always"] | Positive = "always"
+    """When the server that `journeyman up` starts syncs messages to the disk. `always`: before it acknowledges them, so
+    acknowledged messages survive a power cut. A number: every so many seconds; a power cut loses the messages that were
+    acknowledged since the last sync, and the services continue with what is left (docs/operations.md)."""
+    max_bytes: Natural = 0
+    """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the
+    free space for the server that `journeyman up` starts, no limit for other servers."""
+    max_payload: Payload = 1_048_576
+    """Largest message in bytes. Larger events go through the object store."""
+    replicas: Copies = 1
+    """Copies of each stream and bucket in a NATS cluster; usually 3. Existing streams are changed at the next start."""
+    users: str = ""
+    """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md lists the
+    users). Each process connects with its own. `journeyman up` makes them for the server that it starts."""
+    nkey_seed: str = ""
+    """File with the nkey seed that every process connects with. Set at most one of `users`, `nkey_seed` and
+    `credentials`."""
+    credentials: str = ""
+    """Credentials file (JWT and seed, as `nsc` writes it) that every process connects with."""
+    inbox_prefix: str = ""
+    """Prefix of the subjects of replies. Empty: `_INBOX_<user>` with `users`, else `_INBOX`."""
+    tls_ca: str = ""
+    """File with the CA certificates that the server's certificate is checked against. Empty: the system's. If it is
+    set, or the address begins with `tls://`, nothing is sent without TLS."""
+    tls_cert: str = ""
+    """File with the client certificate that services send to the server."""
+    tls_key: str = ""
+    """File with the private key of `tls_cert`. Empty: it is in the same file."""
+    server_cert: str = ""
+    """File with the certificate of the server that `journeyman up` or `journeyman exec nats` starts; for `up` it
+    must name 127.0.0.1. If it is set, the server accepts TLS connections only; if `tls_ca` and `tls_cert` are
+    set too, clients need a certificate of that CA. Empty: no TLS, for a server on the loopback interface."""
+    server_key: str = ""
+    """File with the private key of `server_cert`."""
+    provision: bool = True
+    """Whether services create streams, consumers and buckets when they connect. Set it to false if their users lack
+    the right, and run `journeyman provision` as a user that has it. `journeyman up` does both for the server
+    that it starts."""
+    connect_timeout_s: Positive = 15.0
+    """How long a service tries to connect at its start, and then waits for its streams."""
+    ack_timeout_s: Positive = 5.0
+    """How long a publish waits for its acknowledgement before it is repeated."""
+    publish_deadline_s: Positive = 60.0
+    """How long a publish or a read is repeated before it fails."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of `url`, one by one."""
+        texts = (self.url,) if isinstance(self.url, str) else self.url
+        return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
+
+    @property
+    def address(self) -> str:
+        """The addresses of `url` as one text with commas, which is a valid `url` too."""
+        return ",".join(self.servers)
+
+
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """The inference servers."""
+
+    urls: tuple[str, ...] = ()
+    """URLs of inference servers that already run. Empty: `journeyman up` starts one."""
+    api_key_file: str = ""
+    """File with the API key that the gateway sends to the servers. `journeyman up` makes one for the server that it
+    starts."""
+    port: Port = 0
+    """Port of the server that `journeyman up` starts. 0: any free one."""
+    args: tuple[str, ...] = ()
+    """Further arguments of that server. As a flag, write a JSON list: `--set 'vllm.args=["--dtype", "bfloat16"]'`."""
+    tool_parser: str = "auto"
+    """Value of vLLM's `--tool-call-parser`. With a parser, agents may let the model choose tools (`tool_choice =
+    "auto"`). `auto`: the parser of the model's family, none for an unknown family. Empty: none."""
+    reasoning_parser: str = ""
+    """Value of vLLM's `--reasoning-parser`, such as `qwen3` or `deepseek_r1`. Empty: reasoning stays in the reply's
+    text."""
+    env: dict[str, str] = {}
+    """Further environment variables of that server."""
+    max_loras: Count = 4
+    """Adapters that a server holds at once; at least `trainer.max_staleness` + 2."""
+    max_lora_rank: Count = 8
+    """Largest rank of an adapter: 8, 16, 32, 64, 128, 256, 320 or 512."""
+    max_model_len: Natural = 0
+    """Longest prompt and reply together, in tokens. 0: the model's own limit."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Which build of vLLM `journeyman up` expects. `auto`: the one that is installed."""
+    start_timeout_s: Positive = 600.0
+    """A server that is not ready after this time is killed and started again."""
+
+
+class StoreConfig(Section, frozen=True, kw_only=True):
+    """Events to Parquet."""
+
+    dir: str = "store"
+    """Folder under the run directory, or object storage as `s3://<bucket>/<prefix>` (the bucket must exist)."""
+    s3_endpoint: str = ""
+    """URL of an S3-compatible server. Empty: AWS. Credentials come from the AWS_* environment variables only."""
+    s3_region: str = ""
+    """Region of the bucket. Empty: from AWS_REGION, AWS_DEFAULT_REGION or the AWS configuration file."""
+    flush_rows: Count = 20_000
+    """A file is written when this many events wait, or `flush_bytes` or `flush_s` is reached."""
+    flush_bytes: Count = 64 * 1024 * 1024
+    """Bytes of events that wait at most. Memory holds at most twice as many."""
+    flush_s: Positive = 2.0
+    """Longest time that an event waits to be written."""
+    compact_s: Positive = 30.0
+    """Time between two checks for small files to merge."""
+    compact_files: Several = 16
+    """Number of small neighbouring files that are merged into one."""
+    compact_bytes: Count = 128 * 1024 * 1024
+    """Approximate size up to which files are merged, in bytes."""
+    compact_grace_s: NotNegative = 300.0
+    """How long merged files stay for queries that began before the merge. Make it longer than any query."""
+    keep_days: NotNegative = 0.0
+    """Age in days of its newest event at which a file is deleted. 0: never."""
+
+
+class RetentionConfig(Section, frozen=True, kw_only=True):
+    """How long trained versions are kept. The trainer of a branch removes its own versions, and none that is in use."""
+
+    adapters: Natural = 20
+    """Newest adapters of each model and branch that stay in the object store. 0: all. These stay too: the best
+    version by validation, the promoted version and its predecessor (the target of a rollback), versions of a
+    split, versions that an open trajectory is pinned to, and versions that an inference server holds."""
+    grace_s: NotNegative = 600.0
+    """Time from `policy.retired` to the removal of the adapter. If something needs the version meanwhile, it stays."""
+    every_s: Positive = 60.0
+    """Time between two checks for versions to remove."""
+    policy_days: NotNegative = 90.0
+    """Age in days at which events of POLICY are deleted, except checkpoints with an adapter and each model's last
+    decision. 0: never."""
+
+
+class SupervisorConfig(Section, frozen=True, kw_only=True):
+    """How `journeyman up` checks its processes."""
+
+    deadline_s: Positive = 30.0
+    """A process that was ready and then does not respond for this long is killed and started again. Services
+    respond by a heartbeat of their event loop, vLLM by its health page, the log by acknowledging a write to each
+    stream."""
+    probe_every_s: Positive = 10.0
+    """Time between two checks of the log, and of vLLM."""
+
+
+class TelemetryConfig(Section, frozen=True, kw_only=True):
+    """Traces. The standard OTEL_EXPORTER_OTLP_* or the LANGFUSE_* environment variables say where they are sent."""
+
+    enabled: Literal["auto", "on", "off"] = "auto"
+    """`auto`: on if such a variable is set."""
+    content: bool = True
+    """Whether spans hold prompts and replies."""
+
+
+class SigningConfig(Section, frozen=True, kw_only=True):
+    """Signatures of checkpoints. With them, write access to the log is not enough to have an adapter loaded."""
+
+    seed: str = ""
+    """File with the nkey seed that the trainer signs with. `journeyman up` creates one in the run directory."""
+    keys: tuple[str, ...] = ()
+    """Public nkeys whose checkpoints may be served. `journeyman up` adds the key of `seed`."""
+    check: Literal["auto", "require", "off"] = "auto"
+    """`auto`: signatures are checked if `keys` is not empty. `require`: the gateway does not start without `keys`.
+    `off`: every checkpoint on the log may be served."""
