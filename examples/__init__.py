@@ -3,5 +3,7 @@
 | folder | what it shows |
 | --- | --- |
 | `common` | what the examples share: tiny base models, a running installation, recorded learning curves |
+| `database` | an agent with tools that answers questions about a SQLite database; RULER is its judge |
+| `langgraph_team` | a team of two agents in a LangGraph, both played by the trained model |
 | `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo`) |
 """

@@ -1,0 +1,177 @@
+"""The database example: questions and tools, its tokenizer, and the stand-in for a judge model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessage
+
+from examples.common import tiny
+from examples.database import stand_in
+from examples.database.make_model import CHAT_TEMPLATE, call, taught_run, words
+from examples.database.shop import SYSTEM, TOOLS, Scenario, scenario
+from judge.ruler.prompt import build_prompt
+from judge.ruler.rubrics import load_rubric
+from tests.judge.kit import single
+
+TASK = Scenario("sum", "tea", "Oslo", "price", (("tea", "Oslo", 3), ("tea", "Oslo", 4), ("tea", "Lima", 9)))
+RIGHT = "SELECT sum(price) FROM orders WHERE item = 'tea' AND city = 'Oslo'"
+
+
+def sql_of(task: Scenario) -> str:
+    return f"SELECT {task.function}({task.column}) FROM orders WHERE item = '{task.item}' AND city = '{task.city}'"
+
+
+def test_the_right_query_gives_the_right_answer() -> None:
+    for number in range(100):
+        task = scenario("train", number)
+        said = task.call("query", {"sql": sql_of(task)})
+        assert task.is_right(f"The answer is {said}.")
+        assert not task.is_right(str(task.answer + 1))
+    assert not task.is_right("")
+
+
+def test_held_out_questions_are_the_same_for_every_run_and_never_trained_on() -> None:
+    assert scenario("val", 3, seed=1) == scenario("val", 3, seed=2)
+    assert scenario("train", 3, seed=1) != scenario("train", 3, seed=2)
+    held_out = {(t.item, t.city) for t in (scenario("val", n) for n in range(200))}
+    for split in ("train", "pretrain"):
+        assert not held_out & {(t.item, t.city) for t in (scenario(split, n) for n in range(500))}
+
+
+@pytest.mark.parametrize(
+    ("sql", "error"),
+    [
+        ("SELECT sum(cost) FROM orders", "no such column: cost"),
+        ("DELETE FROM orders", "not authorized"),
+        ("ATTACH '/tmp/other' AS other", "not authorized"),
+        ("PRAGMA database_list", "not authorized"),
+        ("SELECT zeroblob(1000000000)", "too big"),
+        ("SELECT count(*) FROM " + ", ".join(f"orders t{n}" for n in range(12)), "interrupted"),
+        ("SELECT 1; SELECT 2", "one statement"),
+    ],
+)
+def test_a_query_that_is_wrong_or_may_not_be_is_an_error_that_the_agent_reads(sql: str, error: str) -> None:
+    said = TASK.call("query", {"sql": sql})
+    assert said.startswith("Error: ")
+    assert error in said
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    made = tiny.make_tokenizer(words())
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def test_each_call_continues_the_tokens_of_the_one_before(tokenizer: Any) -> None:
+    """Else a run would be as many sequences as calls. The client sends back what it parsed, in an order of its own."""
+    draw, calls = random.Random(0), 0
+    for number in range(50):
+        before: list[int] = []
+        chat: list[dict[str, Any]] = []
+        for message in taught_run(scenario("train", number), draw):
+            if message["role"] == "assistant":
+                prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+                assert prompt[: len(before)] == before
+                sampled = tokenizer.apply_chat_template([*chat, message], return_dict=False)[len(prompt) :]
+                before, calls = prompt + sampled, calls + 1
+                assert len(sampled) in (
+                    2,
+                    7,
+                    5,
+                )  # a look at the schema or an answer; a query with or without city
+                if tool_calls := message.get("tool_calls"):
+                    ids = [
+                        {
+                            **one,
+                            "id": "x",
+                            "function": {
+                                **one["function"],
+                                "arguments": json.dumps(one["function"]["arguments"]),
+                            },
+                        }
+                        for one in tool_calls
+                    ]
+                    said = ChatCompletionMessage(role="assistant", tool_calls=ids).model_dump(
+                        exclude_none=True
+                    )
+                    (function,) = (one["function"] for one in said["tool_calls"])
+                    assert list(function) == ["arguments", "name"]
+                    # vLLM gives the template the arguments as an object.
+                    function["arguments"] = json.loads(function["arguments"])
+                    message = said
+            chat.append(message)
+    assert calls > 120
+
+
+def attempt(*said: tuple[str, str] | str) -> list[dict[str, Any]]:
+    """An attempt at `TASK`: queries with their results, looks at the schema (an empty query), and an answer."""
+    chat: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": TASK.question},
+    ]
+    for turn in said:
+        if isinstance(turn, str):
+            chat.append({"role": "assistant", "content": turn})
+            continue
+        sql, result = turn
+        message = call("query", {"sql": sql}) if sql else call("schema", {})
+        for one in message["tool_calls"]:
+            one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
+        chat += [message, {"role": "tool", "content": result}]
+    return chat
+
+
+LOOK = ("", "orders(item, city, price)")
+ATTEMPTS = {
+    "good": attempt(LOOK, (RIGHT, "7"), "7"),
+    "long": attempt(LOOK, ("SELECT sum(cost) FROM orders", "Error: no such column: cost"), (RIGHT, "7"), "7"),
+    "misread": attempt(LOOK, (RIGHT, "7"), "12"),
+    "wrong city": attempt(LOOK, (RIGHT.replace("Oslo", "Lima"), "9"), "9"),
+    "guess": attempt("7"),
+    "no answer": attempt(LOOK, LOOK, LOOK, LOOK),
+    "only an error": attempt(LOOK, ("SELECT sum(cost) FROM orders", "Error: no such column: cost"), "7"),
+}
+WORTH = {
+    "good": 1.0,
+    "long": 0.95,
+    "misread": 0.45,
+    "wrong city": 0.45,
+    "guess": 0,
+    "no answer": 0,
+    "only an error": 0,
+}
+
+
+def ruler_prompt(names: Sequence[str]) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """RULER's messages about these attempts, and the attempt behind each id."""
+    transcripts = [single(name, tuple(ATTEMPTS[name]), tuple(TOOLS)) for name in names]
+    prompt = build_prompt(load_rubric(), transcripts, random.Random(0), 100_000)
+    return prompt.messages, prompt.names
+
+
+@pytest.mark.parametrize("names", [[*ATTEMPTS], [*reversed(ATTEMPTS)], ["good", "long"], ["misread", "good"]])
+def test_the_stand_in_scores_attempts_as_ruler_shows_them(names: list[str]) -> None:
+    """The attempts that all begin with the same calls are shown without them."""
+    messages, by_id = ruler_prompt(names)
+    with stand_in.serving() as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        reply = client.chat.completions.create(model="stand-in", messages=messages)  # type: ignore[arg-type]
+        scores = json.loads(reply.choices[0].message.content or "")["scores"]
+        assert {by_id[s["id"]]: s["score"] for s in scores} == pytest.approx(
+            {name: WORTH[name] for name in names}
+        )
+
+
+def test_the_stand_in_refuses_a_prompt_about_something_else() -> None:
+    with (
+        stand_in.serving() as url,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match="no question about the shop"),
+    ):
+        client.chat.completions.create(model="stand-in", messages=[{"role": "user", "content": "Who won?"}])
