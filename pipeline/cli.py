@@ -40,7 +40,7 @@ from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
     "sql": ("store.sql", "query the history with SQL"),
-    "ui": ("store.dashboard.server", "show the history and the decisions as web pages"),
+    "ui": ("store.dashboard.command", "show the history and the decisions as web pages"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
@@ -203,7 +203,7 @@ def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, si
 
 
 def _ports(config: Config) -> tuple[int, ...]:
-    return config.nats.port, config.vllm.port, config.gateway.port
+    return config.nats.port, config.vllm.port, config.gateway.port, config.ui.port
 
 
 def _messages(error: BaseException) -> list[str]:
@@ -266,6 +266,8 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
 
         await tg.start(run)
         console.print(f"[bold green]ready[/] {_ready(config, services)} (run directory {config.run_dir})")
+        if "ui" in supervisor.watched:
+            console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {alarm}")
 
@@ -333,6 +335,8 @@ async def _log_status(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
 
 def _print_status(run_dir: Path, state: dict[str, Any]) -> None:
     console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
+    if ui := state["urls"].get("ui"):
+        console.print(f"dashboard {ui}")
     table = Table("service", "state", "pid", "restarts", box=None)
     for name, service in state["services"].items():
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))

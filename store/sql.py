@@ -56,14 +56,29 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
         raise NoStoreError(
             f"there is no store at {target}: name another run with --run-dir, or start one with `journeyman up`"
         )
-    target.attach(connection)
-    connection.execute("CREATE SCHEMA IF NOT EXISTS empty")
+    show(connection, target, {})
+
+
+def show(connection: duckdb.DuckDBPyConnection, target: Target, shown: dict[str, list[str]]) -> None:
+    """Let `connection` see the files that `target` holds now; without files, every view is empty.
+
+    `shown`: the files of each tag that an earlier call showed, which is updated. Tags whose files are the same are
+    left as they are. Raises `DamagedFileError`."""
+    if not shown:
+        target.attach(connection)
+        connection.execute("CREATE SCHEMA IF NOT EXISTS empty")
+        for tag in schema.tables():
+            nothing = columns.arrow_schema(tag).empty_table()  # noqa: F841 - DuckDB reads it by this name
+            connection.execute(f"CREATE OR REPLACE TABLE empty.{table_name(tag)} AS FROM nothing")
+    new = not shown
     for tag in schema.tables():
-        nothing = columns.arrow_schema(tag).empty_table()  # noqa: F841 - DuckDB reads it by this name
-        connection.execute(f"CREATE OR REPLACE TABLE empty.{table_name(tag)} AS FROM nothing")
-        connection.execute(table_sql(target, tag))
-    for view in VIEWS:
-        connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
+        names = live(target, tag)
+        if names != shown.get(tag):
+            connection.execute(table_sql(target, tag, names))
+            shown[tag] = names
+    if new:
+        for view in VIEWS:
+            connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
 
 
 def table_name(tag: str) -> str:
@@ -71,11 +86,10 @@ def table_name(tag: str) -> str:
     return tag.replace(".", "_")
 
 
-def table_sql(target: Target, tag: str) -> str:
-    """The statement that creates the view over one tag's files. It has every column of the current schema, null where
-    a file is older than the column."""
+def table_sql(target: Target, tag: str, names: Sequence[str]) -> str:
+    """The statement that creates the view over the files `names` of one tag. It has every column of the current schema,
+    null where a file is older than the column."""
     rows = f"FROM empty.{table_name(tag)}"
-    names = live(target, tag)
     for name in names:
         target.check(tag, name)
     if names:

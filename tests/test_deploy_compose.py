@@ -60,7 +60,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
     )
     try:
         if isinstance(made.net, Loopback):
-            for port in (4222, 8000, 8080):
+            for port in (4222, 8000, 8080, 8701):
                 with socket.socket() as probe:
                     if probe.connect_ex(("127.0.0.1", port)) == 0:
                         pytest.skip(f"no network namespaces here, and port {port} of the loopback is taken")

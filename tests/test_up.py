@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
 CANARIES = {
     "OPENAI_API_KEY": {"judge"},  # named by judge.api_key_env
-    "AWS_SECRET_ACCESS_KEY": {"store"},
+    "AWS_SECRET_ACCESS_KEY": {"store", "ui"},
     "HF_TOKEN": {"vllm", "trainer"},
     "LANGFUSE_SECRET_KEY": {"telemetry"},
     "SOMETHING_ELSE": set[str](),
@@ -112,7 +112,15 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
                 return json.loads(path.read_text()) if path.exists() else {}
 
             until(lambda: state().get("ready"), process, run_dir)
-            assert set(state()["services"]) == {"nats", "gateway", "judge", "trainer", "store", "telemetry"}
+            assert set(state()["services"]) == {
+                "nats",
+                "gateway",
+                "judge",
+                "trainer",
+                "store",
+                "ui",
+                "telemetry",
+            }
             check_environments(state(), run_dir)
             check_stranger(state()["urls"]["nats"])
 

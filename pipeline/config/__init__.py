@@ -27,6 +27,7 @@ from pipeline.config.sections import (
     StoreConfig,
     SupervisorConfig,
     TelemetryConfig,
+    UiConfig,
     VllmConfig,
 )
 from pipeline.config.trainer import (

@@ -21,6 +21,7 @@ _CREDENTIALS_HINT = {
     "vllm.urls": "vllm.api_key_file",
     "judge.api_base": "judge.api_key_env",
     "store.s3_endpoint": "the AWS_* variables",
+    "ui.gateway_url": "the dashboard's page for signing in",
 }
 
 
@@ -36,6 +37,7 @@ def _check_urls(config: Config) -> None:
         "vllm.urls": config.vllm.urls,
         "judge.api_base": (config.judge.api_base,),
         "store.s3_endpoint": (config.store.s3_endpoint,),
+        "ui.gateway_url": (config.ui.gateway_url,),
     }
     for name, urls in addresses.items():
         if any(names_user(url) for url in urls):

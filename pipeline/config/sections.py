@@ -1,4 +1,4 @@
-"""The sections `[nats]`, `[vllm]`, `[store]`, `[retention]`, `[supervisor]`, `[telemetry]` and `[signing]`."""
+"""The sections `[nats]`, `[vllm]`, `[store]`, `[ui]`, `[retention]`, `[supervisor]`, `[telemetry]` and `[signing]`."""
 
 from __future__ import annotations
 
@@ -139,6 +139,22 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     """How long merged files stay for queries that began before the merge. Make it longer than any query."""
     keep_days: NotNegative = 0.0
     """Age in days of its newest event at which a file is deleted. 0: never."""
+
+
+class UiConfig(Section, frozen=True, kw_only=True):
+    """The dashboard (docs/dashboard.md)."""
+
+    enabled: bool = True
+    """Whether `journeyman up` starts it."""
+    host: str = "127.0.0.1"
+    """Address that it listens on. An address that other machines reach needs an operator's key (`gateway.keys`)."""
+    port: Port = 0
+    """Port that it listens on. 0: any free one, which `journeyman up` and `journeyman status` print."""
+    hosts: tuple[str, ...] = ()
+    """Further names that browsers may send in `Host`, without a port, for example behind a reverse proxy. On the
+    loopback interface it answers to `localhost`, the loopback addresses and these names only."""
+    gateway_url: str = ""
+    """URL of the gateway that decisions and labels are sent to. Empty: the gateway that `journeyman up` started."""
 
 
 class RetentionConfig(Section, frozen=True, kw_only=True):

@@ -17,13 +17,14 @@ from pipeline.config.sections import (
     StoreConfig,
     SupervisorConfig,
     TelemetryConfig,
+    UiConfig,
     VllmConfig,
 )
 from pipeline.config.trainer import TrainerConfig
 from pipeline.config.types import Section
 from pipeline.errors import ConfigError
 
-PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "telemetry")
+PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "ui", "telemetry")
 """Everything that `journeyman up` may start."""
 
 
@@ -56,11 +57,12 @@ class Config(Section, frozen=True, kw_only=True):
     judge: JudgeConfig = JudgeConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
+    ui: UiConfig = UiConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`,
-    `trainer`, `store`, `telemetry`): names, or prefixes that end in `*`. docs/security.md lists what each
+    `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/security.md lists what each
     process gets anyway."""
 
     def path(self, *parts: str) -> Path:

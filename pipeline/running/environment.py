@@ -38,6 +38,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "judge": (*_OUTWARD, "LITELLM_*"),
     "trainer": (*_COMPUTE, *_OUTWARD, "UNSLOTH_*", "ACCELERATE_*"),
     "store": (*_OUTWARD, "AWS_*"),
+    "ui": (*_OUTWARD, "AWS_*"),
     "telemetry": (*_OUTWARD, "OTEL_*", "LANGFUSE_*"),
 }
 """Further variables of each process."""

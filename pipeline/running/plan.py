@@ -30,6 +30,7 @@ SERVICES = {
     "judge": "judge",
     "trainer": "trainer",
     "store": "store",
+    "ui": "store.dashboard",
     "telemetry": "pipeline.telemetry.exporter",
 }
 """Services of Journeyman and the modules that run them."""
@@ -271,16 +272,20 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         processes.append(vllm_command(config, port))
         config = with_values(config, {"vllm.urls": (f"http://127.0.0.1:{port}",), "vllm.port": port})
     config = with_values(config, {"gateway.port": config.gateway.port or free_port()})
+    if "ui" in services and config.ui.enabled:
+        config = with_values(config, {"ui.port": config.ui.port or free_port()})
     seed = config.path("keys", "checkpoints.nk").absolute()
     if not config.signing.seed and ("trainer" in services or seed.exists()):
         config = with_values(config, {"signing.seed": str(seed)})
     settings = str(config.path("config.toml"))
     for name in services:
-        if name == "telemetry" and not telemetry_wanted(config):
+        if (name == "telemetry" and not telemetry_wanted(config)) or (name == "ui" and not config.ui.enabled):
             continue
         # The gateway waits for vLLM itself; no other process needs it.
         spec = ProcessSpec(
-            name, (sys.executable, "-m", SERVICES[name], "--config", settings), needs=foundation
+            name,
+            (sys.executable, "-m", SERVICES[name], "--config", settings),
+            needs=() if name == "ui" else foundation,  # the dashboard reads files, not the log
         )
         if name == "gateway":  # time to finish running calls and to record those that are cut off
             spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)

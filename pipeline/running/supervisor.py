@@ -40,7 +40,7 @@ GIVE_UP_AFTER = 5
 PROBE_EVERY_S = 0.1
 DRAIN_S = 60.0
 _LAST_WORDS_S = 1.0
-STOP_ORDER = ("gateway", "judge", "trainer", "telemetry", "store", "vllm", "nats")
+STOP_ORDER = ("ui", "gateway", "judge", "trainer", "telemetry", "store", "vllm", "nats")
 
 # PR_SET_PDEATHSIG, then become the command: a killed supervisor leaves no orphan.
 _LAUNCH = (
@@ -320,6 +320,11 @@ class Supervisor:
                 "gateway": f"http://{self.config.gateway.host}:{self.config.gateway.port}",
                 "nats": self.config.nats.address,
                 "vllm": list(self.config.vllm.urls),
+                **(
+                    {"ui": f"http://{self.config.ui.host}:{self.config.ui.port}"}
+                    if "ui" in self.watched
+                    else {}
+                ),
             },
             "alarms": list(self.alarms),
             "services": {

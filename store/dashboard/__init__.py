@@ -2,7 +2,8 @@
 
 | module | what lives there |
 | --- | --- |
-| `server` | the application, its settings, the command |
+| `service`, `command` | how it runs: started by `journeyman up`, or by `journeyman ui` |
+| `server` | the application |
 | `pages` | one function per page: its data from the history, as a dictionary |
 | `history` | read access to the store for the pages: one DuckDB, refreshed as files appear |
 | `sandbox` | the SQL box: a query of a user in a process without files, network, writes or settings |

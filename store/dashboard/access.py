@@ -12,7 +12,6 @@ import ipaddress
 import secrets
 import time
 import tomllib
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -126,16 +125,16 @@ class Sessions:
 class Access:
     """Decides about every request."""
 
-    def __init__(self, config: Config, host: str, names: Iterable[str] = ()) -> None:
-        """`host` is the address that the dashboard listens on, `names` further host names that it serves. Raises
-        `ConfigError` where the run has no keys and `host` is not of the loopback interface."""
+    def __init__(self, config: Config) -> None:
+        """Raises `ConfigError` where the run has no keys and `ui.host` is not of the loopback interface."""
         self.keys, self.sessions = Keys(config), Sessions()
+        host = config.ui.host
         self._loopback = _is_loopback(host)
-        self._names = {"localhost", host.lower(), *(name.lower() for name in names)}
+        self._names = {"localhost", host.lower(), *(name.lower() for name in config.ui.hosts)}
         if not self._loopback and not self.keys.required():
             raise ConfigError(
-                f"ui: without keys the dashboard listens on the loopback interface only, not on {host}: make an "
-                "operator's key with `journeyman keys add --role operator`, or leave --host out"
+                f"ui.host: without keys the dashboard listens on the loopback interface only, not on {host}: make an "
+                "operator's key with `journeyman keys add --role operator`, or leave ui.host as it is"
             )
 
     def check_origin(self, request: Request) -> None:

@@ -29,7 +29,9 @@ class Gateway:
         await self._client.aclose()
 
     def url(self) -> str:
-        """The gateway's URL as `journeyman up` wrote it for the run; empty where it never ran."""
+        """The gateway's URL by the settings, else as `journeyman up` wrote it for the run; empty where it never ran."""
+        if self._config.ui.gateway_url:
+            return self._config.ui.gateway_url.rstrip("/")
         state = self._config.path(STATE)
         if not state.is_file():
             return ""

@@ -12,6 +12,7 @@ import duckdb
 
 from pipeline.config import Config
 from store import sql
+from store.location import open_target
 
 Row = dict[str, Any]
 
@@ -25,8 +26,9 @@ class History:
     """The history of one run. Its methods block and may be called from any thread."""
 
     def __init__(self, config: Config) -> None:
-        """Raises `NoStoreError` where the run has no store, `DamagedFileError`."""
+        """Raises `ConfigError` where `store.dir` names no place, `DamagedFileError`. A run without a store is empty."""
         self.config = config
+        self._target, self._shown = open_target(config), dict[str, list[str]]()
         self._connection = duckdb.connect(config={"memory_limit": _MEMORY, "threads": "2"})
         self._lock = threading.Lock()
         self._refreshed_at = -_REFRESH_S
@@ -56,5 +58,5 @@ class History:
     def _refresh(self) -> None:
         with self._lock:
             if time.monotonic() - self._refreshed_at >= _REFRESH_S:
-                sql.refresh(self._connection, self.config)
+                sql.show(self._connection, self._target, self._shown)
                 self._refreshed_at = time.monotonic()

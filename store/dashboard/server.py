@@ -1,15 +1,13 @@
-"""The dashboard's application, and the command `journeyman ui`.
+"""The dashboard's application.
 
 Each page has an address that can be shared, and its data as JSON under the same address with `.json`."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from urllib.parse import quote
 
 import anyio.to_thread
 import duckdb
-import uvicorn
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -27,7 +24,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config
 from pipeline.running.runs import SETTINGS, run_settings
 from store.dashboard import pages, sandbox
 from store.dashboard.access import COOKIE, HEADERS, Access
@@ -38,10 +35,9 @@ from store.target import StoreError
 
 _HERE = Path(__file__).parent
 _BODY = 256 * 1024
-SECTIONS = ("store", "gateway", "models")
-"""The settings of a run that the pages need."""
 """Bytes of a form at most."""
-PORT = 8701
+SECTIONS = ("store", "gateway", "models", "ui")
+"""The settings of a run that the pages need."""
 
 Data = dict[str, Any]
 
@@ -344,36 +340,6 @@ def _pretty(text: Any) -> str:
     return str(text)
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
-
-
-def make_app(config: Config, host: str = "127.0.0.1", names: Sequence[str] = ()) -> Starlette:
+def make_app(config: Config) -> Starlette:
     """The application over a run. Raises `ConfigError`, `StoreError`."""
-    return Dashboard(History(config), Access(config, host, names)).app
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 where there is no history yet; 2 for bad settings."""
-    parser = argparse.ArgumentParser(prog="journeyman ui", description="Web pages over the history of a run.")
-    parser.add_argument(
-        "--run-dir", help="run to show; default: the one under runs/ that was written to last"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; one that others reach needs keys"
-    )
-    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0: any")
-    parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
-    args = parser.parse_args(argv)
-    try:
-        app = make_app(run_settings(args.run_dir, sections=SECTIONS), args.host, args.name)
-    except (ConfigError, StoreError) as error:
-        sys.stderr.write(f"journeyman ui: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    uvicorn.run(
-        app, host=args.host, port=args.port, log_level="warning", access_log=False, server_header=False
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Dashboard(History(config), Access(config)).app

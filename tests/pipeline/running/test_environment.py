@@ -27,6 +27,7 @@ def seen(process: str, *settings: str) -> set[str]:
         ("judge", {"https_proxy"}),
         ("trainer", {"HF_TOKEN", "https_proxy"}),
         ("store", {"AWS_SECRET_ACCESS_KEY", "https_proxy"}),
+        ("ui", {"AWS_SECRET_ACCESS_KEY", "https_proxy"}),
         ("telemetry", {"LANGFUSE_SECRET_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "https_proxy"}),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from pipeline.config import with_values
 from pipeline.running.runs import SETTINGS, run_settings
 from store.dashboard.server import make_app
 from tests.store.kit import fill, run_of_one_step
@@ -34,7 +35,7 @@ def open_dashboard(run_dir: Path) -> Iterator[Open]:
     with ExitStack() as opened:
 
         def start(host: str = "127.0.0.1", url: str = URL) -> TestClient:
-            app = make_app(run_settings(run_dir), host)
+            app = make_app(with_values(run_settings(run_dir), {"ui.host": host}))
             return opened.enter_context(TestClient(app, base_url=url, follow_redirects=False))
 
         yield start
