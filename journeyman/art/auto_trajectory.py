@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextvars
 import functools
 import json
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Literal, overload
 
-import httpx
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from journeyman.art.captured import REFERENCE
@@ -82,36 +82,43 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @functools.cache
 def _listen() -> None:
-    """Let every httpx client of this process tell of its answers. Done at the first use, not at import."""
-    plain, awaited = httpx.Client.send, httpx.AsyncClient.send
+    """Let every httpx client of this process tell of its answers. Done at the first use, not at import.
+
+    Newer versions of OpenAI's client bring a copy of httpx under the name httpx2."""
+    for name in ("httpx", "httpx2"):
+        module = sys.modules.get(name)
+        if module is not None:
+            _listen_to(module)
+
+
+def _listen_to(module: Any) -> None:
+    plain, awaited = module.Client.send, module.AsyncClient.send
+    tee = type("Tee", (_Tee, module.SyncByteStream), {})
+    async_tee = type("AsyncTee", (_AsyncTee, module.AsyncByteStream), {})
+
+    def watched(response: Any, request: Any, tee_of: Any) -> Any:
+        trajectory = _current.get()
+        if trajectory is None or not request.url.path.endswith(_PATH) or response.status_code != 200:
+            return response
+        try:
+            asked = json.loads(request.content)
+        except (module.RequestNotRead, ValueError):
+            return response  # no chat completion
+        if response.is_closed:
+            _take(trajectory, asked, response.content)
+        else:
+            response.stream = tee_of(response.stream, trajectory, asked)
+        return response
 
     @functools.wraps(plain)
-    def send(self: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
-        return _watched(plain(self, request, **options), request)
+    def send(self: Any, request: Any, **options: Any) -> Any:
+        return watched(plain(self, request, **options), request, tee)
 
     @functools.wraps(awaited)
-    async def send_async(self: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-        return _watched(await awaited(self, request, **options), request)
+    async def send_async(self: Any, request: Any, **options: Any) -> Any:
+        return watched(await awaited(self, request, **options), request, async_tee)
 
-    httpx.Client.send = send  # type: ignore[method-assign]
-    httpx.AsyncClient.send = send_async  # type: ignore[method-assign]
-
-
-def _watched(response: httpx.Response, request: httpx.Request) -> httpx.Response:
-    trajectory = _current.get()
-    if trajectory is None or not request.url.path.endswith(_PATH) or response.status_code != 200:
-        return response
-    try:
-        asked = json.loads(request.content)
-    except (httpx.RequestNotRead, ValueError):
-        return response  # no chat completion
-    if response.is_closed:
-        _take(trajectory, asked, response.content)
-    elif isinstance(response.stream, httpx.AsyncByteStream):
-        response.stream = _AsyncTee(response.stream, trajectory, asked)
-    else:
-        response.stream = _Tee(response.stream, trajectory, asked)
-    return response
+    module.Client.send, module.AsyncClient.send = send, send_async
 
 
 def _take(trajectory: Trajectory, asked: dict[str, Any], body: bytes) -> None:
@@ -136,6 +143,7 @@ def read_stream(body: bytes) -> ChatCompletion | None:
 
     state = ChatCompletionStreamState()
     references: dict[int, Any] = {}
+    begun: set[int] = set()
     finished = False
     for line in body.split(b"\n"):
         data = line.removeprefix(b"data:").strip()
@@ -147,6 +155,9 @@ def read_stream(body: bytes) -> ChatCompletion | None:
             return None
         for choice in chunk.choices:
             finished |= choice.finish_reason is not None
+            if choice.index in begun:
+                choice.delta.role = None  # some servers repeat it, and the client's library would join it
+            begun.add(choice.index)
             if reference := (choice.model_extra or {}).get(REFERENCE):
                 references[choice.index] = reference
         state.handle_chunk(chunk)
@@ -162,7 +173,7 @@ def read_stream(body: bytes) -> ChatCompletion | None:
     return completion
 
 
-class _Tee(httpx.SyncByteStream):
+class _Tee:
     """Passes a stream on, and takes what has passed when it ends."""
 
     def __init__(self, stream: Any, trajectory: Trajectory, asked: dict[str, Any]) -> None:
@@ -181,7 +192,7 @@ class _Tee(httpx.SyncByteStream):
         self._stream.close()
 
 
-class _AsyncTee(httpx.AsyncByteStream):
+class _AsyncTee:
     """As `_Tee`, for asynchronous clients."""
 
     def __init__(self, stream: Any, trajectory: Trajectory, asked: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Never, cast
 
-import httpx
 import pydantic
 from openai import AsyncOpenAI
 from typing_extensions import TypeVar
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("journeyman.art")
 
-ModelConfig = TypeVar("ModelConfig", bound="pydantic.BaseModel | None", default=None)
+ModelConfig = TypeVar("ModelConfig", bound="pydantic.BaseModel | None")
 StateType = TypeVar("StateType", bound="dict[str, Any]", default="dict[str, Any]")
 
-_TIMEOUT = httpx.Timeout(1200, connect=10)
-_CONNECTIONS = httpx.Limits(max_connections=100_000, max_keepalive_connections=1000)
+_TIMEOUT_S = 1200.0
+"""A call may wait for an inference server that starts."""
 _RETRIES = 8
 """Enough to survive a restart of the gateway."""
 
@@ -96,14 +95,14 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         except RuntimeError:
             loop = Model
         client = self._clients.get(loop)
-        if client is None or (client.base_url, client.api_key) != self._address():
-            shared = (
-                {"http_client": client._client} if client is not None else {"http_client": _http_client()}
-            )
-            client = AsyncOpenAI(
-                base_url=self.inference_base_url, api_key=self.inference_api_key, max_retries=_RETRIES,
-                timeout=_TIMEOUT, **cast(Any, shared),
-            )  # fmt: skip
+        if client is None or (str(client.base_url).rstrip("/"), client.api_key) != self._address():
+            if client is not None:  # with the same connections
+                client = client.with_options(base_url=self.inference_base_url, api_key=self.inference_api_key)
+            else:
+                client = AsyncOpenAI(
+                    base_url=self.inference_base_url, api_key=self.inference_api_key, max_retries=_RETRIES,
+                    timeout=_TIMEOUT_S,
+                )  # fmt: skip
             self._clients[loop] = client
         return client
 
@@ -113,9 +112,8 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         if client is not None:
             await client.close()
 
-    def _address(self) -> tuple[httpx.URL, str | None]:
-        url = httpx.URL(self.inference_base_url or "")
-        return (url if url.path.endswith("/") else url.copy_with(path=url.path + "/")), self.inference_api_key
+    def _address(self) -> tuple[str, str | None]:
+        return (self.inference_base_url or "").rstrip("/"), self.inference_api_key
 
     def get_inference_name(self, step: int | None = None) -> str:
         """Return the name for `model` in requests: of the newest version, or of the one of `step`."""
@@ -266,10 +264,6 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
             f"`journeyman sft OUT --base {self.base_model} --data chats.jsonl`, and set base_model to OUT "
             "(docs/art.md)"
         )
-
-
-def _http_client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=_TIMEOUT, limits=_CONNECTIONS, follow_redirects=True)
 
 
 def _as_groups(

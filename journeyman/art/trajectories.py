@@ -122,6 +122,7 @@ class PendingGroup(Coroutine[Any, Any, "TrajectoryGroup"]):
     def __init__(self, trajectories: list[Awaitable[Trajectory]], fields: dict[str, Any]) -> None:
         self.size = len(trajectories)
         """Number of trajectories."""
+        self._trajectories = trajectories
         self._run = _play(trajectories, fields)
 
     def __await__(self) -> Generator[Any, Any, TrajectoryGroup]:
@@ -140,7 +141,12 @@ class PendingGroup(Coroutine[Any, Any, "TrajectoryGroup"]):
         return self._run.throw(cast(BaseException, error))
 
     def close(self) -> None:
+        """Drop the group. If it was never awaited, its coroutines are closed too, so that Python does not warn of
+        them."""
         self._run.close()
+        for trajectory in self._trajectories:
+            if isinstance(trajectory, Coroutine):
+                trajectory.close()
 
 
 class TrajectoryGroup(pydantic.BaseModel):

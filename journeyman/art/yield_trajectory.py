@@ -12,13 +12,10 @@ _yielded: contextvars.ContextVar[list[Trajectory] | None] = contextvars.ContextV
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hand `trajectory` to the `capture_yielded_trajectory` that this code runs in.
-
-    Raises `RuntimeError` if there is none."""
+    """Hand `trajectory` to the `capture_yielded_trajectory` that this code runs in. Without one, it is dropped."""
     found = _yielded.get()
-    if found is None:
-        raise RuntimeError("yield_trajectory must be called inside capture_yielded_trajectory")
-    found[:] = [trajectory]
+    if found is not None:
+        found[:] = [trajectory]
 
 
 async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
