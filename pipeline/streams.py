@@ -61,7 +61,9 @@ STREAMS: tuple[StreamSpec, ...] = (
         share=0.48,
     ),
     StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S, share=0.1),
-    StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads", share=0.04),
+    StreamSpec(
+        "POLICY", ("policy.>",), "checkpoints, promotions, adapter loads, evaluations, alarms", share=0.04
+    ),
     # Dead letters must never block other streams. They are in Parquet too, and an alarm comes long before one is
     # deleted.
     StreamSpec(

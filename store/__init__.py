@@ -16,6 +16,7 @@
 | `sql` | DuckDB over the files; `journeyman sql` |
 | `replay` | `journeyman replay`: groups of the history on a branch |
 | `diff` | `journeyman diff`: two sets of verdicts compared |
+| `alarms` | conditions that an operator should know of |
 | `dashboard` | web pages over the history; `journeyman ui` |
 | `docs` | generates docs/store.md and the answers of docs/questions.md |
 """

@@ -1,6 +1,6 @@
-"""Generates the list of views in docs/store.md and the answers in docs/questions.md.
+"""Generates the list of views in docs/store.md, docs/alarms.md, and the answers in docs/questions.md.
 
-    python -m store.docs                              # the views in docs/store.md
+    python -m store.docs                              # docs/alarms.md, and the views in docs/store.md
     python -m store.docs --run-dir runs/demo          # the answers in docs/questions.md too, from that run
 
 In docs/questions.md a `sql` block holds a query, and the `text` block below it what `journeyman sql` prints for it.
@@ -16,6 +16,7 @@ from pathlib import Path
 import duckdb
 
 from store import sql
+from store.alarms.docs import alarms_page
 from store.views import VIEWS
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -61,17 +62,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m store.docs")
     parser.add_argument("--run-dir", help="run that answers docs/questions.md")
     parser.add_argument(
-        "--check", action="store_true", help="exit 1 where docs/store.md differs from the code"
+        "--check", action="store_true", help="exit 1 where a generated page differs from the code"
     )
     args = parser.parse_args()
-    page = FOLDER / "store.md"
-    now = store_page(page.read_text("utf-8"))
+    views = FOLDER / "store.md"
+    pages = {views: store_page(views.read_text("utf-8")), FOLDER / "alarms.md": alarms_page()}
+    stale = [p for p, now in pages.items() if not p.is_file() or p.read_text("utf-8") != now]
     if args.check:
-        if now != page.read_text("utf-8"):
-            sys.stderr.write("docs/store.md differs from the code: run `python -m store.docs`\n")
-            return 1
-        return 0
-    page.write_text(now, "utf-8")
+        for page in stale:
+            sys.stderr.write(f"docs/{page.name} differs from the code: run `python -m store.docs`\n")
+        return 1 if stale else 0
+    for page in stale:
+        page.write_text(pages[page], "utf-8")
     if args.run_dir:
         questions = FOLDER / "questions.md"
         with sql.connect(args.run_dir) as connection:

@@ -1,4 +1,4 @@
-"""The store service: a writer for each of the store's consumers, all into one place, and compaction."""
+"""The store service: a writer for each of the store's consumers, all into one place, compaction, and the alarms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import anyio.to_thread
 from pipeline.config import Config
 from pipeline.log.broker import Broker
 from pipeline.running.service import Ready
+from store.alarms.checker import Checker
+from store.alarms.webhook import Webhook, webhook_url
 from store.catalog import Catalog
 from store.compaction import Compactor
 from store.location import open_target
@@ -16,15 +18,16 @@ from store.writer import Writer, store_consumers
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if `store.dir` names no place."""
+    """Raise `ConfigError` if `store.dir` names no place or `alarms.webhook` no address."""
     open_target(config)
+    webhook_url(config)
 
 
 async def serve(config: Config, ready: Ready) -> None:
     """Write the log to files until cancelled; `ready` is called once all consumers are followed.
 
     Raises `StoreBusyError` where another process writes to the same place."""
-    target = open_target(config)
+    target, webhook = open_target(config), Webhook(config)
     with target.locked():
         catalog = Catalog(target)
         async with Broker.connect(config.nats, name="store") as broker:
@@ -35,4 +38,6 @@ async def serve(config: Config, ready: Ready) -> None:
                 for spec in store_consumers():
                     await tg.start(Writer(broker, catalog, config.store, spec).run)
                 tg.start_soon(Compactor(catalog, config.store).run)
+                tg.start_soon(webhook.run)
+                tg.start_soon(Checker(config, broker, webhook.send).run)
                 ready(folder=str(target))

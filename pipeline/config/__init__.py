@@ -7,6 +7,7 @@
 | --- | --- |
 | `tree` | `Config`, the root, and `ModelConfig` |
 | `gateway`, `judge`, `trainer` | one section of the file each, with its tables |
+| `alarms` | the section of that name |
 | `sections` | the other sections |
 | `types` | `Section`, and numbers within limits |
 | `files` | `load`, `save`, `config_hash` |
@@ -16,6 +17,7 @@
 | `secrets` | which values look like secrets; `${NAME}` references |
 """
 
+from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.files import config_hash, load, save
 from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, ReplicasConfig
 from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig

@@ -22,6 +22,7 @@ _CREDENTIALS_HINT = {
     "judge.api_base": "judge.api_key_env",
     "store.s3_endpoint": "the AWS_* variables",
     "ui.gateway_url": "the dashboard's page for signing in",
+    "alarms.webhook": 'an environment variable in its place: "${NAME}"',
 }
 
 
@@ -38,6 +39,7 @@ def _check_urls(config: Config) -> None:
         "judge.api_base": (config.judge.api_base,),
         "store.s3_endpoint": (config.store.s3_endpoint,),
         "ui.gateway_url": (config.ui.gateway_url,),
+        "alarms.webhook": (config.alarms.webhook,),
     }
     for name, urls in addresses.items():
         if any(names_user(url) for url in urls):

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import JudgeConfig
 from pipeline.config.overrides import convert, merged
@@ -58,6 +59,7 @@ class Config(Section, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     ui: UiConfig = UiConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}

@@ -7,7 +7,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 | module | what it holds |
 | --- | --- |
 | `rollout`, `group`, `policy`, `dead_letter` | the events of one stream each |
-| `evaluation` | the event of an evaluation, in the stream of `policy` |
+| `evaluation`, `alarm` | the events of an evaluation and of an alarm, in the stream of `policy` |
 | `base` | `Event`: what every event carries |
 | `codec` | `encode`, `decode`, the list of all events, the claim check of an event too large for the log |
 | `packing` | token ids, logprobs and masks as packed little-endian arrays |
@@ -15,6 +15,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 | `schema` | columns of each event, read off the classes |
 """
 
+from pipeline.events.alarm import AlarmChanged
 from pipeline.events.base import Event, now_us
 from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.events.dead_letter import DeadLettered

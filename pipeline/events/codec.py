@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.events.alarm import AlarmChanged
 from pipeline.events.base import Event
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import PolicyEvaluated
@@ -46,6 +47,7 @@ AnyEvent = (
     | PolicyRetired
     | PolicyPromoted
     | PolicyEvaluated
+    | AlarmChanged
     | DeadLettered
 )
 

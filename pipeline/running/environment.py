@@ -62,6 +62,8 @@ def names(config: Config, process: str) -> tuple[str, ...]:
         own += [*references(config.judge.request.params), *references(config.judge.request.model_params)]
         for model in (config.judge.model, *config.judge.fallbacks):
             own += _provider(model)
+    if process == "store":
+        own += references(config.alarms.webhook)
     if process == "gateway" and config.gateway.key_secret_env:
         own.append(config.gateway.key_secret_env)
     return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))

@@ -38,6 +38,8 @@ class User:
     """Streams that it may read without a consumer, including the oversized payloads of their events."""
     fetches: tuple[str, ...] = ()
     """Buckets whose objects it may read."""
+    inspects: tuple[str, ...] = ()
+    """Buckets whose size it may ask for."""
     stores: tuple[str, ...] = ()
     """Buckets that it may also write to, which includes replacing and removing objects."""
     trims: tuple[str, ...] = ()
@@ -82,7 +84,9 @@ USERS: tuple[User, ...] = (
         stores=(streams.ADAPTERS_BUCKET,),
     ),
     User(
-        "store", "writes every event to Parquet",
+        "store", "writes every event to Parquet, raises alarms",
+        publishes=("policy.alarm.>",),
+        inspects=(streams.ADAPTERS_BUCKET,),
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("store-")),
         reads=EVENT_STREAMS,
     ),
@@ -147,6 +151,7 @@ def rights(user: User) -> Rights:
             f"{api}DIRECT.GET.{stream}",
             f"{api}DIRECT.GET.{stream}.>",
         ]
+    publish += [f"{api}STREAM.INFO.{streams.bucket_stream(bucket)}" for bucket in user.inspects]
     for spec in consumed:
         of = f"{spec.stream}.{spec.name}"
         publish += [f"{api}CONSUMER.INFO.{of}", f"{api}CONSUMER.MSG.NEXT.{of}", f"$JS.ACK.{of}.>"]

@@ -11,9 +11,11 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `groups` | groups, verdicts, rewards, people's labels, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
+| `alarms` | alarms |
 | `losses` | runs that never trained, dead letters |
 """
 
+from store.views.alarms import ALARMS
 from store.views.evaluations import EVALUATION_TASKS, EVALUATIONS
 from store.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, VERDICTS
 from store.views.losses import DEAD, STARVATION
@@ -39,4 +41,5 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     STARVATION,
     JUDGE_COST,
     DEAD,
+    ALARMS,
 )

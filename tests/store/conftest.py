@@ -10,20 +10,22 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.config import Config, NatsConfig, StoreConfig
+from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig
 from store.service import serve
 from tests.store.kit import StoreProcess, create_bucket, serving_s3
 
 
 @pytest.fixture
 def running_store(nats_config: NatsConfig, tmp_path: Path) -> StoreProcess:
-    """`async with running_store() as config`: a store in this process, stopped as by SIGTERM at the end."""
+    """`async with running_store() as config`: a store in this process, stopped as by SIGTERM at the end. It checks no
+    alarms unless `alarms` is given."""
 
     @asynccontextmanager
-    async def run(**settings: Any) -> AsyncIterator[Config]:
+    async def run(alarms: AlarmsConfig | None = None, **settings: Any) -> AsyncIterator[Config]:
         config = Config(
-            run_dir=str(tmp_path), nats=nats_config, store=StoreConfig(**({"flush_s": 0.2} | settings))
-        )
+            run_dir=str(tmp_path), nats=nats_config, store=StoreConfig(**({"flush_s": 0.2} | settings)),
+            alarms=alarms or AlarmsConfig(every_s=3600.0),
+        )  # fmt: skip
         (tmp_path / "store").mkdir(exist_ok=True)
         ready = anyio.Event()
 

@@ -15,6 +15,7 @@ import pytest
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import (
+    AlarmChanged,
     CheckpointPublished,
     DeadLettered,
     GroupDiscarded,
@@ -65,7 +66,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.loaded.default.m",
         f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.MSG.DELETE.DEAD",
         f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5", f"{API}DIRECT.GET.OBJ_ADAPTERS",
-        "$O.CLAIMS_ROLLOUTS.C.x", f"{API}CONSUMER.DURABLE.CREATE.ROLLOUTS.mine",
+        "$O.CLAIMS_ROLLOUTS.C.x", f"{API}CONSUMER.DURABLE.CREATE.ROLLOUTS.mine", "policy.promoted.default.m",
     ),
     "telemetry": (
         CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.promoted.default.m",
@@ -216,6 +217,10 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
                     for message in taken:
                         await store.decode(message.data)
                     await store.client.acknowledge([m.reply for m in taken])
+            alarm = AlarmChanged(project="default", alarm="kl_rise", state="raised")
+            await store.publish(alarm)
+            assert [r.event for r in await store.read(AlarmChanged)] == [alarm]
+            assert (await store.js.stream_info("OBJ_ADAPTERS")).config.name == "OBJ_ADAPTERS"
             message = (await store.js.get_msg("GROUPS", 1)).data
             assert message
         async with Broker.connect(guarded, name="telemetry") as telemetry:

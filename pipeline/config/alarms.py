@@ -1,0 +1,43 @@
+"""`[alarms]`: when alarms are raised, and where they are sent."""
+
+from __future__ import annotations
+
+from pipeline.config.types import Natural, NotNegative, Positive, Section, Several, Share
+
+
+class AlarmsConfig(Section, frozen=True, kw_only=True):
+    """When alarms are raised, and where they are sent. docs/alarms.md has the query of each and says what to do."""
+
+    every_s: Positive = 15.0
+    """Time between two checks. The store service makes them."""
+    steps: Several = 10
+    """Newest steps of a model that `entropy_collapse`, `kl_rise` and `sampler_mismatch` look at."""
+    groups: Several = 50
+    """Newest training groups of a model that `no_variance` and `stale_discards` look at."""
+    window_s: Positive = 3600.0
+    """Seconds back that `starvation`, `dead_letters` and refused steps in `sampler_mismatch` look."""
+    entropy_share: Share = 0.1
+    """`entropy_collapse`: mean entropy of the newest steps as a share of that of the first steps."""
+    kl: Positive = 2.0
+    """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. Tiny models that are
+    trained from scratch reach 1; a large model rarely exceeds 0.1."""
+    logprob_diff: Positive = 0.05
+    """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
+    nats. The trainer itself refuses steps above `trainer.logprob_bound`."""
+    no_variance_share: Share = 0.9
+    """`no_variance`: share of the newest groups whose rewards are equal."""
+    starved_share: Share = 0.5
+    """`starvation`: share of the longest quarter of the runs that is not trained."""
+    stale_share: Share = 0.2
+    """`stale_discards`: share of the newest groups that were discarded because they were too old."""
+    dead_letters: Natural = 0
+    """`dead_letters`: dead letters of one consumer."""
+    full_share: Share = 0.8
+    """`log_full`: share of the byte limit of a stream or bucket. For the disk, half of the rest is added: 0.9."""
+    behind_s: Positive = 120.0
+    """`replica_behind`: seconds that an inference server may take to load a new version."""
+    webhook: str = ""
+    """URL that every change of an alarm is posted to as JSON. `${NAME}` stands for an environment variable, so that
+    a secret in the URL is not saved. Empty: none."""
+    webhook_retry_s: NotNegative = 600.0
+    """How long a post that failed is repeated."""

@@ -1,0 +1,15 @@
+"""Alarms: conditions of a run that an operator should know of. The store service checks them.
+
+| module | what lives there |
+| --- | --- |
+| `table` | the ten alarms: query, setting, what to do |
+| `reading` | runs the queries; `of_run`: the alarms of a run as rows, for pages and views |
+| `checker` | the task of the store service: events when an alarm begins and when it ends |
+| `webhook` | posts these changes to `alarms.webhook` |
+| `docs` | generates docs/alarms.md |
+"""
+
+from store.alarms.reading import of_run
+from store.alarms.table import ALARMS, Alarm
+
+__all__ = ["ALARMS", "Alarm", "of_run"]

@@ -1,0 +1,115 @@
+"""Evaluating the alarms, and the alarms of a run as rows for those who show them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from operator import attrgetter
+from typing import Any
+
+import duckdb
+
+from pipeline.config import Config
+from store.alarms.table import ALARMS, PARAMETER, Alarm, by_name
+
+Row = dict[str, Any]
+
+_PRESENT = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, alarm, model, about"
+_PAST = "SELECT * FROM alarms WHERE cleared_at IS NOT NULL ORDER BY cleared_at DESC LIMIT 50"
+
+
+def of_run(ask: Callable[[str], Iterable[Row]], *, past: bool = False) -> list[Row]:
+    """The alarms of a run, the newest first: those that hold now, or with `past` the last 50 that ended.
+
+    `ask` runs a query over the store's views and returns its rows, as `History.rows` does. A row has the columns of the
+    view `alarms` and `title`, `meaning` and `action` (what to do) of docs/alarms.md."""
+    rows = []
+    for row in ask(_PAST if past else _PRESENT):
+        alarm = by_name().get(row["alarm"])
+        told = (
+            {"title": alarm.title, "meaning": alarm.meaning, "action": alarm.action}
+            if alarm
+            else {"title": row["alarm"], "meaning": "", "action": ""}
+        )
+        rows.append({**row, **told})
+    return rows
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How full a stream, a bucket or a disk is."""
+
+    name: str
+    kind: str
+    """`stream` or `disk`."""
+    bytes: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A thing that an alarm holds for."""
+
+    alarm: str
+    project: str
+    model: str
+    about: str
+    value: float
+    threshold: float
+    detail: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What makes it the same alarm at the next check."""
+        return self.alarm, self.project, self.model, self.about
+
+
+def threshold(config: Config, alarm: Alarm) -> float:
+    """The value of the alarm's setting."""
+    return float(attrgetter(alarm.setting)(config))
+
+
+def measured_tables(connection: duckdb.DuckDBPyConnection, config: Config, fills: Sequence[Fill]) -> None:
+    """Create the tables `fills` and `replicas`, which hold what no event says."""
+    connection.execute(
+        'CREATE OR REPLACE TEMP TABLE fills (name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT)'
+    )
+    for fill in fills:
+        connection.execute(
+            "INSERT INTO fills VALUES (?, ?, ?, ?)", [fill.name, fill.kind, fill.bytes, fill.limit]
+        )
+    connection.execute("CREATE OR REPLACE TEMP TABLE replicas (replica VARCHAR)")
+    for url in config.vllm.urls:
+        connection.execute("INSERT INTO replicas VALUES (?)", [url.partition("://")[2].rstrip("/")])
+
+
+def evaluate(
+    connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
+) -> list[Found]:
+    """Run the query of `alarm`. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
+    in UTC, the present if it is `None`. Raises `duckdb.Error`."""
+    compared = threshold(config, alarm)
+    values = {
+        "threshold": compared,
+        "now": (now or datetime.now(UTC)).replace(tzinfo=None),
+        "steps": config.alarms.steps,
+        "groups": config.alarms.groups,
+        "window_s": config.alarms.window_s,
+    }
+    used = set(PARAMETER.findall(alarm.sql))
+    rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()
+    return [
+        Found(alarm.name, project or config.project, model, about, _finite(value), compared, detail)
+        for project, model, about, value, detail in rows
+    ]
+
+
+def evaluate_all(connection: duckdb.DuckDBPyConnection, config: Config) -> list[Found]:
+    """Run the queries of all alarms. Raises `duckdb.Error`."""
+    return [found for alarm in ALARMS for found in evaluate(connection, config, alarm)]
+
+
+def _finite(value: float | None) -> float:
+    return float(value) if value is not None and math.isfinite(value) else 0.0

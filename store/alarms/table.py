@@ -1,0 +1,229 @@
+"""The ten alarms: the query of each, the setting that it compares with, and what to do. docs/alarms.md is generated
+from here.
+
+A query returns one row for each thing that the alarm holds for: `project`, `model`, `about`, `value` and `detail`. Its
+parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and `$window_s` of `[alarms]`. Two
+tables hold what the checking process measured: `fills` and `replicas`.
+"""
+
+# ruff: noqa: S608 - the only text put into SQL here is a constant of this module
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+_NUMBERED_STEPS = """WITH steps AS (
+  SELECT project, model, metrics, row_number() OVER (PARTITION BY project, model ORDER BY step) AS from_first,
+    row_number() OVER (PARTITION BY project, model ORDER BY step DESC) AS from_last
+  FROM checkpoints WHERE branch = 'main'
+)"""
+
+_NEWEST_GROUPS = """newest AS (
+  SELECT * FROM groups WHERE status = 'scored' AND branch = 'main' AND split = 'train'
+  QUALIFY row_number() OVER (PARTITION BY project, model ORDER BY stream_seq DESC) <= $groups
+)"""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One condition of a run that an operator should know of."""
+
+    name: str
+    title: str
+    meaning: str
+    """What is wrong while it holds."""
+    setting: str
+    """Dotted name of the setting that `$threshold` stands for."""
+    sql: str
+    action: str
+    """What to do."""
+
+
+ENTROPY_COLLAPSE = Alarm(
+    "entropy_collapse",
+    "Collapse of entropy",
+    "The policy's entropy fell to a small share of what it began with: it answers the same every time, so groups lose "
+    "their variance and training stops.",
+    "alarms.entropy_share",
+    f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about,
+  avg(metrics['entropy']) FILTER (from_last <= $steps) / avg(metrics['entropy']) FILTER (from_first <= $steps) AS value,
+  format('the entropy is {{:.0f}}% of that of the first steps', 100 * value) AS detail
+FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
+    "Roll back to a version before the fall (`journeyman policy rollback`). Set `trainer.loss.entropy_coef`, raise "
+    "`trainer.loss.epsilon_high`, lower the learning rate, or sample at a higher temperature.",
+)
+
+KL_RISE = Alarm(
+    "kl_rise",
+    "Rise of KL",
+    "The policy is far from the base model. It may have found a reward that its task does not mean.",
+    "alarms.kl",
+    f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
+  format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
+FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
+    "Read some of the best runs (`journeyman group show`). If they cheat, mend the reward and roll back. Else set "
+    "`trainer.loss.beta`, lower the learning rate, or raise the threshold.",
+)
+
+SAMPLER_MISMATCH = Alarm(
+    "sampler_mismatch",
+    "Sampler mismatch",
+    "The inference server's logprobs are not those that the trainer computes for the same tokens and version, or the "
+    "trainer refused a step for this reason. The policy learns from wrong ratios.",
+    "alarms.logprob_diff",
+    f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about,
+  max(greatest(metrics['sampler_logprob_diff'], metrics['on_policy_logprob_diff'])) AS value,
+  format('the logprobs of sampler and trainer differ by {{:.3g}} nats', value) AS detail
+FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold
+UNION ALL
+SELECT '', '', consumer, count(*), format('the trainer refused to train {{}} groups', count(*))
+FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($window_s) GROUP BY consumer""",
+    "Check that vLLM runs with `--logprobs-mode processed_logprobs`, with the base model and the dtype of the trainer, "
+    "and without a quantisation that the trainer lacks. `journeyman check-model` tells whether the trainer computes "
+    "the model right.",
+)
+
+JUDGE_DRIFT = Alarm(
+    "judge_drift",
+    "Judge drift",
+    "The judge no longer orders the anchor groups as their known rewards do.",
+    "judge.anchors.min_tau",
+    """SELECT project, '' AS model, ruler AS about, kendall_tau AS value,
+  coalesce(format('Kendall tau of the judge with the anchors is {:.2f}', kendall_tau), 'no anchor could be judged')
+    AS detail
+FROM group_measured WHERE kind = 'anchors'
+QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC) = 1
+  AND (alarm OR kendall_tau IS NULL OR kendall_tau < $threshold)""",
+    "Look at the anchors that it got wrong (`journeyman judge eval`). If the provider changed the model, name an exact "
+    "version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
+)
+
+NO_VARIANCE = Alarm(
+    "no_variance",
+    "No variance",
+    "Nearly all groups have equal rewards, from which nothing is learned: tasks are too easy, too hard, or the reward "
+    "does not tell attempts apart.",
+    "alarms.no_variance_share",
+    f"""WITH {_NEWEST_GROUPS}
+SELECT project, model, '' AS about, avg((NOT has_signal)::INTEGER) AS value,
+  format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
+FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
+    'See which tasks they are: `journeyman sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
+    'GROUP BY ALL"`. Leave out what is always solved, add harder tasks or finer rewards, or end the training.',
+)
+
+STARVATION = Alarm(
+    "starvation",
+    "Starvation",
+    "Long runs are dropped and do not train, so the policy learns from short ones only.",
+    "alarms.starved_share",
+    """WITH ended AS (
+  SELECT project, model, trajectory, ntile(4) OVER (PARTITION BY project, model ORDER BY "at" - opened_at) AS quarter
+  FROM rollout_completed WHERE "at" > $now - to_seconds($window_s) AND split = 'train'
+), dropped AS (
+  SELECT project, unnest(trajectories) AS trajectory FROM group_discarded
+  WHERE "at" > $now - to_seconds($window_s) AND branch = 'main'
+    AND reason IN ('too_small', 'late', 'unscored', 'stale', 'history_gone', 'too_large')
+), counted AS (
+  SELECT project, model, trajectory IN (SELECT trajectory FROM dropped)::INTEGER AS is_dropped
+  FROM ended WHERE quarter = 4
+)
+SELECT project, model, '' AS about, avg(is_dropped) AS value,
+  format('{:.0f}% of the longest quarter of the runs were not trained', 100 * value) AS detail
+FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
+    'The reasons are in `journeyman sql "SELECT reason, duration, count(*) FROM starvation GROUP BY ALL"`. Stale or '
+    "late: raise `trainer.max_staleness` or the judge's time limits, or let fewer runs start at once. Too large: see "
+    "`trainer.memory`.",
+)
+
+STALE_DISCARDS = Alarm(
+    "stale_discards",
+    "Staleness discards",
+    "Many groups are discarded because the policy moved on before they were trained. Their sampling was wasted.",
+    "alarms.stale_share",
+    f"""WITH {_NEWEST_GROUPS}, stale AS (
+  SELECT DISTINCT project, model, group_id FROM groups
+  WHERE status = 'discarded' AND reason = 'stale' AND branch = 'main'
+)
+SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
+  format('{{:.0f}}% of the last {{}} groups were too old to train', 100 * value, count(*)) AS detail
+FROM newest n LEFT JOIN stale s USING (project, model, group_id)
+GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
+    "The agents make more than the trainer takes. Let fewer run at once (`gateway.pacing`), take more groups per step "
+    "(`trainer.groups_per_step`), or raise `trainer.max_staleness`.",
+)
+
+DEAD_LETTERS = Alarm(
+    "dead_letters",
+    "Dead letters",
+    "Events could not be used by a consumer, which passed on without them.",
+    "alarms.dead_letters",
+    """SELECT '' AS project, '' AS model, consumer AS about, count(*) AS value,
+  format('{} dead letters of consumer {} ({})', count(*), consumer, string_agg(DISTINCT reason, ', ' ORDER BY reason))
+    AS detail
+FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING count(*) > $threshold""",
+    "`journeyman dead list` and `journeyman dead show` give the reason. Mend the cause, then `journeyman dead retry` "
+    "or `journeyman dead drop`. The alarm ends when the letters are older than `alarms.window_s`.",
+)
+
+LOG_FULL = Alarm(
+    "log_full",
+    "Log or disk near its limit",
+    "A stream or bucket of the log nears its byte limit, or the disk of the run directory is nearly full. At the limit "
+    "the log takes no events and model calls fail.",
+    "alarms.full_share",
+    """SELECT '' AS project, '' AS model, name AS about, bytes / "limit" AS value,
+  format('{} is {:.0f}% full ({:.1f} of {:.1f} GB)', name, 100 * value, bytes / 1e9, "limit" / 1e9) AS detail
+FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) / 2 ELSE $threshold END""",
+    "A stream: raise `nats.max_bytes`, see whether the store is behind (`journeyman status`), or shorten the "
+    "retention. The disk: make room, move `store.dir` to object storage, or set `store.keep_days`.",
+)
+
+REPLICA_BEHIND = Alarm(
+    "replica_behind",
+    "Replica behind",
+    "An inference server has not loaded the newest version: new trajectories are sampled from an older policy, because "
+    "a version serves only when every ready server holds it.",
+    "alarms.behind_s",
+    """WITH newest AS (
+  SELECT project, model, max(step) AS step FROM checkpoints
+  WHERE branch = 'main' AND published_at < $now - to_seconds($threshold) GROUP BY ALL
+), held AS (
+  SELECT project, model, replica, max(step) AS step FROM adapters WHERE replica IS NOT NULL GROUP BY ALL
+)
+SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS value,
+  format('{} serves {}@{} at most; {}@{} was published', r.replica, n.model, coalesce(h.step, 0), n.model, n.step)
+    AS detail
+FROM newest n CROSS JOIN replicas r LEFT JOIN held h
+  ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
+WHERE n.step > coalesce(h.step, 0)""",
+    "See the gateway's log (`journeyman logs gateway`): the server is down, or refused the adapter (rank, "
+    "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
+)
+
+ALARMS: tuple[Alarm, ...] = (
+    ENTROPY_COLLAPSE,
+    KL_RISE,
+    SAMPLER_MISMATCH,
+    JUDGE_DRIFT,
+    NO_VARIANCE,
+    STARVATION,
+    STALE_DISCARDS,
+    DEAD_LETTERS,
+    LOG_FULL,
+    REPLICA_BEHIND,
+)
+
+PARAMETER = re.compile(r"\$(\w+)")
+"""A parameter in a query."""
+
+
+@functools.cache
+def by_name() -> dict[str, Alarm]:
+    """Every alarm by its name."""
+    return {alarm.name: alarm for alarm in ALARMS}

@@ -1,0 +1,121 @@
+"""Events that make an alarm hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.events import (
+    CheckpointPublished,
+    DeadLettered,
+    Event,
+    GroupDiscarded,
+    GroupScored,
+    JudgeMeasured,
+    Member,
+    PolicyLoaded,
+    TrajectoryCompleted,
+    now_us,
+)
+
+STEPS, GROUPS = 4, 6
+SETTINGS = {"steps": STEPS, "groups": GROUPS}
+"""Short windows, so that the tests need few events."""
+AGO_US = 600_000_000
+REPLICA = "10.0.0.1:8000"
+
+
+def steps(metric: str, values: list[float], **more: Any) -> list[Event]:
+    """A step for each value of `metric`, all published ten minutes ago."""
+    return [
+        CheckpointPublished(
+            project="p", model="m", step=i, version=f"m@{i}", parent=f"m@{i - 1}", batch_id=f"b{i}", groups=(),
+            config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1, metrics={metric: value},
+            at=now_us() - AGO_US, **more,
+        )
+        for i, value in enumerate(values, 1)
+    ]  # fmt: skip
+
+
+def groups(equal: int, different: int, **more: Any) -> list[Event]:
+    """Groups with equal rewards, then groups with different ones."""
+    rewards = [(0.5, 0.5)] * equal + [(0.0, 1.0)] * different
+    return [
+        GroupScored(
+            project="p", group=f"g{i}", model="m", judge="j",
+            members=tuple(Member(trajectory=f"g{i}-{k}", reward=r) for k, r in enumerate(pair)), **more,
+        )
+        for i, pair in enumerate(rewards)
+    ]  # fmt: skip
+
+
+def stale(count: int) -> list[Event]:
+    """Discards of the first groups as too old."""
+    return [
+        GroupDiscarded(project="p", group=f"g{i}", model="m", trajectories=(f"g{i}-0", f"g{i}-1"), reason="stale",
+                       by="trainer")
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def runs(dropped: int, short: int = 24, long: int = 8) -> list[Event]:
+    """Short and long runs, and a discard of `dropped` of the long ones, whose groups were too old."""
+    now = now_us()
+    ended: list[Event] = [
+        TrajectoryCompleted(
+            project="p", trajectory=f"t{i}", model="m", group=f"g{i}", exchanges=1, at=now,
+            opened_at=now - (1 if i < short else 500) * 1_000_000,
+        )
+        for i in range(short + long)
+    ]  # fmt: skip
+    names = tuple(f"t{short + i}" for i in range(dropped))
+    lost = GroupDiscarded(project="p", group="x", model="m", trajectories=names, reason="late", by="judge")
+    return [*ended, lost]
+
+
+def anchors(tau: float | None, alarm: bool = False) -> list[Event]:
+    """A measurement against the anchors."""
+    return [
+        JudgeMeasured(
+            project="p", kind="anchors", judge="j", model="x", ruler="default", kendall_tau=tau, alarm=alarm
+        )
+    ]
+
+
+def letters(count: int, reason: str = "undecodable", consumer: str = "judge", ago_us: int = 0) -> list[Event]:
+    """Dead letters of one consumer."""
+    return [
+        DeadLettered(
+            project="", stream="ROLLOUTS", stream_seq=i, original_subject="rollout.x", consumer=consumer, reason=reason,
+            at=now_us() - ago_us,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def loads(*held: int, replica: str = REPLICA) -> list[Event]:
+    """Versions that a replica loaded."""
+    return [
+        PolicyLoaded(project="p", model="m", step=step, version=f"m@{step}", replica=replica) for step in held
+    ]
+
+
+LEVEL = [1.0] * 2 * STEPS
+FALLEN = [1.0] * STEPS + [0.05] * STEPS
+
+CASES: Mapping[str, tuple[list[Event], list[Event]]] = {
+    "entropy_collapse": (steps("entropy", FALLEN), steps("entropy", LEVEL)),
+    "kl_rise": (steps("kl", [0.1, 3.0, 3.0, 3.0, 3.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
+    "sampler_mismatch": (
+        steps("sampler_logprob_diff", [1e-6, 0.2]),
+        steps("sampler_logprob_diff", [1e-6, 1e-6]),
+    ),
+    "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
+    "no_variance": (groups(GROUPS, 0), groups(GROUPS - 1, 1)),
+    "starvation": (runs(5), runs(4)),
+    "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),
+    "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
+    "log_full": ([], []),
+    "replica_behind": (steps("kl", LEVEL) + loads(1, 2), steps("kl", LEVEL) + loads(1, 2 * STEPS)),
+}
+"""For each alarm, events with which it holds and events with which it does not."""

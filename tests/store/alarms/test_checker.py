@@ -1,0 +1,99 @@
+"""The check of the alarms in a running store: one event when an alarm begins, one when it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pipeline.config import AlarmsConfig, Config, NatsConfig
+from pipeline.events import AlarmChanged
+from pipeline.log.broker import Broker
+from store import alarms, sql
+from store.alarms.checker import Checker
+from tests.store.alarms.kit import letters, steps
+from tests.store.kit import StoreProcess, publish
+
+pytestmark = pytest.mark.anyio
+
+OFTEN = AlarmsConfig(every_s=0.1, steps=2)
+
+
+async def changes(broker: Broker, count: int) -> list[AlarmChanged]:
+    """Every change on the log, once there are `count`."""
+    with anyio.fail_after(30):
+        while len(found := [r.event for r in await broker.read(AlarmChanged)]) < count:
+            await anyio.sleep(0.02)
+    return found
+
+
+async def test_an_alarm_is_one_event_when_it_begins_and_one_when_it_ends(
+    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker, running_store(OFTEN) as config:
+        await publish(broker, steps("kl", [9.0, 9.0]))
+        (began,) = await changes(broker, 1)
+        assert (began.alarm, began.state, began.model, began.value) == ("kl_rise", "raised", "m", 9.0)
+        await publish(broker, steps("kl", [9.0, 9.0, 0.1, 0.1])[2:])
+        began_too, ended = await changes(broker, 2)
+        assert began_too == began
+        assert (ended.alarm, ended.state, ended.since) == ("kl_rise", "cleared", began.since)
+    with sql.connect(config) as connection:
+        rows = connection.sql("SELECT alarm, since = cleared_at, since < cleared_at FROM alarms").fetchall()
+        assert rows == [("kl_rise", False, True)]
+
+        def ask(query: str) -> list[dict[str, object]]:
+            result = connection.sql(query)
+            return [dict(zip(result.columns, row, strict=True)) for row in result.fetchall()]
+
+        assert alarms.of_run(ask) == []
+        (past,) = alarms.of_run(ask, past=True)
+    assert past["title"] == "Rise of KL"
+    assert "beta" in past["action"]
+
+
+async def test_a_restart_raises_nothing_twice(nats_config: NatsConfig, running_store: StoreProcess) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, letters(1))
+        async with running_store(OFTEN):
+            (began,) = await changes(broker, 1)
+        assert (began.alarm, began.about) == ("dead_letters", "judge")
+        await publish(broker, letters(1, consumer="trainer"))
+        async with running_store(OFTEN):
+            again = await changes(broker, 2)
+    assert [e.about for e in again] == ["judge", "trainer"]
+
+
+async def test_a_log_near_its_limit_is_an_alarm(nats_config: NatsConfig, running_store: StoreProcess) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await broker.provision()
+        config = (await broker.js.stream_info("DEAD")).config
+        await publish(broker, letters(20))
+        held = (await broker.js.stream_info("DEAD")).state.bytes
+        config.max_bytes = held + held // 8
+        await broker.js.update_stream(config)
+        async with running_store(OFTEN):
+            found = {e.alarm: e for e in await changes(broker, 2)}
+    assert found["log_full"].about == "DEAD"
+    assert 0.8 < found["log_full"].value < 0.9
+
+
+async def test_what_could_not_be_checked_neither_begins_nor_ends(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    told: list[AlarmChanged] = []
+    async with Broker.connect(nats_config) as broker:
+        checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+        assert await checker._rebuild()
+        found = [alarms.reading.Found("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+        await checker._apply(found, set())
+        for _ in range(3):
+            await checker._apply([], {"kl_rise"})
+        assert [e.state for e in told] == ["raised"]
+        await checker._apply([], set())
+        await checker._apply(found, set())
+        await checker._apply([], set())
+        assert [e.state for e in told] == ["raised"], "one check without it is not its end"
+        await checker._apply([], set())
+    assert [e.state for e in told] == ["raised", "cleared"]

@@ -1,0 +1,103 @@
+"""Each of the ten alarms holds for events that call for it, and for no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import AlarmsConfig, Config, VllmConfig
+from pipeline.events import Event
+from store import sql
+from store.alarms import ALARMS
+from store.alarms.docs import alarms_page, runnable
+from store.alarms.reading import Fill, Found, evaluate, evaluate_all, measured_tables, threshold
+from store.alarms.table import by_name
+from store.docs import FOLDER
+from tests.store.alarms.kit import CASES, REPLICA, SETTINGS, STEPS, anchors, letters, loads, runs, steps
+from tests.store.kit import fill
+
+FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
+
+
+def found(folder: Path, name: str, events: list[Event], fills: tuple[Fill, ...] = ()) -> list[Found]:
+    config = Config(
+        run_dir=str(folder), alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",))
+    )
+    fill(folder, events)
+    (folder / "store").mkdir(exist_ok=True)
+    with sql.connect(config) as connection:
+        measured_tables(connection, config, fills)
+        one = evaluate(connection, config, by_name()[name])
+        assert one == [f for f in evaluate_all(connection, config) if f.alarm == name]
+        return one
+
+
+def test_there_are_ten_and_each_has_its_cases() -> None:
+    assert len(ALARMS) == len(by_name()) == 10
+    assert set(CASES) == set(by_name())
+
+
+@pytest.mark.parametrize("name", by_name())
+def test_an_alarm_holds_where_its_condition_does(name: str, tmp_path: Path) -> None:
+    (one,) = found(tmp_path, name, CASES[name][0], (FULL,))
+    assert one.threshold == threshold(Config(), by_name()[name])
+    assert one.detail
+    assert one.value >= one.threshold or name in ("entropy_collapse", "judge_drift", "replica_behind")
+
+
+@pytest.mark.parametrize("name", by_name())
+def test_and_does_not_hold_elsewhere(name: str, tmp_path: Path) -> None:
+    assert found(tmp_path, name, CASES[name][1], (ROOMY,)) == []
+
+
+@pytest.mark.parametrize("name", by_name())
+def test_an_empty_store_raises_nothing(name: str, tmp_path: Path) -> None:
+    assert found(tmp_path, name, []) == []
+
+
+def test_refused_steps_are_a_mismatch(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, "sampler_mismatch", letters(3, "sampler_mismatch", "trainer"))
+    assert one.detail == "the trainer refused to train 3 groups"
+
+
+def test_anchors_that_could_not_be_judged_are_drift(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, "judge_drift", anchors(None, alarm=True))
+    assert one.detail == "no anchor could be judged"
+
+
+def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
+    disks = Fill("almost", "disk", 89, 100), Fill("full", "disk", 90, 100)
+    assert [one.about for one in found(tmp_path, "log_full", [], disks)] == ["full"]
+
+
+def test_few_long_runs_starve_nobody(tmp_path: Path) -> None:
+    assert found(tmp_path, "starvation", runs(4, short=12, long=4)) == []
+
+
+def test_a_branch_and_a_server_that_is_gone_raise_nothing(tmp_path: Path) -> None:
+    events = steps("kl", [9.0] * STEPS, branch="b") + loads(0, replica="10.0.0.9:1")
+    assert found(tmp_path / "a", "replica_behind", events) == []
+    assert found(tmp_path / "b", "kl_rise", events) == []
+
+
+def test_a_server_that_never_loaded_anything_is_behind(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, "replica_behind", steps("kl", [0.1, 0.1]))
+    assert one.detail == f"{REPLICA} serves m@0 at most; m@2 was published"
+
+
+# -- docs/alarms.md --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_the_code_says() -> None:
+    assert (FOLDER / "alarms.md").read_text("utf-8") == alarms_page(), "run `python -m store.docs`"
+
+
+@pytest.mark.parametrize("name", [n for n in by_name() if n != "log_full"])
+def test_the_queries_of_the_page_run_as_they_are(name: str, tmp_path: Path) -> None:
+    fill(
+        tmp_path, CASES["dead_letters"][0] + CASES["sampler_mismatch"][0] + CASES["judge_drift"][0] + loads(1)
+    )
+    with sql.connect(tmp_path) as connection:
+        rows = connection.sql(runnable(by_name()[name])).fetchall()
+    assert bool(rows) == (name in ("dead_letters", "sampler_mismatch", "judge_drift", "replica_behind"))
