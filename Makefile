@@ -35,6 +35,7 @@ docs: venv
 pictures: venv
 	$(PY) -m docs.make_pictures streams
 	$(PY) -m docs.make_pictures curve
+	$(foreach data,$(wildcard examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
 bench-store bench-gateway bench-judge bench-trainer bench-staleness: bench-%: venv
 	$(PY) -m benchmarks.$*

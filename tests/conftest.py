@@ -188,7 +188,7 @@ class InferenceDouble(VllmServer):
     def command(self) -> list[str]:
         return [
             sys.executable, "-m", "tests.kits.inference_double", "--port", str(self.port), "--model", str(self.base),
-            "--served-model-name", f"{self.model}@0",
+            "--served-model-name", f"{self.model}@0", *self.args,
         ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 POINTS = 14
 """Points of a training curve, at most."""
 GROUPS_A_POINT = 30
-"""Groups in a point, at least: the normal approximation of the interval needs about so many."""
+"""Groups in a point, at least: means of fewer groups have intervals too wide to show a trend."""
 INK, SOFT, BLUE, ORANGE = "#1f2933", "#66727f", "#2b6cb0", "#c05621"
 SHADES = (BLUE, "#2f855a", "#6b46c1")
 """Colours of the training curves, a run each."""

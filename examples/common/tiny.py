@@ -146,10 +146,13 @@ def reply_loss(
 def pretrain(
     model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int, report_every: int = 100
 ) -> None:
-    """Minimise the loss that `loss_of` returns for each step's number, on a batch of its own.
+    """Minimise the loss that `loss_of` returns for each step's number, on a batch of its own. With `steps` 0 the
+    weights stay random.
 
     Muon trains the layers' matrices: it imitates a teacher far better than AdamW alone after equal steps
     (docs/negative-results.md)."""
+    if not steps:
+        return
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     optimizers = [

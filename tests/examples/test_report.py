@@ -32,7 +32,7 @@ def test_the_difference_is_that_of_the_same_games() -> None:
     assert (found["games"], found["gained"], found["lost"]) == (100, 20, 5)
     # The differences are 20 of 1, 5 of -1 and 75 of 0.
     values = np.array([1] * 20 + [-1] * 5 + [0] * 75)
-    half = 1.959964 * values.std(ddof=1) / 10
+    half = 1.984217 * values.std(ddof=1) / 10  # Student's t, 99 degrees of freedom
     assert found["value"] == pytest.approx(0.15)
     assert found["ci95"] == pytest.approx([0.15 - half, 0.15 + half])
 

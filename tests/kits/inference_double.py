@@ -17,7 +17,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,21 @@ class RefusalError(Exception):
 
 
 class Double:
-    def __init__(self, model: Path, name: str) -> None:
+    def __init__(self, model: Path, name: str, words: Sequence[str] = ()) -> None:
+        """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
         self.name = name
         self.adapters: dict[str, str] = {}
         special = set(self.tokenizer.all_special_ids)
         texts = {i: self.tokenizer.decode([i]) for i in range(len(self.tokenizer)) if i not in special}
         # A token that is part of a character has no text of its own.
-        self._plain = [i for i, text in texts.items() if text.isascii() and text.isprintable()]
+        self._plain = [
+            i
+            for i, text in texts.items()
+            if (text in words if words else text.isascii() and text.isprintable())
+        ]
+        if words and len(self._plain) != len(set(words)):
+            raise ValueError(f"not every one of {words} is one token of {model}")
 
     def prompt_of(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
@@ -304,8 +311,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--served-model-name", required=True)
+    parser.add_argument(
+        "--words", nargs="*", default=[], help="texts of one token each that replies are made of"
+    )
     given = parser.parse_args()
-    app = build(Double(given.model, given.served_model_name))
+    app = build(Double(given.model, given.served_model_name, given.words))
     uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning", timeout_keep_alive=60)
 
 

@@ -1,0 +1,64 @@
+"""Each example's script, run as its README says, for two steps: the whole installation, with the double as vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.common.running import ROOT, rows
+from examples.sentences.tasks import WORDS
+from tests.conftest import InferenceDouble
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+EXAMPLES: dict[str, list[str]] = {
+    "twentyfortyeight": ["left", "right", "up", "down"],
+    "sentences": [f" {word}" for word in WORDS],
+}
+"""For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
+SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
+UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_sequences=0"]
+"""The double's logprobs are not the model's."""
+
+
+def run(*command: str) -> str:
+    """The output of a Python module. Its errors go to the test's."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, tmp_path: Path) -> None:
+    base, run_dir = tmp_path / "model", tmp_path / "run"
+    run(f"examples.{name}.make_model", "--steps", "0", "--out", str(base))
+    double = InferenceDouble(tmp_path, args=("--words", *EXAMPLES[name]))
+    double.base, double.model = base, name
+    double.start()
+    try:
+        said = run(
+            f"examples.{name}.train", *SMALL, *UNCHECKED, "--run-dir", str(run_dir), "--base", str(base),
+            "--config", "examples/common/two_cores.toml", "--vllm-url", double.url,
+        )  # fmt: skip
+    finally:
+        double.stop()
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["steps"] == 2
+    assert report["before"]["count"] == report["after"]["count"] == report["difference"]["count"] == 4
+    assert report["failed"] == 0
+    assert "paired difference" in said
+    trained = rows(
+        run_dir, "SELECT step, count(DISTINCT group_id) AS groups FROM lineage GROUP BY step ORDER BY step"
+    )
+    assert trained == [{"step": 1, "groups": 2}, {"step": 2, "groups": 2}]
+    assert rows(run_dir, "SELECT count(*) AS n FROM rewards WHERE split = 'train' AND reward IS NULL") == [
+        {"n": 0}
+    ]
+    assert len((ROOT / "examples" / name / "train.py").read_text().splitlines()) <= 150
