@@ -17,13 +17,17 @@
 | `trajectory` | one agent run and its result |
 | `gathering` | concurrent runs, evaluation, comparison of versions |
 | `art` | programs that were written for openpipe-art |
+| `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
+| `curriculum` | tasks sampled by the posterior of their rewards |
 | `statistics` | means with 95 % intervals |
 
 Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
 from journeyman.client import AsyncJourneyman, Journeyman
+from journeyman.curriculum import Curriculum
 from journeyman.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
+from journeyman.looping import LoopResult, loop
 from journeyman.statistics import Estimate
 from journeyman.trajectory import CompleteOptions, OpenOptions, Outcome, Trajectory
 from journeyman.transport import GatewayUnavailableError, JourneymanError
@@ -32,14 +36,17 @@ __all__ = [
     "AsyncJourneyman",
     "Comparison",
     "CompleteOptions",
+    "Curriculum",
     "Estimate",
     "Evaluation",
     "GatewayUnavailableError",
     "Journeyman",
     "JourneymanError",
+    "LoopResult",
     "OpenOptions",
     "Outcome",
     "TaskGroup",
     "TooManyExceptionsError",
     "Trajectory",
+    "loop",
 ]

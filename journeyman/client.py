@@ -77,6 +77,10 @@ def _path(trajectory: str, action: str = "") -> str:
     return f"/v1/trajectories/{quote(trajectory, safe='')}{action}"
 
 
+def _group_path(group: str, model: str) -> str:
+    return f"/v1/groups/{quote(group, safe='')}" + (f"?model={quote(model, safe='')}" if model else "")
+
+
 class Journeyman:
     """A blocking client of one gateway. `url` defaults to $JOURNEYMAN_URL."""
 
@@ -105,6 +109,11 @@ class Journeyman:
 
     def get(self, trajectory: str) -> dict[str, Any]:
         return self._request("GET", _path(trajectory))
+
+    def group(self, group: str, model: str = "") -> dict[str, Any]:
+        """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
+        is one only."""
+        return self._request("GET", _group_path(group, model))
 
     def policies(self) -> list[dict[str, Any]]:
         """For each model: the version its name currently resolves to, and the loaded versions."""
@@ -249,6 +258,11 @@ class AsyncJourneyman:
 
     async def get(self, trajectory: str) -> dict[str, Any]:
         return await self._request("GET", _path(trajectory))
+
+    async def group(self, group: str, model: str = "") -> dict[str, Any]:
+        """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
+        is one only."""
+        return await self._request("GET", _group_path(group, model))
 
     async def policies(self) -> list[dict[str, Any]]:
         """For each model: the version its name currently resolves to, and the loaded versions."""

@@ -119,6 +119,17 @@ def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], o
         yield lambda: bar.advance(counter)
 
 
+async def call_rollout(
+    rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
+) -> float | None:
+    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`."""
+    if inspect.iscoroutinefunction(rollout):
+        reward: float | None = await rollout(run, task)
+        return reward
+    found = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
+    return await found if inspect.isawaitable(found) else found
+
+
 async def gather(
     client: Client,
     model: str,
@@ -166,13 +177,7 @@ async def gather(
                 task=describe(group.task) if describe else "",
             ) as run:  # fmt: skip
                 opened[at][number] = run
-                if inspect.iscoroutinefunction(rollout):
-                    reward = await rollout(run, group.task)
-                else:
-                    found = await anyio.to_thread.run_sync(
-                        rollout, run, group.task, limiter=limiter, abandon_on_cancel=True
-                    )
-                    reward = await found if inspect.isawaitable(found) else found
+                reward = await call_rollout(rollout, run, group.task, limiter)
                 if reward is not None:
                     run.reward = reward
             run.duration_s = time.monotonic() - began

@@ -10,6 +10,7 @@ import httpx
 
 RETRIED_STATUSES = (429, 502, 503, 504)
 CONFLICT = 409
+NOT_FOUND = 404
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _PROBLEM_CHARACTERS = 200
 """Characters of a response's body that an error message quotes."""

@@ -26,12 +26,15 @@ from examples.common.running import ExampleError, Installation, ask, make_room, 
 from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
 from examples.tictactoe.report import COUNTS, LINEAGE, difference, win_rate
+from journeyman.curriculum import Curriculum
 
 SETTINGS = Path(__file__).with_name("journeyman.toml")
 MODEL = "tictactoe"
 LOOK_EVERY_S = 0.25
 """Seconds between two reads of the policy version that the gateway serves."""
 GOAL = 0.70
+CURRICULUM_POOL = 64
+"""Openings that a curriculum chooses from, without `--openings`."""
 EVAL_BATCH = 40
 """Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the
 square."""
@@ -123,6 +126,30 @@ class View:
             await asyncio.sleep(10)
 
 
+class Openings:
+    """The openings of the training groups: a new one each, those of a pool in turns, or chosen by a curriculum."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._seed, self._pool = args.seed, args.openings
+        self._curriculum: Curriculum[str] | None = None
+        if args.curriculum:
+            pool = [opening_seed("train", n, args.seed) for n in range(self._pool or CURRICULUM_POOL)]
+            self._curriculum = Curriculum(pool, group_size=args.group_size, seed=args.seed)
+
+    def choose(self, group: int) -> str:
+        """Return the game's seed for a group."""
+        if self._curriculum:
+            return self._curriculum.next()
+        return opening_seed("train", group % self._pool if self._pool else group, self._seed)
+
+    def record(self, opening: str, games: list[Finished]) -> None:
+        """Tell how the games of a group ended."""
+        ended = [game for game in games if game.result is not None]
+        if self._curriculum:
+            step = max((game.step for game in ended), default=0)
+            self._curriculum.record(opening, [game.reward for game in ended], step)
+
+
 class Training:
     """Games and steps at the same time. Groups are played just fast enough that the trainer never waits: at most `lead`
     batches of them are under way or waiting to be trained, which is what keeps them fresh."""
@@ -132,6 +159,7 @@ class Training:
     ) -> None:
         self.fleet, self.progress, self.args = fleet, progress, args
         self._installation = installation
+        self._openings = Openings(args)
         self._useful = 0
         """Finished groups with different rewards. Groups with equal rewards train nothing and are not in a batch."""
         self._playing: set[asyncio.Task[None]] = set()
@@ -167,9 +195,10 @@ class Training:
             watch.cancel()
 
     async def _play(self, group: int) -> None:
-        seed = opening_seed("train", group, self.args.seed)
+        seed = self._openings.choose(group)
         games = await self.fleet.play_all([seed] * self.args.group_size, group=f"train-{group}")
         self.progress.note(games)
+        self._openings.record(seed, games)
         rewards = [game.reward for game in games if game.result is not None]
         self._useful += bool(rewards) and max(rewards) - min(rewards) > 1e-6
         self._moved = time.monotonic()
@@ -324,6 +353,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
     parser.add_argument("--lead", type=float, default=1.5, help="batches under way or waiting, at most")
+    parser.add_argument(
+        "--openings", type=int, default=0, help="training openings; 0: a new one for each group"
+    )
+    parser.add_argument(
+        "--curriculum",
+        action="store_true",
+        help="choose openings whose groups are likely to have different rewards",
+    )
     return parser.parse_args(argv)
 
 

@@ -33,6 +33,10 @@ class StubGateway:
     """Results that clients sent, refused ones included."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Results of entrants that clients recorded."""
+    step: int = 3
+    """The policy step that is served."""
+    decided: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Group to what the gateway says of it: `status`, and `version` or `reason`. Other groups are waiting."""
     completed_by_others: dict[str, Any] | None = None
     """A result that every trajectory gets from somebody else before its own arrives."""
 
@@ -72,8 +76,24 @@ class StubGateway:
         self.evaluations.append(await request.json())
         return JSONResponse({"object": "evaluation"}, 201)
 
+    async def _get(self, request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        if name not in self.opened:
+            return JSONResponse(
+                {"error": {"message": f"no trajectory {name}", "code": "trajectory_not_found"}}, 404
+            )
+        result = self.completed.get(name)
+        told = {"task": "", "group": name, **self.opened[name], "status": "completed" if result else "open"}
+        if result:
+            told |= {"outcome": result.get("outcome", "scored"), "reward": result.get("reward")}
+        return JSONResponse(told)
+
+    async def _group(self, request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        return JSONResponse({"group": name, "status": "waiting", **self.decided.get(name, {})})
+
     async def _policies(self, _: Request) -> JSONResponse:
-        return JSONResponse({"data": [{"model": "m", "version": "m@3"}]})
+        return JSONResponse({"data": [{"model": "m", "version": f"m@{self.step}", "step": self.step}]})
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -84,6 +104,8 @@ class StubGateway:
                 Route("/v1/evaluations", self._evaluated, methods=["POST"]),
                 Route("/v1/trajectories", self._list, methods=["GET"]),
                 Route("/v1/trajectories", self._open, methods=["POST"]),
+                Route("/v1/trajectories/{name}", self._get, methods=["GET"]),
+                Route("/v1/groups/{name}", self._group, methods=["GET"]),
                 Route("/v1/trajectories/{name}/complete", self._complete, methods=["POST"]),
             ]
         )

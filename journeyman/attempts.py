@@ -1,0 +1,122 @@
+"""What the gateway has of a loop: which attempts at which scenarios are complete.
+
+An attempt's id follows from the loop's name and its place. Each scenario has a group of attempts, and one more for
+those attempts that ended without a result, up to a number of tries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import anyio
+from typing_extensions import Unpack
+
+from journeyman.trajectory import CompleteOptions
+from journeyman.transport import CONFLICT, NOT_FOUND, JourneymanError
+
+_READS = 16
+"""Trajectories that are read at the same time."""
+_STRETCH = 128
+"""So many scenarios in a row that were never started mean that no later one was."""
+
+
+class ReadingClient(Protocol):
+    """The part of `AsyncJourneyman` that this module uses."""
+
+    async def get(self, trajectory: str) -> dict[str, Any]: ...
+
+    async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]: ...
+
+
+@dataclass
+class Progress:
+    """The attempts at one scenario, or one held-out task, as the log has them."""
+
+    number: int
+    missing: int
+    tries: int = 0
+    """Groups of attempts that were started."""
+    rewards: list[float] = field(default_factory=list)
+    task: str = ""
+    """The key of the task that a curriculum chose."""
+
+
+class Attempts:
+    """The attempts of the loop `name`. A scenario has `size` of them; `concurrency` are under way at most."""
+
+    def __init__(self, client: ReadingClient, *, name: str, size: int, tries: int, concurrency: int) -> None:
+        self._client, self._name, self._size, self._tries = client, name, size, tries
+        self._reads = anyio.Semaphore(_READS)
+        self._stretch = max(_STRETCH, concurrency)
+
+    def group(self, label: str, tried: int) -> str:
+        """Return the name of a group: the first of a scenario (`label` is its number), or one for a further try."""
+        return f"{self._name}-{label}" + (f".{tried}" if tried else "")
+
+    async def _recorded(self, trajectory: str) -> dict[str, Any] | None:
+        try:
+            async with self._reads:
+                return await self._client.get(trajectory)
+        except JourneymanError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    async def _settled(self, trajectory: str) -> dict[str, Any] | None:
+        """Return an attempt as recorded, once it is complete. An open one has lost its process: it gets no result."""
+        found = await self._recorded(trajectory)
+        if found is not None and found["status"] == "open":
+            try:
+                await self._client.complete(trajectory, outcome="no_result")
+            except JourneymanError as error:
+                if error.status != CONFLICT:
+                    raise
+            return await self._recorded(trajectory)
+        return found
+
+    async def progress(self, label: str, number: int, size: int) -> Progress:
+        """Read the attempts at a scenario (`label` is its number) or at a held-out task from the gateway."""
+        told = Progress(number, size)
+        while told.missing and told.tries < self._tries:
+            group = self.group(label, told.tries)
+            found: list[dict[str, Any] | None] = [None] * told.missing
+
+            async def read(at: int, group: str = group, found: list[dict[str, Any] | None] = found) -> None:
+                found[at] = await self._settled(f"{group}-{at}")
+
+            async with anyio.create_task_group() as reading:
+                for at in range(told.missing):
+                    reading.start_soon(read, at)
+            opened = [state for state in found if state is not None]
+            if not opened:
+                break
+            done = [state for state in opened if state["outcome"] != "no_result"]
+            told.rewards += [state["reward"] for state in done if state["reward"] is not None]
+            told.missing -= len(done)
+            told.tries += 1
+            told.task = opened[0]["task"]
+        return told
+
+    async def resume(self, scenarios: int | None) -> list[Progress]:
+        """Return the progress of every scenario that was started. Scenarios are started in their order, so reading ends
+        after a stretch, longer than what is ever under way, in which none was."""
+        known: list[Progress] = []
+        start = 0
+        while scenarios is None or start < scenarios:
+            end = start + self._stretch if scenarios is None else min(start + self._stretch, scenarios)
+            stretch: dict[int, Progress] = {}
+
+            async def read(number: int, stretch: dict[int, Progress] = stretch) -> None:
+                stretch[number] = await self.progress(str(number), number, self._size)
+
+            async with anyio.create_task_group() as reading:
+                for number in range(start, end):
+                    reading.start_soon(read, number)
+            if not any(told.tries for told in stretch.values()):
+                break
+            known += [stretch[number] for number in range(start, end)]
+            start = end
+        while known and not known[-1].tries:
+            known.pop()
+        return known

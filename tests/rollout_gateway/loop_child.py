@@ -1,0 +1,57 @@
+"""Runs `journeyman.looping` until its scenarios are played: python -m tests.rollout_gateway.loop_child GATEWAY_URL
+
+Each attempt makes one model call. A line is written before each attempt ends, and the loop's figures at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import anyio
+import httpx
+
+from journeyman import AsyncJourneyman, Trajectory
+from journeyman.looping import loop
+
+SCENARIOS = [f"a1=x b2={n}" for n in range(24)]
+GROUP_SIZE = 3
+
+
+async def main() -> None:
+    async with AsyncJourneyman(sys.argv[1]) as client, httpx.AsyncClient(timeout=60) as http:
+
+        async def play(run: Trajectory, scenario: str) -> float:
+            reply = await http.post(
+                f"{run.base_url}/chat/completions",
+                headers={"authorization": f"Bearer {run.api_key}"},
+                json={
+                    "model": run.model,
+                    "messages": [{"role": "user", "content": scenario}],
+                    "max_tokens": 2,
+                },
+            )
+            reply.raise_for_status()
+            sys.stdout.write("played\n")
+            sys.stdout.flush()
+            return float(len(reply.json()["choices"][0]["message"]["content"]))
+
+        result = await loop(
+            client,
+            "tictactoe",
+            SCENARIOS,
+            play,
+            name="night",
+            steps=1,
+            groups_per_step=1000,
+            group_size=GROUP_SIZE,
+            concurrency=8,
+            epochs=1,
+            describe=str,
+            tries=5,
+        )
+    told = {"played": result.played, "resumed": result.resumed, "incomplete": result.incomplete}
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    anyio.run(main)

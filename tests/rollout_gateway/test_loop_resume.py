@@ -1,0 +1,59 @@
+"""`journeyman.looping` on a real log, gateway and inference server: killed in the middle, it loses no scenario."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.conftest import PROJECT, StartGateway
+from tests.rollout_gateway.loop_child import GROUP_SIZE, SCENARIOS
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+
+
+def start(url: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.rollout_gateway.loop_child", url],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+async def test_a_killed_loop_plays_every_scenario_exactly_as_often_as_wished(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway()
+    for lines in (20, 15):  # the loop dies twice, the second time together with the gateway
+        child = start(gateway.url)
+        assert child.stdout is not None
+        with child, child.stdout as told:
+            for _ in range(lines):
+                assert told.readline() == "played\n"
+            child.kill()
+    gateway.kill()
+    gateway.start()
+    last = start(gateway.url)
+    out, _ = last.communicate(timeout=100)
+    result = json.loads(out.strip().rpartition("\n")[2])
+
+    wished = len(SCENARIOS) * GROUP_SIZE
+    assert result["incomplete"] == []
+    assert result["resumed"] + result["played"] == wished
+    assert 35 - 2 * 8 <= result["resumed"] < wished
+    async with Broker.connect(nats_config) as broker:
+        opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
+        ended = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    assert len({event.trajectory for event in opened}) == len(opened) == len(ended)
+    tasks = {event.trajectory: event.task for event in opened}
+    done = Counter(tasks[event.trajectory] for event in ended if event.outcome == "scored")
+    assert done == dict.fromkeys(SCENARIOS, GROUP_SIZE)
+    assert all(event.exchanges == 1 for event in ended if event.outcome == "scored")
