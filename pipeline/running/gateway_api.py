@@ -1,0 +1,86 @@
+"""The gateway's HTTP API, for commands: which gateway is meant, with which key, and one request."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from pipeline.errors import ConfigError
+from pipeline.running.runs import STATE, find_run
+
+URL_VARIABLE, KEY_VARIABLE = "JOURNEYMAN_URL", "JOURNEYMAN_API_KEY"
+_OWN_KEY = Path("keys", "operator.key")
+"""The operator's key that `journeyman prepare` makes, in the run directory."""
+_TIMEOUT_S = 90.0
+"""A decision loads its version before it is published."""
+
+
+class GatewayError(Exception):
+    """The gateway does not answer, or refuses a request. `status` is that of its answer; 0 if there was none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--url`, `--run-dir` and `--key`, which `connect` reads."""
+    parser.add_argument("--run-dir", help="the run whose gateway is asked; default: the newest under runs/")
+    parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else the gateway of the run")
+    parser.add_argument(
+        "--key",
+        help=f"an operator's key; default: {KEY_VARIABLE}, else keys/operator.key of the run. The variable is "
+        "better: other users of this machine see the arguments of a command",
+    )
+
+
+def connect(args: argparse.Namespace) -> GatewayApi:
+    """The gateway that the arguments of `add_arguments` name. Raises `ConfigError` where they name none."""
+    url = args.url or ("" if args.run_dir else os.environ.get(URL_VARIABLE, ""))
+    folder: Path | None = None
+    if not url:
+        folder = find_run(args.run_dir)
+        if not (folder / STATE).is_file():
+            raise ConfigError(
+                f"{folder} has no {STATE}: start it with `journeyman up`, or name a gateway with --url"
+            )
+        url = msgspec.json.decode((folder / STATE).read_bytes())["urls"]["gateway"]
+    key = args.key or os.environ.get(KEY_VARIABLE, "")
+    if not key and folder is not None and (folder / _OWN_KEY).is_file():
+        key = (folder / _OWN_KEY).read_text("utf-8").strip()
+    return GatewayApi(url, key)
+
+
+class GatewayApi:
+    """One gateway."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        """`key` is empty for a gateway without keys. Raises `ConfigError` for an address that is none."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"the gateway's address {self.url!r} must begin with http:// or https://")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request; returns the JSON object of the answer. Raises `GatewayError` with the gateway's message."""
+        try:
+            # The environment's proxies are for the internet, not for the gateway.
+            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+                answer = client.request(method, self.url + path, json=body, headers=self._headers)
+            found = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise GatewayError(
+                f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeyman up` running?"
+            ) from error
+        if answer.is_error:
+            told = found.get("error", {}).get("message") if isinstance(found, dict) else None
+            message = told or f"the gateway answered {answer.status_code}"
+            if answer.status_code == 401:
+                message += f" Give an operator's key with --key or {KEY_VARIABLE}."
+            raise GatewayError(message, answer.status_code)
+        return dict(found)

@@ -1,0 +1,134 @@
+"""Decide which version a model's name stands for: `journeyman policy`.
+
+    journeyman policy list                                   what each name stands for, and why
+    journeyman policy promote support@12 --reason "better on held-out tasks"
+    journeyman policy pin support@12                         keep it, whatever is trained
+    journeyman policy rollback support                       the version before the present one; or name one
+    journeyman policy split support@12 support@10 --percent 20
+    journeyman policy follow support                         the newest version again
+
+Each decision is an event on the log. A version is loaded on every server before the decision holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from pipeline.config import ConfigError
+from pipeline.names import InvalidNameError, parse_version
+from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect
+
+_DONE = {
+    "promote": "promoted", "pin": "pinned", "rollback": "rolled back", "split": "split", "follow": "follows the newest",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0; 1 where the gateway refuses or does not answer; 2 for invalid usage."""
+    args = _parser().parse_args(argv)
+    try:
+        gateway = connect(args)
+        if args.action == "list":
+            _list(gateway, args)
+        else:
+            _decide(gateway, args)
+    except (ConfigError, InvalidNameError) as error:
+        sys.stderr.write(f"journeyman policy: {error}\n")
+        return 2
+    except GatewayError as error:
+        sys.stderr.write(f"journeyman policy: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeyman policy",
+        description=inspect.cleandoc(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
+    common = argparse.ArgumentParser(add_help=False)
+    add_arguments(common)
+    common.add_argument("--json", action="store_true", help="print the gateway's answer")
+    decision = argparse.ArgumentParser(add_help=False, parents=[common])
+    decision.add_argument("--reason", default="", help="why; it is kept on the log and shown by `list`")
+    decision.add_argument("--by", default="", help="who decides; with API keys it is the name of the key")
+    version = "exact version, such as support@12"
+    listing = commands.add_parser("list", parents=[common], help="what each name stands for, and why")
+    listing.add_argument("model", nargs="?", help="one model; default: all")
+    promote = commands.add_parser(
+        "promote", parents=[decision], help="serve a version under its model's name"
+    )
+    promote.add_argument("version", help=version)
+    pin = commands.add_parser("pin", parents=[decision], help="keep serving a version, whatever is trained")
+    pin.add_argument("version", help=version)
+    rollback = commands.add_parser("rollback", parents=[decision], help="go back to an earlier version")
+    rollback.add_argument("version", metavar="model_or_version", help=f"a model, or an {version}")
+    split = commands.add_parser("split", parents=[decision], help="divide trajectories between two versions")
+    split.add_argument("version", help=f"{version}: it gets --percent of the trajectories")
+    split.add_argument("other", help="the version that gets the rest")
+    split.add_argument("--percent", type=float, required=True, help="from 0 to 100")
+    follow = commands.add_parser("follow", parents=[decision], help="serve the newest version again")
+    follow.add_argument("model", help="name of the model")
+    return parser
+
+
+def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
+    body: dict[str, Any] = {"by": args.by, "reason": args.reason}
+    if args.action == "follow":
+        model = args.model
+    elif args.action == "rollback" and "@" not in args.version:
+        model = args.version
+    else:
+        model, body["version"] = parse_version(args.version)[0], args.version
+    if args.action == "split":
+        body |= {"other": args.other, "percent": args.percent}
+    answer = gateway.ask("POST", f"/v1/policies/{quote(model, safe='')}/{args.action}", body)
+    if args.json:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        return
+    _list(gateway, argparse.Namespace(model=model, json=False))
+
+
+def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
+    policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if args.model in (None, p["model"])]
+    if args.model is not None and not policies:
+        raise GatewayError(f"the gateway serves no model {args.model!r}")
+    if args.json:
+        sys.stdout.write(json.dumps(policies) + "\n")
+        return
+    for policy in policies:
+        sys.stdout.write(describe(policy) + "\n")
+
+
+def describe(policy: dict[str, Any]) -> str:
+    """What a model's name stands for, and why, in some lines. `policy` is one of `GET /v1/policies`."""
+    model, decision = policy["model"], policy.get("decision")
+    stands = policy["version"]
+    if decision and decision["other"]:
+        stands = f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
+    lines = [f"{model}: {stands}", f"  why: {_why(decision)}"]
+    lines.append(f"  newest {policy['newest']}, loaded {', '.join(policy['loaded']) or 'none'}")
+    lines += [f"  refused {version}: {why}" for version, why in policy["refused"].items()]
+    return "\n".join(lines)
+
+
+def _why(decision: dict[str, Any] | None) -> str:
+    if decision is None:
+        return "the newest version that every ready server holds; nothing was decided"
+    at = datetime.fromtimestamp(decision["at"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    by = f" by {decision['by']}" if decision["by"] else ""
+    reason = f": {decision['reason']}" if decision["reason"] else ""
+    return f"{_DONE[decision['action']]}{by} at {at} UTC{reason}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""`journeyman policy` against a gateway."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import PolicyPromoted
+from pipeline.log.broker import Broker
+from pipeline.running.runs import STATE
+from rollout_gateway.serving.command import describe, main
+from tests.conftest import free_port
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
+from tests.rollout_gateway.kit import key_config, serves
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOURNEYMAN_URL", "JOURNEYMAN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.inference
+async def test_decisions_are_taken_and_shown_with_their_reasons(
+    gateway: GatewayProcess, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def policy(*arguments: str) -> str:
+        assert main([*arguments, "--url", gateway.url]) == 0
+        return capsys.readouterr().out
+
+    async with Broker.connect(nats_config) as broker:
+        for step in (1, 2):
+            await publish_adapter(broker, step)
+        await serves(gateway, "tictactoe@2")
+        assert policy("list").splitlines() == [
+            "tictactoe: tictactoe@2",
+            "  why: the newest version that every ready server holds; nothing was decided",
+            "  newest tictactoe@2, loaded tictactoe@1, tictactoe@2",
+        ]
+        pinned = policy("pin", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")
+        assert pinned.startswith("tictactoe: tictactoe@1\n  why: pinned by me at 2")
+        assert " UTC: better on held-out tasks\n" in pinned
+        assert "rolled back at" in policy("rollback", "tictactoe")
+        split = policy("split", "tictactoe@2", "tictactoe@1", "--percent", "20")
+        assert split.startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n  why: split at")
+        assert json.loads(policy("promote", "tictactoe@1", "--json"))["version"] == "tictactoe@1"
+        followed = policy("follow", "tictactoe", "--reason", "enough")
+        assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
+        events = [r.event for r in await broker.read(PolicyPromoted)]
+    assert [e.action for e in events] == ["pin", "rollback", "split", "promote", "follow"]
+    assert events[0].reason == "better on held-out tasks"
+    (listed,) = json.loads(policy("list", "--json"))
+    assert (listed["decision"]["action"], listed["decision"]["reason"]) == ("follow", "enough")
+
+
+def test_what_cannot_be_done_is_told(
+    start_front: StartGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = start_front(keys=(key_config("op", role="operator"), key_config("agent")))
+
+    def fails(*arguments: str, code: int = 1) -> str:
+        assert main([*arguments, "--url", gateway.url]) == code
+        return capsys.readouterr().err
+
+    assert "Give an operator's key with --key or JOURNEYMAN_API_KEY" in fails("list")
+    assert "operator" in fails("pin", "chess@0", "--key", "agent")
+    monkeypatch.setenv("JOURNEYMAN_API_KEY", "op")
+    assert "unknown" in fails("pin", "nope@1").lower() or "nope" in fails("pin", "nope@1")
+    assert "serves no model 'nope'" in fails("list", "nope")
+    assert "<model>@<step>" in fails("pin", "chess", code=2)
+    assert main(["list", "--url", "chess"]) == 2
+    assert main(["list", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "is `journeyman up` running?" in capsys.readouterr().err
+    monkeypatch.setenv("JOURNEYMAN_URL", gateway.url)
+    assert main(["list"]) == 0
+    assert "chess: chess@0" in capsys.readouterr().out
+
+
+def test_the_gateway_and_the_key_of_a_run_are_found(
+    start_front: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = start_front(keys=(key_config("op", role="operator"),))
+    run = tmp_path / "other"
+    (run / "keys").mkdir(parents=True)
+    assert main(["list", "--run-dir", str(run)]) == 2
+    assert "start it with `journeyman up`" in capsys.readouterr().err
+    (run / STATE).write_text(json.dumps({"urls": {"gateway": gateway.url}}))
+    (run / "keys" / "operator.key").write_text("op\n")
+    assert main(["list", "chess", "--run-dir", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("chess: chess@0\n")
+    shutil.rmtree(run)
+
+
+def test_refused_versions_are_named() -> None:
+    policy = {
+        "model": "m", "version": "m@0", "newest": "m@1", "loaded": [], "refused": {"m@1": "it changes nothing"},
+        "decision": None,
+    }  # fmt: skip
+    assert describe(policy).splitlines()[2:] == [
+        "  newest m@1, loaded none",
+        "  refused m@1: it changes nothing",
+    ]
