@@ -229,6 +229,13 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         )  # fmt: skip
         self._internal_config = _internal_config
 
+    async def register(self, backend: Backend, _openai_client_config: dict[str, Any] | None = None) -> None:
+        """Connect the model with a backend. `_openai_client_config` has no effect: the inference server is the
+        installation's."""
+        if _openai_client_config:
+            log.warning("_openai_client_config has no effect: set vllm.* of the installation (docs/art.md)")
+        await super().register(backend)
+
     async def train(
         self,
         trajectory_groups: Iterable[TrajectoryGroup],

@@ -56,8 +56,9 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 class RemoteBackend:
-    """The installation whose gateway is at `url` (default: $JOURNEYMAN_URL). `api_key` is a key of role `agent` or
-    `operator`, if the gateway has keys (default: $JOURNEYMAN_API_KEY)."""
+    """The installation whose gateway is at `url` (default: $JOURNEYMAN_URL). `api_key` is a key of role `agent`, if the
+    gateway has keys (default: $JOURNEYMAN_API_KEY); steps with a learning rate of their own need one of role
+    `operator`."""
 
     def __init__(self, url: str | None = None, *, api_key: str | None = None) -> None:
         self._url = url or os.environ.get("JOURNEYMAN_URL", "")

@@ -138,6 +138,9 @@ class TrajectoryRoutes:
         if batch is not None:
             check_name(batch.id)
             rate = batch.learning_rate
+            if rate is not None and not access.operator:
+                message = "A learning rate needs an operator's key: it decides what the model becomes."
+                raise ApiError(403, "wrong_role", message, param="batch")
             if not batch.groups or (rate is not None and rate < 0):
                 message = "`batch` must name its groups, and its learning rate must not be negative."
                 raise ApiError(400, "invalid_body", message, param="batch")

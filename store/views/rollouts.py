@@ -52,7 +52,7 @@ EXCHANGES = View(
     documented(
         "project model trajectory seq choice group_id policy_version step request response prompt_ids "
         "sampled_ids logprobs forced prompt_tokens sampled_tokens finish_reason status side_call endpoint "
-        "streamed replica started_at ended_at latency_s first_token_s stream_seq trace_id",
+        "streamed replica started_at ended_at latency_s first_token_s copied_from stream_seq trace_id",
         step="Step of that version.",
         request="Request body, JSON.",
         response="Reply as the client got it, JSON.",
@@ -71,6 +71,8 @@ EXCHANGES = View(
         ended_at="When the reply was complete, UTC.",
         latency_s="Seconds from `started_at` to `ended_at`.",
         first_token_s="Seconds to the first token; null where the reply was not streamed.",  # noqa: S106 - no password
+        copied_from="`<trajectory>/<seq>` of the call that this one is a copy of, where a run was made of recorded "
+        "calls; null where the call was made in this run.",
         stream_seq="Sequence in ROLLOUTS.",
     ),
     f"""
@@ -80,7 +82,8 @@ EXCHANGES = View(
           nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
           epoch_us("at" - nullif(started_at, {NEVER})) / 1e6 AS latency_s,
           epoch_us(nullif(first_token_at, {NEVER}) - nullif(started_at, {NEVER})) / 1e6 AS first_token_s,
-          log_seq AS stream_seq, nullif(split_part(traceparent, '-', 2), '') AS trace_id
+          nullif(copied_from, '') AS copied_from, log_seq AS stream_seq,
+          nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM rollout_exchange
         """,
 )

@@ -5,6 +5,7 @@
 | `retry` | repeat a function that failed |
 | `iterate_dataset` | batches of a data set over several epochs |
 | `limit_concurrency` | limit how many calls run at the same time |
+| `sft` | raises errors that say how a model is fine-tuned |
 | `litellm` | choices of litellm as those of OpenAI's client |
 """
 

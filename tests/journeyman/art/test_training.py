@@ -18,6 +18,7 @@ import journeyman.art as art
 from journeyman import Journeyman
 from journeyman.art.captured import references_of
 from journeyman.art.local import LocalBackend, UpError
+from journeyman.art.utils.sft import train_sft_from_file
 from tests.conftest import InferenceDouble
 from tests.journeyman.art.kit import BASE, MODEL, Up, flags
 
@@ -194,6 +195,8 @@ async def test_options_that_change_nothing_are_taken(model: Any) -> None:
 async def test_what_has_no_counterpart_says_what_to_do(model: Any) -> None:
     with pytest.raises(art.UnsupportedError, match="journeyman sft OUT --base"):
         await model.train_sft([])
+    with pytest.raises(art.UnsupportedError, match="journeyman sft"):
+        await train_sft_from_file(model, "chats.jsonl")
     with pytest.raises(art.UnsupportedError, match="train/reward"):
         await model.delete_checkpoints(best_checkpoint_metric="train/reward")
     await model.delete_checkpoints()

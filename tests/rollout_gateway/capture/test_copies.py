@@ -12,7 +12,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, GroupDiscarded, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.kit import ASK, exchanges, serves
+from tests.rollout_gateway.kit import ASK, exchanges, key_config, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
@@ -142,3 +142,19 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
     )
     unknown = httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_learning_rate_needs_an_operator(start_front: StartGateway) -> None:
+    gateway = start_front(keys=(key_config("agent"), key_config("boss", role="operator")))
+
+    def refused(key: str, batch: dict[str, Any]) -> tuple[int, str]:
+        reply = httpx.post(
+            f"{gateway.url}/v1/groups/g/complete",
+            json={"model": "tictactoe", "trajectories": [{"id": "m", "reward": 1.0, "batch": batch}]},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        return reply.status_code, reply.json()["error"]["code"]
+
+    assert refused("agent", BATCH) == (403, "wrong_role")
+    without = {"id": "b1", "groups": ["g"]}
+    assert refused("agent", without) == refused("boss", BATCH) == (404, "trajectory_not_found")
