@@ -33,7 +33,7 @@ SHADES = (BLUE, "#2f855a", "#6b46c1")
 """Colours of the training curves, a run each."""
 
 GROUPS = """
-SELECT avg(r.reward) AS reward, count(*) AS runs
+SELECT avg({value}) AS reward, count(*) AS runs
 FROM rewards r JOIN trajectories t USING (project, trajectory)
 WHERE r.split = 'train' AND r.branch = 'main' AND r.outcome = 'scored'
 GROUP BY r.group_id ORDER BY max(t.completed_at)
@@ -63,15 +63,19 @@ def training_points(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
-def report(args: argparse.Namespace, compared: Comparison) -> dict[str, Any]:
-    """Write `report.json` into the run directory of an example that has ended, print what it says, and return it."""
+def report(args: argparse.Namespace, compared: Comparison, metric: str = "") -> dict[str, Any]:
+    """Write `report.json` into the run directory of an example that has ended, print what it says, and return it.
+
+    `metric` names the metric of training runs that is compared with the held-out rewards, where a judge gives the
+    training rewards; by default their rewards are."""
+    value = f"t.metrics['{metric}']" if metric else "r.reward"
     (counts,) = rows(args.run_dir, COUNTS)
     found = {
         "command": args.command,
         "seed": args.seed,
         "base": args.base or "tiny",
         **counts,
-        "training": training_points(rows(args.run_dir, GROUPS)),
+        "training": training_points(rows(args.run_dir, GROUPS.format(value=value))),
         "before": as_json(compared.first.score),
         "after": as_json(compared.second.score),
         "difference": as_json(compared.difference),

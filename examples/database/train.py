@@ -98,7 +98,7 @@ async def main() -> None:
             held_out = [scenario("val", n) for n in range(args.held_out)]
             last = f"{MODEL}@{args.steps}"
             compared = await client.compare(f"{MODEL}@0", last, held_out, answer, concurrency=CONCURRENCY)
-    curve.report(args, compared)
+    curve.report(args, compared, metric="right")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -140,6 +141,24 @@ def _finish(tokens: list[Token], end: int) -> tuple[str, str]:
     return "".join(t.text for t in tokens[: -1 if ended else None]), "stop" if ended else "length"
 
 
+_TOOL_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.S)
+
+
+def _message(text: str, tools: Any) -> dict[str, Any]:
+    """Return the message of a reply. If tools were offered, calls in the form of Hermes and Qwen are parsed; a reply
+    with a malformed one stays text, as with vLLM."""
+    calls = []
+    try:
+        functions = [json.loads(found) for found in _TOOL_CALL.findall(text)] if tools else []
+    except ValueError:
+        functions = []
+    for function in functions:
+        told = {"name": function["name"], "arguments": json.dumps(function["arguments"])}
+        calls.append({"id": f"call-{secrets.token_hex(4)}", "type": "function", "function": told})
+    content = text.partition("<tool_call>")[0] or None if calls else text
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
 def build(double: Double) -> Starlette:
     ids = (f"{secrets.token_hex(4)}{n}" for n in itertools.count())
     end = double.tokenizer.eos_token_id
@@ -175,12 +194,13 @@ def build(double: Double) -> Starlette:
             tokens = list(double.sample(body, prompt, room, number))
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
+            message = _message(text, body.get("tools"))
             choices.append(
                 {
                     "index": number,
-                    "message": {"role": "assistant", "content": text, "tool_calls": []},
+                    "message": message,
                     "logprobs": {"content": [double.shown(t, top) for t in tokens]} if logprobs else None,
-                    "finish_reason": reason,
+                    "finish_reason": "tool_calls" if message["tool_calls"] and reason == "stop" else reason,
                     "stop_reason": None,
                     **({"token_ids": [t.id for t in tokens]} if ids_too else {}),
                 }
