@@ -34,7 +34,7 @@ from journeyman.curriculum import Curriculum, Recorded
 RESULTS = Path(__file__).parent / "results" / "curriculum.json"
 EXPLORE = 0.1
 GOAL = 0.70
-WAYS = ("new", "pool 64", "curriculum 64 20", "pool 256", "curriculum 256 20", "curriculum 256 3")
+WAYS = ("new", "pool 64", "curriculum 64 3")
 
 
 def opening(task: str) -> str:

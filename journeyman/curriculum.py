@@ -19,6 +19,7 @@ prompt's success in MoPPS (Qu et al., arXiv 2507.04632). Decision 0045 says what
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import random
@@ -35,6 +36,9 @@ Task = TypeVar("Task")
 
 _DIGITS = 6
 """Rewards are told apart to this many digits, as the trainer does: it takes differences up to 1e-6 for equality."""
+
+_MOST_VALUES = 64
+"""Different rewards that are counted. Of more, the rare ones are dropped: a group hardly ever agrees on one of them."""
 
 
 class Recorded(NamedTuple):
@@ -66,14 +70,18 @@ class _Counts:
         late = 0.5 ** ((self.step - step) / self.half_life)
         value = round(reward, _DIGITS)
         self.weights[value] = self.weights.get(value, 0.0) + late
+        if len(self.weights) > _MOST_VALUES:
+            kept = heapq.nlargest(_MOST_VALUES // 2, self.weights.items(), key=lambda item: item[1])
+            self.weights = {**dict(kept), value: self.weights[value]}
 
 
 class Curriculum(Generic[Task]):
     """Samples tasks by the probability that a group of attempts has different rewards.
 
     `key` returns the name of a task under which its history is kept; it should be the text that runs carry as `task`.
-    `half_life` is in policy steps. `prior` is the weight, in attempts, of what is known about all tasks in the estimate
-    of one task. `explore` is the share of choices that are made uniformly, so that no task is given up for good.
+    `half_life` is in policy steps: what a task's rewards were says less the faster the policy learns. `prior` is the
+    weight, in attempts, of what is known about all tasks in the estimate of one task. `explore` is the share of choices
+    that are made uniformly, so that no task is given up for good.
     Raises `ValueError` for a value out of range, or two tasks of one key."""
 
     def __init__(
@@ -82,7 +90,7 @@ class Curriculum(Generic[Task]):
         *,
         key: Callable[[Task], str] = str,
         group_size: int = 8,
-        half_life: float = 20.0,
+        half_life: float = 3.0,
         prior: float = 2.0,
         explore: float = 0.1,
         seed: Hashable = 0,
@@ -118,7 +126,7 @@ class Curriculum(Generic[Task]):
         free = [name for name in self._tasks if name not in self._playing] or list(self._tasks)
         weights = [1.0] * len(free)
         if self._random.random() >= self._explore:
-            estimates = [self._probability(name) for name in free]
+            estimates = self._probabilities(free)
             weights = estimates if math.fsum(estimates) > 0 else weights
         (name,) = self._random.choices(free, weights)
         self._playing.add(name)
@@ -147,24 +155,31 @@ class Curriculum(Generic[Task]):
 
     def probability(self, task: Task) -> float:
         """Return the probability that a group of `task` has different rewards. 1 before any reward is known."""
-        return self._probability(self._key(task))
+        return self._probabilities([self._key(task)])[0]
 
-    def _probability(self, name: str) -> float:
+    def _probabilities(self, names: Sequence[str]) -> list[float]:
         everywhere = self._all.at(self.step)
         total = math.fsum(everywhere.values())
         if not total:
-            return 1.0
-        seen = self._seen[name].at(self.step) if name in self._seen else {}
+            return [1.0] * len(names)
+        prior = {reward: self._prior * weight / total for reward, weight in everywhere.items()}
+        unseen = self._of_equal(prior, {})
+        return [
+            1.0 - (self._of_equal(prior, self._seen[name].at(self.step)) if name in self._seen else unseen)
+            for name in names
+        ]
+
+    def _of_equal(self, prior: dict[float, float], seen: dict[float, float]) -> float:
+        """Return the probability that all rewards of a group are equal: one draw after the other from the posterior,
+        which is Pólya's urn."""
         mass = self._prior + math.fsum(seen.values())
-        # One draw after the other from the posterior: Pólya's urn.
-        equal = math.fsum(
+        return math.fsum(
             math.prod(
-                (self._prior * share / total + seen.get(reward, 0.0) + drawn) / (mass + drawn)
+                (prior.get(reward, 0.0) + seen.get(reward, 0.0) + drawn) / (mass + drawn)
                 for drawn in range(self._group_size)
             )
-            for reward, share in everywhere.items()
+            for reward in prior.keys() | seen.keys()
         )
-        return max(1.0 - equal, 0.0)
 
 
 _HISTORY = """

@@ -67,6 +67,14 @@ def test_the_wheel_holds_every_package_and_its_data(wheel: Path) -> None:
     assert not {n for n in names if n.startswith(("tests", "examples", "benchmarks", "docs"))}
 
 
+def test_the_wheel_names_the_plugin_that_vllm_loads(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/entry_points.txt"))
+        points = archive.read(name).decode()
+    plugin = "[vllm.general_plugins]\njourneyman_cpu_lora = rollout_gateway.vllm_plugin.register:register\n"
+    assert plugin in points
+
+
 def _requirements(name: str, seen: set[str]) -> set[str]:
     """The distributions that a plain install of `name` brings, itself included."""
     seen.add(name)

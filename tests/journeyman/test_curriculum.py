@@ -113,6 +113,15 @@ def test_without_history_every_task_is_as_likely_and_no_task_is_given_up() -> No
     assert found == set(TASKS)
 
 
+def test_rewards_that_hardly_ever_repeat_are_not_kept_for_ever() -> None:
+    rng = random.Random(0)
+    tasks = Curriculum(TASKS)
+    tasks.restore(Recorded(rng.choice(TASKS), n // 100, rng.random()) for n in range(20_000))
+    assert all(tasks.probability(t) > 0.99 for t in TASKS)
+    assert len(tasks._all.weights) <= 65
+    assert all(len(counts.weights) <= 65 for counts in tasks._seen.values())
+
+
 def test_a_restored_curriculum_is_the_same() -> None:
     rng = random.Random(0)
     history = [Recorded(rng.choice(TASKS), n // 10, float(rng.random() < 0.5)) for n in range(200)]
