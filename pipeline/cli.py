@@ -28,7 +28,7 @@ from rich.table import Table
 
 from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, load, save, with_values
-from pipeline.events import CheckpointPublished
+from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, run_lock
 from pipeline.running.liveness import fills
@@ -44,6 +44,7 @@ SUBCOMMANDS = {
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
+    "logs": ("pipeline.running.log_files", "show the logs of a run, merged by time"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
@@ -334,6 +335,15 @@ async def _log_status(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
                 policies[recorded.event.model] = recorded.event.version
         # The supervisor's alarms are in its state. These are computed if none runs.
         alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]
+        # Those of the store service, which checks ten conditions (docs/alarms.md).
+        raised: dict[tuple[str, str, str], AlarmChanged] = {}
+        for change in await broker.read(AlarmChanged):
+            event = change.event
+            key = event.alarm, event.model, event.about
+            raised.pop(key, None)
+            if event.state == "raised":
+                raised[key] = event
+        alarms += [f"{a.alarm}{f' of {a.model}' if a.model else ''}: {a.detail}" for a in raised.values()]
         return {"streams": held, "lag": lag, "policies": policies, "full": alarms}
 
 

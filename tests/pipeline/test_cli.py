@@ -17,7 +17,7 @@ import pytest
 from pipeline import cli
 from pipeline.cli import SUBCOMMANDS, main
 from pipeline.config import Config, NatsConfig, load
-from pipeline.events import CheckpointPublished
+from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.running import plan
 from pipeline.running.supervisor import Supervisor
@@ -97,6 +97,10 @@ async def provision(config: NatsConfig) -> None:
                 adapter="a", adapter_sha256="s", adapter_bytes=1,
             )
         )  # fmt: skip
+        for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
+            await broker.publish(
+                AlarmChanged(project="p", alarm="kl_rise", state=state, model=model, detail="it is far")  # type: ignore[arg-type]
+            )
 
 
 def test_status_says_what_runs_what_waits_and_what_serves(
@@ -115,7 +119,8 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert caught.value.code == 1
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3"}
-    assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 1
+    assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 4
+    assert said["full"] == ["kl_rise of m: it is far"]
     assert said["services"]["judge"]["state"] == "gone"
     state["services"]["judge"]["pid"] = os.getpid()  # type: ignore[index]
     (tmp_path / "state.json").write_text(json.dumps(state))
@@ -125,7 +130,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
         ["ready", str(os.getpid()), "0"],
         ["0"],
-        ["1", "(off)"],
+        ["4", "(off)"],
     ]
 
 
