@@ -23,7 +23,7 @@ from journeyman.curriculum import Curriculum, Recorded
 from journeyman.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
 from journeyman.statistics import Estimate, mean_of
 from journeyman.trajectory import Trajectory
-from journeyman.transport import JourneymanError
+from journeyman.transport import NOT_FOUND, JourneymanError
 
 
 class LoopClient(ReadingClient, Client, Protocol):
@@ -48,6 +48,8 @@ class LoopResult:
     """Numbers of scenarios that have fewer completed attempts than wished, after all tries."""
     evaluations: dict[int, Estimate] = field(default_factory=dict)
     """The mean reward of the held-out tasks by policy step."""
+    not_evaluated: list[int] = field(default_factory=list)
+    """Steps whose version the gateway did not have any more when their evaluation was due, after a restart."""
     staleness: list[int] = field(default_factory=list)
     """For each trained group, in how many steps it became older between its start and its training."""
     exceptions: list[Exception] = field(default_factory=list)
@@ -218,7 +220,12 @@ class _Loop(Generic[Task]):
             due = self.result.step - self.result.step % every
             if due > last:
                 last = due
-                await self.evaluate(due, tasks)
+                try:
+                    await self.evaluate(due, tasks)
+                except* JourneymanError as refused:
+                    if refused.subgroup(lambda e: isinstance(e, JourneymanError) and e.status != NOT_FOUND):
+                        raise
+                    self.result.not_evaluated.append(due)
             elif self._over:
                 return
             else:

@@ -46,14 +46,14 @@ def played(stub: StubGateway, split: str = "train") -> Counter[str]:
 
 
 @asynccontextmanager
-async def trainer(stub: StubGateway, groups_per_step: int) -> Any:
-    """Trains every group, in the order of completion, as soon as a batch is complete."""
+async def trainer(stub: StubGateway, groups_per_step: int, last: int) -> Any:
+    """Trains groups, in the order of completion, as soon as a batch is complete, up to the step `last`."""
 
     async def train() -> None:
         while True:
             sizes = Counter(stub.opened[name]["group"] for name in stub.completed)
             whole = [g for g in sizes if sizes[g] == SIZE and g not in stub.decided]
-            if len(whole) >= groups_per_step:
+            if len(whole) >= groups_per_step and stub.step < last:
                 stub.step += 1
                 for group in whole[:groups_per_step]:
                     stub.decided[group] = {"status": "trained", "version": f"m@{stub.step}"}
@@ -101,7 +101,7 @@ async def test_a_loop_goes_on_where_the_log_says() -> None:
 async def test_no_group_is_older_than_the_staleness_allows() -> None:
     for max_staleness in (0, 2):
         stub = StubGateway(step=0)
-        async with stub.serving(), trainer(stub, groups_per_step=2):
+        async with stub.serving(), trainer(stub, groups_per_step=2, last=8):
             result = await run(stub, steps=8, groups_per_step=2, max_staleness=max_staleness, epochs=None)
         assert result.step == 8
         assert len(result.staleness) >= 10
@@ -112,7 +112,7 @@ async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_rest
     stub = StubGateway(step=0)
     options: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "epochs": None}
     held_out: dict[str, Any] = {"evaluate_every": 2, "evaluation": ["x", "y", "z"]}
-    async with stub.serving(), trainer(stub, groups_per_step=2):
+    async with stub.serving(), trainer(stub, groups_per_step=2, last=4):
         result = await run(stub, **options, **held_out)
         opened = set(stub.opened)
         again = await run(stub, **options, **held_out)
@@ -123,6 +123,14 @@ async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_rest
     assert pinned == {f"m@{step}" for step in result.evaluations}
     assert set(stub.opened) == opened
     assert again.evaluations == {4: result.evaluations[4]}
+
+
+async def test_a_version_that_is_gone_is_not_evaluated_and_the_loop_goes_on() -> None:
+    stub = StubGateway(step=3, retired={"m@2"})
+    async with stub.serving():
+        result = await run(stub, evaluate_every=2, evaluation=["x", "y"])
+    assert (result.not_evaluated, result.evaluations) == ([2], {})
+    assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
 
 
 async def test_an_attempt_that_raises_is_played_again() -> None:
@@ -166,7 +174,7 @@ async def test_a_curriculum_chooses_the_scenarios_and_is_restored_from_the_gatew
 
     stub = StubGateway(step=0)
     chosen: dict[str, Any] = {"groups_per_step": 2, "epochs": None, "max_staleness": 1}
-    async with stub.serving(), trainer(stub, groups_per_step=2):
+    async with stub.serving(), trainer(stub, groups_per_step=2, last=6):
         first = tasks()
         await run(stub, half, first, steps=6, **chosen)
         second = tasks()

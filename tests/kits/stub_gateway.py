@@ -37,6 +37,8 @@ class StubGateway:
     """The policy step that is served."""
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     """Group to what the gateway says of it: `status`, and `version` or `reason`. Other groups are waiting."""
+    retired: set[str] = field(default_factory=set)
+    """Versions that cannot be pinned."""
     completed_by_others: dict[str, Any] | None = None
     """A result that every trajectory gets from somebody else before its own arrives."""
 
@@ -46,6 +48,8 @@ class StubGateway:
 
     async def _open(self, request: Request) -> JSONResponse:
         body = await request.json()
+        if body.get("pinned") in self.retired:
+            return JSONResponse({"error": {"message": "no such version", "code": "model_not_found"}}, 404)
         self.opened[body["id"]] = body
         self.most_open = max(self.most_open, len(self.opened) - len(self.completed))
         told = {"id": body["id"], "model": body["model"], "group": body.get("group", body["id"])}
