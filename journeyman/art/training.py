@@ -142,6 +142,7 @@ async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepRe
     waiting = set(groups)
     trained: dict[str, Any] = {}
     reasons: list[str] = []
+    loaded: list[bool] = []
 
     async def settled() -> StepResult | None:
         for name in sorted(waiting):
@@ -167,10 +168,14 @@ async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepRe
         version = str(trained["version"])
         if version in policy["refused"]:
             raise TrainingError(f"{version} was trained and can't be served: {policy['refused'][version]}")
-        if version != policy["version"] and version not in policy["loaded"]:
-            return None
+        step = int(version.rpartition("@")[2])
+        if int(policy["step"]) < step:
+            # Several servers load one after the other. A name that is pinned to an older version stays there.
+            loaded.append(version in policy["loaded"])
+            if not all(loaded[-2:]) or len(loaded) < 2:
+                return None
         metrics = {METRICS.get(n, f"trainer/{n}"): float(v) for n, v in trained.get("metrics", {}).items()}
-        return StepResult(int(version.rpartition("@")[2]), version, trained=True, metrics=metrics)
+        return StepResult(step, version, trained=True, metrics=metrics)
 
     while True:
         try:

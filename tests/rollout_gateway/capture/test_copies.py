@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import ExchangeRecorded, GroupDiscarded, TrajectoryCompleted
+from pipeline.events import (
+    DeadLettered,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    TrajectoryCompleted,
+    encode,
+)
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, exchanges, key_config, serves
@@ -134,6 +141,15 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
                 )
             )  # fmt: skip
     assert (state("g1")["status"], state("g1")["version"]) == ("trained", "tictactoe@1")
+    scored = GroupScored(project=PROJECT, group="g4", model="tictactoe", judge="j", members=())
+    letter = DeadLettered(
+        project="", stream="GROUPS", stream_seq=9, original_subject=scored.subject(), consumer="trainer",
+        reason="sampler_mismatch", detail="too far", payload=encode(scored),
+    )  # fmt: skip
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(letter)
+    dead = state("g4")
+    assert (dead["status"], dead["reason"], dead["detail"]) == ("dead", "sampler_mismatch", "too far")
     assert state("g2")["status"] == "waiting"
     assert (state("g3")["status"], state("g3")["reason"], state("g3")["detail"]) == (
         "discarded",
