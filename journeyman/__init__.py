@@ -19,6 +19,9 @@
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `curriculum` | tasks sampled by the posterior of their rewards |
+| `environments/` | `journeyman run-env` |
+| `evaluation/` | `journeyman eval` |
+| `starter/` | `journeyman init` |
 | `statistics` | means with 95 % intervals |
 
 Agents in other languages use the HTTP API that docs/gateway.md describes.

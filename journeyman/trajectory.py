@@ -60,7 +60,7 @@ class Usage:
     def of_completion(cls, answer: Mapping[str, Any]) -> Usage:
         """Return what the gateway's answer to a completion says."""
         return cls(
-            int(answer.get("exchanges", 0)),
+            int(answer.get("calls", 0)),
             int(answer.get("prompt_tokens", 0)),
             int(answer.get("sampled_tokens", 0)),
             float(answer.get("calls_s", 0.0)),

@@ -8,6 +8,7 @@
 | `security` | nkeys, NATS users, signatures of checkpoints |
 | `running` | an installation: what it starts, watches and restarts |
 | `telemetry` | log lines, and traces from the events |
+| `commands` | commands that live in a folder of their own |
 | `streams` | the table of streams, consumers and buckets |
 | `files` | writing a file whole, and syncing it |
 | `names` | identifiers and their form in NATS subjects |

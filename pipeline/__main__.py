@@ -1,13 +1,17 @@
 """The start of the `journeyman` command, also as `python -m pipeline`: says what to install where only the SDK is
-installed."""
+installed. The SDK's own commands run there too."""
 
 from __future__ import annotations
 
 import sys
 
+from pipeline.commands import SDK, run_module
+
 
 def main() -> None:
     """Run `pipeline.cli`. Exits with 2 and one line where a package that the command needs is missing."""
+    if sys.argv[1:2] and sys.argv[1] in SDK:
+        run_module(SDK[sys.argv[1]][0], sys.argv[2:])
     try:
         from pipeline import cli
     except ModuleNotFoundError as missing:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline import streams
+from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, NatsConfig, load, save, with_values
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
@@ -39,6 +40,7 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
+    **SDK,
     "sql": ("store.sql", "query the history with SQL"),
     "ui": ("store.dashboard.command", "show the history and the decisions as web pages"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
@@ -55,7 +57,6 @@ SUBCOMMANDS = {
         "check whether a base model trains correctly on this machine",
     ),
     "sft": ("trainer.commands.sft", "supervised warm start"),
-    "eval": ("journeyman.evaluation.command", "play held-out tasks with versions and other models"),
     "policy": (
         "rollout_gateway.serving.command",
         "decide which version a model's name stands for, or list it",
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     if args and args[0] in SUBCOMMANDS:
         module, _ = SUBCOMMANDS[args[0]]
-        os.execv(sys.executable, [sys.executable, "-m", module, *args[1:]])  # noqa: S606 - a module of ours
+        run_module(module, args[1:])
     parsed = _parser().parse_args(args)
     try:
         parsed.run(parsed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -63,6 +65,7 @@ def test_the_wheel_holds_every_package_and_its_data(wheel: Path) -> None:
     packages = ("pipeline", "rollout_gateway", "judge", "trainer", "store", "journeyman")
     wanted = {str(p.relative_to(ROOT)) for package in packages for p in (ROOT / package).rglob("*.py")}
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")} | {"journeyman/py.typed"}
+    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "journeyman/starter/template").glob("*.*")}
     assert wanted <= names
     assert not {n for n in names if n.startswith(("tests", "examples", "benchmarks", "docs"))}
 
@@ -126,3 +129,89 @@ main()
     assert done.returncode == 2, done.stderr
     assert "journeyman: the package msgspec is not installed" in done.stderr
     assert "pip install 'journeyman[cpu]'" in done.stderr
+
+
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def _interpreter(version: str) -> str:
+    """The interpreter of a version, from PATH or pyenv. Skips the test where there is none."""
+    found = [
+        f"python{version}",
+        *map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))),
+    ]
+    for name in reversed(found):
+        done = subprocess.run(
+            [name, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+            capture_output=True, text=True, check=False,
+        ) if shutil.which(name) else None  # fmt: skip
+        if done is not None and done.stdout.strip() == version:
+            return name
+    pytest.skip(f"there is no Python {version} on this machine")
+
+
+def _pip(*args: str, python: str = sys.executable) -> str:
+    """Run pip. Skips the test where no package index can be reached."""
+    command = [python, "-m", "pip", "--disable-pip-version-check", "--retries", "1", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    unreachable = ("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable")
+    if done.returncode and any(reason in done.stdout + done.stderr for reason in unreachable):
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", PYTHONS)
+def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path: Path, version: str) -> None:
+    """`pip install` brings what the SDK needs and no more, and the SDK's commands run."""
+    subprocess.run([_interpreter(version), "-m", "venv", str(tmp_path / "env")], check=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    _pip("install", "--quiet", str(wheel), python=python)
+    installed = {line.partition("==")[0].lower() for line in _pip("freeze", python=python).splitlines()}
+    assert installed <= {
+        "anyio", "certifi", "h11", "httpcore", "httpx", "idna", "sniffio", "typing_extensions", *(
+            name for name in installed if name.startswith("journeyman")
+        ),
+    }  # fmt: skip
+    script = "import sys, journeyman, journeyman.evaluation; " + (
+        f"heavy = [n for n in {(*HEAVY, 'openai')!r} if n in sys.modules]; assert not heavy, heavy; "
+        "print(journeyman.Estimate(0.5, 0.4, 0.6, 9))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    told = subprocess.run(
+        [python, "-W", "error", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout == "0.500 [0.400, 0.600] over 9\n"
+    command = str(tmp_path / "env" / "bin" / "journeyman")
+    made = subprocess.run([command, "init", "support"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "support" / "agent.py").is_file()
+    shown = subprocess.run([command, "eval", "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert "litellm:openai/gpt-5-mini" in shown.stdout
+    missing = subprocess.run([command, "status"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (missing.returncode, "journeyman[cpu]" in missing.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["macosx_11_0_arm64", "macosx_11_0_x86_64", "manylinux_2_28_aarch64"])
+def test_the_sdk_has_wheels_for_other_machines(wheel: Path, tmp_path: Path, platform: str) -> None:
+    _pip(
+        "download", "--quiet", "--only-binary", ":all:", "--platform", platform, "--python-version", PYTHONS[-1],
+        "--dest", str(tmp_path), str(wheel),
+    )  # fmt: skip
+    names = [path.name for path in tmp_path.glob("*.whl")]
+    assert len(names) >= 6
+    assert all(name.endswith("none-any.whl") for name in names)
+
+
+def test_the_metadata_names_extras_and_versions(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]
+        told = archive.read(name).decode()
+    for extra in ("cpu", "gpu", "verifiers", "openenv"):
+        assert f"Provides-Extra: {extra}\n" in told
+    for version in PYTHONS:
+        assert f"Classifier: Programming Language :: Python :: {version}\n" in told
+    assert "Requires-Python: >=3.11\n" in told

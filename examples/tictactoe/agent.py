@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,6 @@ from examples.tictactoe.game import Game, Result, describe
 
 MAX_TOKENS = 1
 """A cell's name is one token and a complete move, so the end of the turn is not sampled."""
-
-
-def prompt(messages: Iterable[Mapping[str, str]]) -> str:
-    """The conversation in the model's chat template, ready for the model's next turn."""
-    return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
 
 
 @dataclass(frozen=True)
@@ -127,59 +122,6 @@ class Fleet:
                 messages.append({"role": "assistant", "content": text})
                 game.play(text)
             return await self._complete(run["id"], group, game, step)
-
-    async def play_together(self, seeds: Sequence[str], *, group: str, pinned: str) -> list[Finished]:
-        """Play held-out games, all moves of a round in one call: the same inference with far fewer requests. The
-        batch is one trajectory of the split `val`, and its reward is the mean over the games. Returns games in the
-        order of `seeds`."""
-        games = [Game(seed) for seed in seeds]
-        talks: list[list[dict[str, str]]] = [[] for _ in games]
-        opening = {
-            "model": self.model,
-            "id": group,
-            "group": group,
-            "group_size": 1,
-            "split": "val",
-            "pinned": pinned,
-        }
-        run = await self._post("/trajectories", opening)
-        step = 0
-        agent = self.client.with_options(base_url=run["base_url"], api_key=run["api_key"]) if run else None
-        while agent is not None and (open_ := [i for i, game in enumerate(games) if game.result is None]):
-            for i in open_:
-                talks[i].append({"role": "user", "content": describe(games[i].board)})
-            began = time.monotonic()
-            try:
-                reply = await agent.completions.create(
-                    model=self.model,
-                    prompt=[prompt(talks[i]) for i in open_],
-                    max_tokens=MAX_TOKENS,
-                    temperature=1.0,
-                )
-            except openai.APIError as error:
-                self._note(error)
-                break
-            self.calls += 1
-            self.latency_s += time.monotonic() - began
-            step = int(reply.model.rpartition("@")[2])
-            for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
-                talks[i].append({"role": "assistant", "content": choice.text})
-                games[i].play(choice.text)
-        if run is not None:
-            whole = all(game.result is not None for game in games)
-            body: dict[str, Any] = {"outcome": "no_result"}
-            if whole:
-                wins = sum(game.result == "win" for game in games)
-                body = {
-                    "reward": sum(game.reward for game in games) / len(games),
-                    "metrics": {"win": wins / len(games), "games": float(len(games))},
-                }
-            if await self._post(f"/trajectories/{run['id']}/complete", body) is not None:
-                self.completed.append(run["id"])
-        return [
-            Finished(f"{group}-{i}", group, game.result, 0.0 if game.result is None else game.reward, step)
-            for i, game in enumerate(games)
-        ]
 
     async def _complete(self, trajectory: str, group: str, game: Game, step: int) -> Finished:
         if game.result is None:

@@ -23,10 +23,13 @@ from rich.live import Live
 from rich.table import Table
 
 from examples.common.running import ExampleError, Installation, ask, make_room, rows
+from examples.tictactoe import held_out
 from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
 from examples.tictactoe.report import COUNTS, LINEAGE, difference, win_rate
+from journeyman import AsyncJourneyman, Trajectory, evaluation
 from journeyman.curriculum import Curriculum
+from journeyman.evaluation import EvaluationReport
 
 SETTINGS = Path(__file__).with_name("journeyman.toml")
 MODEL = "tictactoe"
@@ -35,11 +38,6 @@ LOOK_EVERY_S = 0.25
 GOAL = 0.70
 CURRICULUM_POOL = 64
 """Openings that a curriculum chooses from, without `--openings`."""
-EVAL_BATCH = 40
-"""Held-out games in one trajectory, and so in one call. An event holds its whole request, so the log grows with the
-square."""
-EVAL_BATCHES = 4
-"""Number of such trajectories at once."""
 
 console = Console(highlight=False)
 
@@ -227,22 +225,28 @@ async def served_step(fleet: Fleet) -> int:
     return int(step)
 
 
-async def evaluate(fleet: Fleet, progress: Progress, version: str, games: int) -> list[Finished]:
-    """The held-out games, played by exactly this version and never trained on; in the same order for every version."""
+async def evaluate(
+    client: AsyncJourneyman,
+    progress: Progress,
+    version: str,
+    games: int,
+    before: EvaluationReport | None = None,
+) -> EvaluationReport:
+    """Let exactly this version play the held-out games, which are never trained on. With the report of the base model,
+    the report has both entrants and is recorded on the log."""
     progress.phase = f"held-out games at {version}"
     progress.recent.clear()
-    slots = asyncio.Semaphore(EVAL_BATCHES)
 
-    async def batch(first: int) -> list[Finished]:
-        seeds = [opening_seed("val", number) for number in range(first, min(first + EVAL_BATCH, games))]
-        async with slots:
-            played = await fleet.play_together(seeds, group=f"val-{version}-{first}", pinned=version)
-        progress.note(played)
-        return played
+    async def rollout(run: Trajectory, batch: held_out.Batch) -> float:
+        reward = await held_out.play(run, batch)
+        progress.games += len(batch["seeds"])
+        return reward
 
-    return [
-        game for played in await asyncio.gather(*map(batch, range(0, games, EVAL_BATCH))) for game in played
-    ]
+    return await evaluation.play(
+        client, [version], held_out.batches(games), rollout, concurrency=held_out.AT_ONCE, progress=False,
+        baseline=before.entrants[0] if before else None, record=before is not None,
+        scenarios="examples.tictactoe.held_out:batches", rollout_name="examples.tictactoe.held_out:play",
+    )  # fmt: skip
 
 
 async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
@@ -253,7 +257,8 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         gateway = await installation.ready()
         started_s = time.monotonic() - progress.began
         fleet = view.fleet = Fleet.at(gateway, MODEL, args.concurrency)
-        before = await evaluate(fleet, progress, f"{MODEL}@0", args.eval_games)
+        client = AsyncJourneyman(gateway)
+        before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
         evaluated_s = time.monotonic() - progress.began
         progress.phase, progress.games = "training", 0
         progress.recent.clear()
@@ -263,25 +268,33 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         trained_s = time.monotonic() - progress.began
         trained_games, calls = progress.games, fleet.calls
         final = f"{MODEL}@{progress.step}"
-        after = await evaluate(fleet, progress, final, args.eval_games)
+        report = await evaluate(client, progress, final, args.eval_games, before)
         restarts = installation.restarts()
+        await client.aclose()
         await fleet.client.close()
     finally:
         showing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await showing
+    (installation.run_dir / "evaluation.html").write_text(evaluation.html_page(report), "utf-8")
+    (installation.run_dir / "evaluation.md").write_text(evaluation.markdown_page(report), "utf-8")
+    completed = [
+        *fleet.completed,
+        *(run for entrant in report.entrants for task in entrant.tasks for run in task.trajectories),
+    ]
     return {
-        "win_rate_before": win_rate(before),
-        "win_rate_after": win_rate(after),
-        "win_rate_difference": difference(before, after),
+        "win_rate_before": win_rate(report.entrants[0]),
+        "win_rate_after": win_rate(report.entrants[1]),
+        "win_rate_difference": difference(report),
+        "evaluation": report.id,
         "steps": progress.step,
-        "calls": fleet.calls,
+        "calls": fleet.calls + sum(entrant.usage.calls for entrant in report.entrants),
         "calls_per_s_training": round(calls / max(trained_s - started_s, 1e-9), 1),
         "latency_mean_s": round(fleet.latency_s / max(fleet.calls, 1), 4),
-        "completed_by_agents": len(fleet.completed),
-        "completed_ids_distinct": len(set(fleet.completed)),
+        "completed_by_agents": len(completed),
+        "completed_ids_distinct": len(set(completed)),
         "training_games": trained_games,
-        "failed_requests": fleet.failed,
+        "failed_requests": fleet.failed + sum(entrant.failed for entrant in report.entrants),
         "last_error": fleet.last_error,
         "restarts": restarts,
         "final_checkpoint": final,
@@ -324,7 +337,7 @@ def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[
     low, high = gain["ci95"]
     console.print(
         f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to "
-        f"{high:+.3f} ({gain['gained']} more won, {gain['lost']} no longer)"
+        f"{high:+.3f}"
     )
     reached = report["time_to_0_70"]
     goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"
@@ -335,7 +348,7 @@ def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[
         f"trajectories completed: {report['completed_by_agents']:,} by the agents, {counts['completed']:,} in the "
         f"history; largest mean difference of sampler's and trainer's logprobs: "
         f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
-        f"report: {run_dir / 'report.json'}"
+        f"reports: {run_dir / 'report.json'}, {run_dir / 'evaluation.html'}"
     )
     return report
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from examples.tictactoe.agent import Finished
-from journeyman.statistics import paired_difference, wilson
+from journeyman.evaluation import EntrantResult, EvaluationReport
+from journeyman.statistics import Estimate
 
 LINEAGE = """
 SELECT version, parent, group_id, count(DISTINCT trajectory) AS trajectories, count(*) AS exchanges,
@@ -27,33 +26,33 @@ SELECT (SELECT count(*) FROM trajectories WHERE completed_at IS NOT NULL) AS com
 """
 
 
-def win_rate(games: Iterable[Finished]) -> dict[str, Any]:
-    """Rate and interval over games that had a result, and how many games ended how."""
-    results = [game.result for game in games if game.result is not None]
-    rate = wilson(results.count("win"), len(results))
+def win_rate(result: EntrantResult) -> dict[str, Any]:
+    """Win rate with its interval over the batches, and how many games ended how."""
+    played = [task.values for task in result.tasks if task.values]
     return {
-        "value": rate.mean if results else 0.0,
-        "ci95": [rate.low, rate.high],
-        "games": rate.count,
-        "outcomes": {kind: results.count(kind) for kind in ("win", "draw", "loss", "illegal")},
+        **_clamped(result.estimate("win"), 0.0),
+        "games": round(sum(values["games"] for values in played)),
+        "outcomes": {
+            kind: round(sum(values[kind] * values["games"] for values in played))
+            for kind in ("win", "draw", "loss", "illegal")
+        },
     }
 
 
-def difference(before: Sequence[Finished], after: Sequence[Finished]) -> dict[str, Any]:
-    """Difference of the win rates of `after` and `before`, with its 95 % interval. The two lists hold the same games in
-    the same order, so the interval is that of the mean difference per game; games without a result in either are left
-    out. With fewer than two games the interval is -1 to 1."""
-    pairs = [
-        (a.result == "win", b.result == "win")
-        for a, b in zip(before, after, strict=True)
-        if a.result is not None and b.result is not None
-    ]
-    found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
-    known = found.count > 1
+def difference(report: EvaluationReport) -> dict[str, Any]:
+    """Difference of the win rates of the second entrant and the first, with its interval over the pairs of batches."""
+    games = {task.task: task.values.get("games", 0.0) for task in report.entrants[0].tasks}
+    paired = report.pairs(1, "win")
     return {
-        "value": found.mean if known else 0.0,
-        "ci95": [max(found.low, -1.0), min(found.high, 1.0)] if known else [-1.0, 1.0],
-        "games": found.count,
-        "gained": pairs.count((False, True)),
-        "lost": pairs.count((True, False)),
+        **_clamped(report.difference(1, "win"), -1.0),
+        "games": round(sum(games[task] for task, _, _ in paired)),
+    }
+
+
+def _clamped(estimate: Estimate, least: float) -> dict[str, Any]:
+    """A rate from `least` to 1. Without an interval it is anywhere."""
+    known = estimate.count > 1
+    return {
+        "value": estimate.mean if estimate.count else 0.0,
+        "ci95": [max(estimate.low, least), min(estimate.high, 1.0)] if known else [least, 1.0],
     }

@@ -45,6 +45,7 @@ async def play(
     rollout_name: str = "",
     usd_per_hour: float = 0.0,
     record: bool = True,
+    baseline: EntrantResult | None = None,
     **options: Unpack[PlayOptions],
 ) -> EvaluationReport:
     """Let every entrant play `attempts` runs of each task, and return the results.
@@ -52,7 +53,8 @@ async def play(
     The first entrant is the baseline of the differences. `client` may be `None` if no entrant is a policy. `name`
     returns the name of a task (default: `task_name`). `scenarios` and `rollout_name` are recorded. `usd_per_hour` is
     the price of the machine that serves the policies. `record` sends the results of each entrant to the log, if there
-    is a client. Raises `ValueError` if there is no entrant or no task, or two entrants have one name;
+    is a client. `baseline` is an entrant that has played these tasks before: it is entrant 0 and does not play again.
+    Raises `ValueError` if there is no entrant or no task, or two entrants have one name;
     `TooManyExceptionsError` and `JourneymanError` as `gather`."""
     listed, played = list(tasks), [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
     given = [entrant.name for entrant in played]
@@ -65,8 +67,10 @@ async def play(
     evaluation = f"e-{secrets.token_hex(6)}"
     began = datetime.now(UTC).isoformat(timespec="seconds")
     names = [name(task) if name else task_name(task, n) for n, task in enumerate(listed)]
-    results: list[EntrantResult] = []
-    for position, entrant in enumerate(played):
+    results: list[EntrantResult] = [] if baseline is None else [baseline]
+    if baseline is not None and [task.task for task in baseline.tasks] != names:
+        raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
+    for position, entrant in enumerate(played, len(results)):
         version, groups, wall_s = await _play(
             client, entrant, _Tasks(listed, names, f"{evaluation}-{position}"), rollout, attempts, options
         )
@@ -80,7 +84,7 @@ async def play(
         {"attempts": attempts, "tasks": len(listed)},
     )
     if record and client is not None:
-        for position in range(len(played)):
+        for position in range(len(results)):
             await client.record_evaluation(report.event(position))
     return report
 

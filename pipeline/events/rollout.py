@@ -137,6 +137,8 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     """The gateway inferred where the trajectory began and ended."""
     batch: TrainingBatch | None = None
     """The batch that the trajectory's group is trained in; `null`: the trainer forms its steps of any groups."""
+    calls: int = 0
+    """Model calls. A call with several choices is several exchanges."""
     prompt_tokens: int = 0
     """Tokens of all prompts of the run. The choices of one call share one prompt, which counts once."""
     sampled_tokens: int = 0

@@ -108,6 +108,7 @@ class Completed(Struct, kw_only=True):
     outcome: str
     reward: float | None
     exchanges: Count
+    calls: Count
     prompt_tokens: Count
     sampled_tokens: Count
     calls_s: Annotated[float, Meta(ge=0)]

@@ -119,6 +119,7 @@ class TrajectoryRoutes:
             outcome=event.outcome,
             reward=event.reward,
             exchanges=event.exchanges,
+            calls=event.calls,
             prompt_tokens=event.prompt_tokens,
             sampled_tokens=event.sampled_tokens,
             calls_s=event.calls_s,

@@ -265,6 +265,7 @@ def _completed(found: Trajectory, body: Completion, inferred: bool) -> Trajector
         opened_at=opened.at,
         inferred=inferred,
         batch=body.batch,
+        calls=calls.next_seq,
         prompt_tokens=calls.prompt_tokens,
         sampled_tokens=calls.sampled_tokens,
         calls_s=calls.calls_us / 1e6,

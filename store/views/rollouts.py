@@ -11,7 +11,7 @@ TRAJECTORIES = View(
     "One row per agent run, open or ended.",
     documented(
         "project model trajectory group_id task attempt split outcome reward rewards metrics metadata "
-        "exchanges prompt_tokens sampled_tokens calls_s first_step last_step inferred opened_at completed_at "
+        "exchanges calls prompt_tokens sampled_tokens calls_s first_step last_step inferred opened_at completed_at "
         "duration_s paced_s stream_seq "
         "trace_id",
         attempt="Number of the attempt, as given by the caller.",
@@ -21,6 +21,7 @@ TRAJECTORIES = View(
         metrics="Metrics given by the agent.",
         metadata="Metadata given by the agent, JSON.",
         exchanges="Number of exchange events; null while open.",
+        calls="Number of model calls; 0 in runs that older versions recorded.",
         prompt_tokens="Tokens of all prompts of the run; 0 in runs that older versions recorded.",
         sampled_tokens="Sampled tokens of the run; 0 in runs that older versions recorded.",
         calls_s="Seconds that its model calls took, added up.",
@@ -37,7 +38,7 @@ TRAJECTORIES = View(
           coalesce(nullif(c.task, ''), o.task) AS task, coalesce(c.attempt, o.attempt) AS attempt,
           coalesce(c.split, o.split) AS split, coalesce(c.outcome, 'open') AS outcome, c.reward, c.rewards, c.metrics,
           coalesce(c.metadata, o.metadata) AS metadata, c.exchanges,
-          c.prompt_tokens, c.sampled_tokens, c.calls_s, c.first_step, c.last_step, c.inferred,
+          c.calls, c.prompt_tokens, c.sampled_tokens, c.calls_s, c.first_step, c.last_step, c.inferred,
           coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at,
           epoch_us(c.at - coalesce(o.at, nullif(c.opened_at, {NEVER}))::TIMESTAMP) / 1e6 AS duration_s,
           o.paced_s, c.log_seq AS stream_seq,

@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
-import numpy as np
+import json
+
 import pytest
 
-from examples.tictactoe.agent import Finished
-from examples.tictactoe.game import Result
 from examples.tictactoe.report import difference, win_rate
+from journeyman.evaluation import EntrantResult, EvaluationReport, parse_entrant
+from journeyman.evaluation.results import TaskResult
+from journeyman.statistics import mean_of
+from journeyman.trajectory import Usage
+
+REST = {"draw": 0.1, "illegal": 0.0}
+
+
+def played(name: str, *wins: float | None) -> EntrantResult:
+    """An entrant that won this share of each batch of 20 games; `None`: the batch failed."""
+    tasks = [
+        TaskResult(
+            str(n),
+            {"win": share, "loss": 0.9 - share, "games": 20.0, **REST} if share is not None else {},
+            1,
+            0,
+        )
+        for n, share in enumerate(wins)
+    ]
+    return EntrantResult(parse_entrant(name), name, tuple(tasks), Usage(), (), 1.0)
+
+
+def report(before: EntrantResult, after: EntrantResult) -> EvaluationReport:
+    return EvaluationReport("e", "", "", (before, after), "")
 
 
 def test_games_without_a_result_count_for_nothing() -> None:
-    games = [
-        Finished("a", "g", "win", 1, 0),
-        Finished("b", "g", "draw", 0.4, 0),
-        Finished("c", "g", None, 0, 0),
-    ]
-    rate = win_rate(games)
-    assert (rate["value"], rate["games"]) == (0.5, 2)
-    assert rate["outcomes"] == {"win": 1, "draw": 1, "loss": 0, "illegal": 0}
+    rate = win_rate(played("m@0", 0.5, None, 0.3))
+    assert rate["value"] == pytest.approx(0.4)
+    assert rate["games"] == 40
+    assert rate["outcomes"] == {"win": 16, "draw": 4, "loss": 20, "illegal": 0}
 
 
-def played(*results: Result | None) -> list[Finished]:
-    return [Finished(str(i), "g", r, 0.0, 0) for i, r in enumerate(results)]
-
-
-def test_the_difference_is_that_of_the_same_games() -> None:
-    before = played(*["win"] * 40, *["loss"] * 60, None, "win")
-    after = played(*["win"] * 35, *["loss"] * 5, *["win"] * 20, *["draw"] * 40, "win", None)
-    found = difference(before, after)
-    assert (found["games"], found["gained"], found["lost"]) == (100, 20, 5)
-    # The differences are 20 of 1, 5 of -1 and 75 of 0.
-    values = np.array([1] * 20 + [-1] * 5 + [0] * 75)
-    half = 1.984217 * values.std(ddof=1) / 10  # Student's t, 99 degrees of freedom
-    assert found["value"] == pytest.approx(0.15)
-    assert found["ci95"] == pytest.approx([0.15 - half, 0.15 + half])
+def test_the_difference_is_that_of_the_same_batches() -> None:
+    found = difference(report(played("m@0", 0.2, 0.4, 0.6, 0.1), played("m@9", 0.4, 0.5, 0.8, None)))
+    expected = mean_of([0.2, 0.1, 0.2])
+    assert found["value"] == pytest.approx(expected.mean)
+    assert found["ci95"] == pytest.approx([expected.low, expected.high])
+    assert found["games"] == 60
 
 
 def test_pairing_tells_more_than_two_separate_samples() -> None:
-    """Most games end alike before and after, so the interval is narrower than that of two independent rates."""
-    before, after = played(*["win"] * 50, *["loss"] * 50), played(*["win"] * 60, *["loss"] * 40)
-    low, high = difference(before, after)["ci95"]
-    independent = 2 * 1.96 * (0.5 * 0.5 / 100 + 0.6 * 0.4 / 100) ** 0.5
-    assert high - low < independent / 2
+    shares = [n / 40 for n in range(20)]
+    low, high = difference(
+        report(played("m@0", *shares), played("m@9", *(s + 0.1 + s / 100 for s in shares)))
+    )["ci95"]
+    own_low, own_high = win_rate(played("m@0", *shares))["ci95"]
+    assert high - low < (own_high - own_low) / 10
 
 
-def test_no_games_say_nothing() -> None:
-    assert win_rate([])["ci95"] == [0.0, 1.0]
-    assert difference([], [])["ci95"] == [-1.0, 1.0]
-    assert difference(played("win"), played("loss"))["ci95"] == [-1.0, 1.0]
-    with pytest.raises(ValueError, match="shorter"):
-        difference(played("win", "win"), played("win"))
+def test_one_batch_says_little_and_no_batch_nothing() -> None:
+    assert win_rate(played("m@0"))["ci95"] == [0.0, 1.0]
+    one = report(played("m@0", 0.5), played("m@9", 0.7))
+    assert win_rate(one.entrants[0])["ci95"] == [0.0, 1.0]
+    assert difference(one)["ci95"] == [-1.0, 1.0]
+    assert json.loads(json.dumps(difference(one)))["value"] == pytest.approx(0.2)

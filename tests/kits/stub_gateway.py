@@ -73,7 +73,7 @@ class StubGateway:
         if self.completed.setdefault(name, self.completed_by_others or body) != body:
             return JSONResponse({"error": {"message": "another result", "code": "trajectory_completed"}}, 409)
         return JSONResponse(
-            {"id": name, "exchanges": 2, "prompt_tokens": 20, "sampled_tokens": 4, "calls_s": 0.5}
+            {"id": name, "exchanges": 3, "calls": 2, "prompt_tokens": 20, "sampled_tokens": 4, "calls_s": 0.5}
         )
 
     async def _evaluated(self, request: Request) -> JSONResponse:

@@ -81,4 +81,4 @@ async def test_a_completed_run_tells_its_tokens_and_seconds(
     seconds = sum(e.at - e.started_at for e in first) / 1e6
     assert (completed.prompt_tokens, completed.sampled_tokens) == (prompt, sampled)
     assert completed.calls_s == pytest.approx(seconds)
-    assert [told[name] for name in ("prompt_tokens", "sampled_tokens")] == [prompt, sampled]
+    assert [told[name] for name in ("calls", "prompt_tokens", "sampled_tokens")] == [2, prompt, sampled]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,9 +12,10 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from examples.tictactoe.agent import Finished, Fleet, prompt
-from examples.tictactoe.game import CELLS, Game, describe, opening_seed
+from examples.tictactoe.game import CELLS, REWARDS, Game, describe, opening_seed
+from examples.tictactoe.held_out import batches, play, play_together, prompt
 from examples.tictactoe.make_model import MODEL_DIR
+from journeyman import Trajectory
 
 pytestmark = pytest.mark.anyio
 
@@ -57,13 +60,16 @@ class Gateway:
         }
         return httpx.Response(200, json=answer)
 
-    async def play(self) -> tuple[Fleet, list[Finished]]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(self)) as http:
-            client = openai.AsyncOpenAI(
-                base_url="http://gateway/v1", api_key="none", max_retries=0, http_client=http
-            )
-            fleet = Fleet(client, "m")
-            return fleet, await fleet.play_together(SEEDS, group="val-m@3-0", pinned="m@3")
+
+@contextlib.asynccontextmanager
+async def serving(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Trajectory]:
+    """A run whose calls reach `gateway`."""
+    async with httpx.AsyncClient(transport=httpx.MockTransport(gateway)) as http:
+        made = openai.AsyncOpenAI
+        monkeypatch.setattr(
+            openai, "AsyncOpenAI", lambda **more: made(**more | {"http_client": http, "max_retries": 0})
+        )
+        yield Trajectory("t", "m", "g", "http://gateway/v1", "k")
 
 
 def alone(seed: str) -> Game:
@@ -73,27 +79,37 @@ def alone(seed: str) -> Game:
     return game
 
 
-async def test_games_played_together_end_as_if_played_alone() -> None:
+async def test_games_played_together_end_as_if_played_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = Gateway()
-    fleet, played = await gateway.play()
+    async with serving(gateway, monkeypatch) as run:
+        played = await play_together(run, SEEDS)
     games = [alone(seed) for seed in SEEDS]
     assert [(f.result, f.reward, f.step) for f in played] == [(g.result, g.reward, 3) for g in games]
-    assert fleet.calls == len(gateway.prompts) == max(g.moves for g in games)
-    (_, opened), (path, done) = gateway.control
-    assert (opened["split"], opened["pinned"], opened["group_size"]) == ("val", "m@3", 1)
-    assert path.endswith("/trajectories/val-m@3-0/complete")
-    assert done["reward"] == pytest.approx(sum(g.reward for g in games) / len(games))
-    assert done["metrics"] == {"win": sum(g.result == "win" for g in games) / len(games), "games": len(games)}
-    assert fleet.completed == ["val-m@3-0"]
+    assert len(gateway.prompts) == max(g.moves for g in games)
 
 
-async def test_a_call_that_fails_makes_no_results_of_the_games_it_was_for() -> None:
-    gateway = Gateway(fails_at=4)
-    fleet, played = await gateway.play()
+async def test_the_result_of_a_batch_is_the_share_of_its_games(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Gateway(), monkeypatch) as run:
+        reward = await play(run, {"id": "b", "seeds": SEEDS})
     games = [alone(seed) for seed in SEEDS]
-    assert [f.result for f in played] == [g.result if g.moves < 4 else None for g in games]
-    assert gateway.control[-1][1] == {"outcome": "no_result"}
-    assert fleet.failed == 1
+    assert reward == pytest.approx(sum(g.reward for g in games) / len(games))
+    assert run.metrics["win"] == sum(g.result == "win" for g in games) / len(games)
+    assert sum(run.metrics[kind] for kind in REWARDS) == pytest.approx(1)
+
+
+async def test_a_call_that_fails_leaves_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Gateway(fails_at=4), monkeypatch) as run:
+        with pytest.raises(openai.BadRequestError):
+            await play(run, {"id": "b", "seeds": SEEDS})
+    assert not run.metrics
+
+
+def test_batches_hold_every_game_once() -> None:
+    for games in (2000, 32, 5):
+        listed = [seed for batch in batches(games) for seed in batch["seeds"]]
+        assert listed == [opening_seed("val", n) for n in range(games)]
+    assert len(batches()) == 50
+    assert len({batch["id"] for batch in batches()}) == 50
 
 
 def test_a_prompt_is_what_the_chat_template_makes() -> None:

@@ -1,0 +1,19 @@
+"""The commands of `journeyman` that live in a folder of their own: module, and what `--help` says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+SDK = {
+    "eval": ("journeyman.evaluation.command", "play held-out tasks with versions and other models"),
+    "run-env": ("journeyman.environments.command", "play an environment of verifiers or OpenEnv"),
+    "init": ("journeyman.starter.command", "write a starter project"),
+}
+"""Commands that need the SDK only."""
+
+
+def run_module(module: str, args: Sequence[str]) -> None:
+    """Become `python -m module args`. Does not return."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606 - a module of ours

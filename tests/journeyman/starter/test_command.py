@@ -1,0 +1,63 @@
+"""A project of `journeyman init` runs: its test, its training, its evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from journeyman.starter.command import FILES, InitError, main, write_project
+from tests.conftest import InferenceDouble
+from tests.kits.installation import JOURNEYMAN, program, up
+
+
+def test_a_project_has_its_name_and_its_test_passes(tmp_path: Path) -> None:
+    said = program([*JOURNEYMAN, "init", "support"], tmp_path)
+    assert "cd support" in said
+    assert sorted(p.name for p in (tmp_path / "support").iterdir()) == sorted(FILES)
+    texts = [p.read_text() for p in (tmp_path / "support").iterdir()]
+    assert not any("starter_model" in text for text in texts)
+    assert 'MODEL = "support"' in (tmp_path / "support" / "agent.py").read_text()
+    assert "6 passed" in program([sys.executable, "-m", "pytest", "-q", "-W", "error"], tmp_path / "support")
+
+
+@pytest.mark.parametrize("name", ["", "1x", "a/b", "a b", "x" * 65])
+def test_what_cannot_be_a_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InitError, match="cannot be a project"):
+        write_project(name, tmp_path / "p")
+
+
+def test_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(SystemExit) as ended:
+        main(["support", "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_project_trains_and_is_evaluated(tmp_path: Path) -> None:
+    """The commands of its README, with a small model before the inference double."""
+    project = tmp_path / "tictactoe"  # the double serves this name
+    write_project("tictactoe", project, str(InferenceDouble.base))
+    with up(tmp_path, project / "runs" / "tictactoe", "--config", "journeyman.toml", cwd=project) as running:
+        said = program([sys.executable, "agent.py", "--passes", "2"], project, JOURNEYMAN_URL=running.url)
+        assert [line.partition(":")[0] for line in said.splitlines()] == ["pass 0", "pass 1"]
+        running.until_step(1)
+        played = ["--rollout", "agent:play", "--scenarios", "agent:held_out", "--limit", "4", "--json"]
+        told = json.loads(program([*JOURNEYMAN, "eval", "tictactoe@0", *played], project))
+        assert {m["name"] for m in told["entrants"][0]["measures"]} == {"reward", "right"}
+        assert (project / told["report"] / "report.html").exists()
+    assert running.query(
+        "SELECT split, count(*) AS runs FROM trajectories GROUP BY split ORDER BY split"
+    ) == [
+        {"split": "train", "runs": 256},
+        {"split": "val", "runs": 4},
+    ]
+    assert running.query("SELECT entrant FROM evaluations WHERE measure = 'right'") == [
+        {"entrant": "tictactoe@0"}
+    ]

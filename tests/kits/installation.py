@@ -1,0 +1,109 @@
+"""`journeyman up` before the inference double, for tests of programs that train: no vLLM, real everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.conftest import InferenceDouble
+
+ROOT = Path(__file__).parents[2]
+JOURNEYMAN = [sys.executable, "-m", "pipeline"]
+SMALL = (
+    "trainer.groups_per_step=4",
+    "trainer.lora.rank=8",
+    "vllm.max_lora_rank=8",
+    "vllm.max_model_len=256",
+    "gateway.port=0",
+    "trainer.logprob_bound=1000",  # the double's logprobs are not the model's
+)
+"""Settings for the demo's model."""
+
+
+@dataclass
+class Up:
+    """A running installation."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return str(json.loads((self.run_dir / "state.json").read_text())["urls"]["gateway"])
+
+    @property
+    def ready(self) -> bool:
+        state = self.run_dir / "state.json"
+        return state.exists() and bool(json.loads(state.read_text())["ready"])
+
+    def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+        """Wait until the condition holds. Fails with the ends of the logs if the installation ends or time is over."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                logs = [self.log, *self.run_dir.glob("logs/*.log")]
+                raise AssertionError("\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in logs))
+            time.sleep(0.2)
+
+    def until_step(self, step: int) -> None:
+        """Wait until the gateway serves this policy step or a later one."""
+        self.until(lambda: httpx.get(f"{self.url}/v1/policies").json()["data"][0]["step"] >= step)
+
+    def stop(self) -> None:
+        """Stop it, with everything written to the store."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(100)
+            finally:
+                self.process.kill()
+
+    def query(self, sql: str) -> list[dict[str, Any]]:
+        """Return the rows of `journeyman sql`."""
+        command = [*JOURNEYMAN, "sql", "--run-dir", str(self.run_dir), "--format", "json", sql]
+        found: list[dict[str, Any]] = json.loads(program(command, ROOT))
+        return found
+
+
+def program(command: Sequence[str], cwd: Path, **env: str) -> str:
+    """Return what a program prints. Fails with its errors if it fails."""
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run(
+        command, cwd=cwd, env=given, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def up(
+    folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT
+) -> Iterator[Up]:
+    """Run `journeyman up` before a double of its own. `folder` takes logs, `flags` are more of the command's flags."""
+    double = InferenceDouble(folder)
+    double.start()
+    command = [*JOURNEYMAN, "up", *flags, "--vllm-url", double.url]
+    command += [part for setting in settings for part in ("--set", setting)]
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
+        )
+    running = Up(process, run_dir, folder / "up.log")
+    try:
+        running.until(lambda: running.ready)
+        yield running
+    finally:
+        running.stop()
+        double.stop()
