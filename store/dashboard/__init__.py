@@ -5,6 +5,8 @@
 | `service`, `command` | how it runs: started by `journeyman up`, or by `journeyman ui` |
 | `server` | the application |
 | `pages` | one function per page: its data from the history, as a dictionary |
+| `labels` | a person's scores or ranking, from the form of a group's page |
+| `texts` | values as text, data as JSON |
 | `history` | read access to the store for the pages: one DuckDB, refreshed as files appear |
 | `sandbox` | the SQL box: a query of a user in a process without files, network, writes or settings |
 | `gateway` | calls to the gateway's API in the name of the user |

@@ -12,7 +12,9 @@ from pipeline.config import Config
 from pipeline.running.runs import STATE
 from store.dashboard.errors import PageError
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
+"""Time for a decision: the gateway loads the version first."""
+_READ_S = 2.0
 ACTIONS = ("promote", "pin", "rollback", "split", "follow")
 """Decisions about the version that a model's name stands for."""
 
@@ -29,18 +31,22 @@ class Gateway:
         await self._client.aclose()
 
     def url(self) -> str:
-        """The gateway's URL by the settings, else as `journeyman up` wrote it for the run; empty where it never ran."""
+        """The gateway's URL by the settings, else as `journeyman up` wrote it for the run; empty where it does not
+        run."""
         if self._config.ui.gateway_url:
             return self._config.ui.gateway_url.rstrip("/")
         state = self._config.path(STATE)
         if not state.is_file():
             return ""
-        return str(msgspec.json.decode(state.read_bytes())["urls"].get("gateway", "")).rstrip("/")
+        found = msgspec.json.decode(state.read_bytes())
+        if found["services"].get("gateway", {}).get("state", "stopped") == "stopped":
+            return ""  # another process may have its port now
+        return str(found["urls"].get("gateway", "")).rstrip("/")
 
     async def policies(self, key: str) -> list[dict[str, Any]] | None:
         """What the models' names stand for; `None` where the gateway does not answer."""
         try:
-            return list((await self._request("GET", "/v1/policies", key))["data"])
+            return list((await self._request("GET", "/v1/policies", key, timeout_s=_READ_S))["data"])
         except PageError as error:
             if error.status == 503:
                 return None
@@ -55,13 +61,20 @@ class Gateway:
         return await self._request("POST", f"/v1/groups/{quote(group, safe='')}/label", key, body)
 
     async def _request(
-        self, method: str, path: str, key: str, body: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        key: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = _TIMEOUT_S,
     ) -> dict[str, Any]:
         if not (url := self.url()):
             raise PageError(503, "This run has no gateway: start it with `journeyman up`.")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            answer = await self._client.request(method, url + path, json=body, headers=headers)
+            answer = await self._client.request(
+                method, url + path, json=body, headers=headers, timeout=timeout_s
+            )
             found = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise PageError(

@@ -5,10 +5,7 @@ Each page has an address that can be shared, and its data as JSON under the same
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,11 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config import Config
 from pipeline.running.runs import SETTINGS, run_settings
-from store.dashboard import pages, sandbox
+from store.dashboard import labels, sandbox, texts
 from store.dashboard.access import COOKIE, HEADERS, Access
 from store.dashboard.errors import PageError
 from store.dashboard.gateway import ACTIONS, Gateway
 from store.dashboard.history import History
+from store.dashboard.pages import checkpoints, events, groups, judge, overview, trajectories
 from store.target import StoreError
 
 _HERE = Path(__file__).parent
@@ -40,6 +38,17 @@ SECTIONS = ("store", "gateway", "models", "ui")
 """The settings of a run that the pages need."""
 
 Data = dict[str, Any]
+
+_LISTS: dict[str, Callable[..., Data]] = {
+    "overview": overview.overview, "numbers": overview.numbers, "groups": groups.groups,
+    "trajectories": trajectories.trajectories, "checkpoints": checkpoints.checkpoints, "judge": judge.judge,
+    "decisions": checkpoints.decisions,
+}  # fmt: skip
+_SINGLE: dict[str, Callable[..., Data]] = {
+    "group": groups.group, "trajectory": trajectories.trajectory, "checkpoint": checkpoints.checkpoint,
+    "event": events.event,
+}  # fmt: skip
+_WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
 
 
 class Dashboard:
@@ -52,31 +61,28 @@ class Dashboard:
             loader=FileSystemLoader(_HERE / "templates"), autoescape=select_autoescape(), undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
-        self._templates.filters.update(number=_number, when=_when, short=_short, pretty=_pretty)
-        lists: dict[str, Callable[[History, pages.Query], Data]] = {
-            "overview": pages.overview, "groups": pages.groups, "trajectories": pages.trajectories,
-            "checkpoints": pages.checkpoints, "judge": pages.judge,
-        }  # fmt: skip
-        single: dict[str, Callable[[History, str, pages.Query], Data]] = {
-            "group": pages.group, "trajectory": pages.trajectory, "checkpoint": pages.checkpoint,
-        }  # fmt: skip
+        self._templates.filters.update(
+            number=texts.number, when=texts.when, short=texts.short, pretty=texts.pretty
+        )
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
-        for name, load in lists.items():
-            routes += [Route(f"/{name}{end}", self._list(name, load)) for end in ("", ".json")]
-        for name, one in single.items():
+        for name, load in _LISTS.items():
+            routes += [Route(f"/{name}{end}", self._page(name, load)) for end in ("", ".json")]
+        for name, one in _SINGLE.items():
             routes += [
-                Route(f"/{name}/{{name:path}}.json", self._single(name, one)),
-                Route(f"/{name}/{{name:path}}", self._single(name, one)),
+                Route(f"/{name}/{{name:path}}{end}", self._page(name, one, named=True))
+                for end in (".json", "")
             ]
         routes += [
-            Route("/sql", self._sql), Route("/sql.json", self._sql),
-            Route("/compare", self._compare), Route("/compare.json", self._compare),
-            Route("/decisions", self._decisions), Route("/decisions.json", self._decisions),
+            Route(f"/{name}{end}", answer)
+            for name, answer in (("sql", self._sql), ("compare", self._compare))
+            for end in ("", ".json")
+        ]
+        routes += [
             Route("/label/{group:path}", self._label, methods=["POST"]),
+            Route("/policies/{model:path}", self._decide, methods=["POST"]),
             Route("/sign-in", self._sign_in, methods=["GET", "POST"]),
             Route("/sign-out", self._sign_out, methods=["POST"]),
-            Route("/policies/{model:path}", self._decide, methods=["POST"]),
-        ]  # fmt: skip
+        ]
         self.app = Starlette(
             routes=routes,
             middleware=[Middleware(_Headers)],
@@ -94,16 +100,19 @@ class Dashboard:
     # -- answering ---------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, page: str, load: Callable[[], Data]) -> Response:
-        """Check the user, load the page's data in a thread, and render it as HTML or JSON."""
+        """Check the user, load the page's data in a thread, and render it as HTML or JSON. A page about versions gets
+        what the gateway says they are now."""
         key = self._admit(request)
         if key is None:
             return self._to_sign_in(request)
         data = await anyio.to_thread.run_sync(load)
+        if page in _WITH_POLICIES:
+            data = {**data, "policies": await self._gateway.policies(key)}
         return self._render(request, page, data)
 
     def _render(self, request: Request, page: str, data: Data, status: int = 200) -> Response:
         if request.url.path.endswith(".json"):
-            return Response(_json(data), status, media_type="application/json")
+            return Response(texts.as_json(data), status, media_type="application/json")
         link = request.url.path + ".json" + (f"?{request.url.query}" if request.url.query else "")
         text = self._templates.get_template(f"{page}.html").render(
             data, data=data, page_name=page, json_link=link, signed_in=COOKIE in request.cookies,
@@ -130,22 +139,12 @@ class Dashboard:
     async def _home(self, request: Request) -> Response:
         return RedirectResponse("/overview", 303)
 
-    def _list(
-        self, name: str, load: Callable[[History, pages.Query], Data]
-    ) -> Callable[..., Awaitable[Response]]:
+    def _page(
+        self, page: str, load: Callable[..., Data], named: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return await self._answer(request, name, lambda: load(self._history, request.query_params))
-
-        return answer
-
-    def _single(
-        self, name: str, load: Callable[[History, str, pages.Query], Data]
-    ) -> Callable[..., Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            wanted = request.path_params["name"]
-            return await self._answer(
-                request, name, lambda: load(self._history, wanted, request.query_params)
-            )
+            what = [request.path_params["name"]] if named else []
+            return await self._answer(request, page, lambda: load(self._history, *what, request.query_params))
 
         return answer
 
@@ -182,10 +181,10 @@ class Dashboard:
                     )
                     for run, _ in sides
                 }  # fmt: skip
-                data = pages.compare(
+                data = overview.compare(
                     (histories[sides[0][0]], sides[0][1]), (histories[sides[1][0]], sides[1][1]), {}
                 )
-                known = {run: pages.branches(history) for run, history in histories.items()}
+                known = {run: overview.branches(history) for run, history in histories.items()}
             return {**data, "runs": sorted(runs), "chosen": sides, "branches": known}
 
         return await self._answer(request, "compare", load)
@@ -195,15 +194,6 @@ class Dashboard:
         here = Path(self._history.config.run_dir)
         found = {folder.name: folder for folder in here.parent.glob("*/") if (folder / "store").is_dir()}
         return found | {here.name: here}
-
-    async def _decisions(self, request: Request) -> Response:
-        key = self._admit(request)
-        policies = await self._gateway.policies(key) if key is not None else None
-
-        def load() -> Data:
-            return {**pages.decisions(self._history, request.query_params), "policies": policies}
-
-        return await self._answer(request, "decisions", load)
 
     async def _decide(self, request: Request) -> Response:
         key = self._admit(request)
@@ -215,27 +205,24 @@ class Dashboard:
             raise PageError(400, f"action={action[:40]!r}: choose one of {', '.join(ACTIONS)}.")
         body: Data = {name: value for name, value in form.items() if value}
         if "percent" in body:
-            body["percent"] = float(body["percent"])
+            try:
+                body["percent"] = float(body["percent"])
+            except ValueError:
+                raise PageError(
+                    400, f"percent={body['percent'][:40]!r}: write a number from 0 to 100."
+                ) from None
         await self._gateway.decide(key, request.path_params["model"], action, body)
-        return RedirectResponse("/decisions", 303)
+        return RedirectResponse("/decisions?decided=1", 303)
 
     async def _label(self, request: Request) -> Response:
-        """Record the scores of the form, whose fields are `score:<trajectory>` and `comment:<trajectory>`."""
+        """Record the scores or the ranking of the form (`store.dashboard.labels`)."""
         key = self._admit(request)
         if key is None:
             return self._to_sign_in(request)
         group, form = request.path_params["group"], await self._form(request)
-        labels = []
-        for field, text in form.items():
-            what, _, trajectory = field.partition(":")
-            if what == "score" and text.strip():
-                comment = form.get(f"comment:{trajectory}", "").strip()
-                labels.append({"trajectory": trajectory, "score": _score(text), "comment": comment})
-        if not labels:
-            raise PageError(400, "Give at least one run a score from 0 to 1.")
-        body = {"labels": labels, "by": form.get("by", "").strip(), "source": "dashboard"}
+        body = labels.body(form)
         await self._gateway.label(key, group, body)
-        return RedirectResponse(f"/group/{quote(group, safe='')}?labeled={len(labels)}", 303)
+        return RedirectResponse(f"/group/{quote(group, safe='')}?labeled={len(body['labels'])}", 303)
 
     # -- signing in --------------------------------------------------------------------------------------------------
 
@@ -283,63 +270,7 @@ class _Headers:
         await self._app(scope, receive, with_headers)
 
 
-def _score(text: str) -> float:
-    try:
-        score = float(text)
-    except ValueError:
-        score = math.nan
-    if not 0 <= score <= 1:
-        raise PageError(400, f"A score is a number from 0 to 1, not {text[:40]!r}.")
-    return score
-
-
-# -- texts of values -----------------------------------------------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold: no NaN, no bytes, times in ISO 8601."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, datetime | date):
-        return value.isoformat()
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, sandbox.Result):
-        return _plain({"columns": value.columns, "types": value.types, "rows": value.rows, "cut": value.cut})
-    return value
-
-
-def _json(data: Data) -> bytes:
-    return json.dumps(_plain(data), ensure_ascii=False, default=str).encode()
-
-
-def _number(value: Any, digits: int = 3) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
-
-
-def _when(value: datetime | None) -> str:
-    return value.strftime("%Y-%m-%d %H:%M:%S") if value else "–"
-
-
-def _short(value: Any, length: int = 200) -> str:
-    text = "" if value is None else str(value)
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _pretty(text: Any) -> str:
-    with contextlib.suppress(ValueError, TypeError):
-        return json.dumps(
-            json.loads(text) if isinstance(text, str) else _plain(text), indent=1, ensure_ascii=False
-        )
-    return str(text)
-
-
 def make_app(config: Config) -> Starlette:
     """The application over a run. Raises `ConfigError`, `StoreError`."""
-    return Dashboard(History(config), Access(config)).app
+    access = Access(config)
+    return Dashboard(History(config), access).app

@@ -135,7 +135,7 @@ LABELS = View(
     """
         WITH each AS (SELECT *, unnest(labels) AS l FROM group_labeled), judged AS (
           SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts
-          WHERE branch = 'main' GROUP BY ALL
+          WHERE branch = 'main' AND group_id IN (SELECT "group" FROM group_labeled) GROUP BY ALL
         )
         SELECT e.project, e.model, e."group" AS group_id, e.l.trajectory AS trajectory, e.l.score AS score, e.ranked,
           e.l.comment AS comment, e."by" AS labeled_by, e.source, e."at" AS labeled_at, j.judge_model, j.judge_score

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from pipeline.running.runs import run_settings
+from store.dashboard.history import History
 from tests.store.kit import fill, run_of_one_step
 
 PAGES = (
     "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql", "group/g0", "group/g9",
-    "trajectory/t0", "checkpoint/m@1", "sign-in",
+    "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
 )  # fmt: skip
 
 
@@ -36,7 +39,7 @@ def test_the_overview_counts_and_draws(client: TestClient) -> None:
         page["counts"]["completed"],
         page["counts"]["calls"],
     ) == ("m", 2, 2, 4)
-    assert [(row["step"], row["runs"], row["mean"]) for row in page["curve"]] == [(0, 2, 0.5)]
+    assert [(row["step"], row["trajectories"], row["mean"]) for row in page["curve"]] == [(0, 2, 0.5)]
     assert page["steps"][0]["metrics"] == {"loss": 0.5}
 
 
@@ -55,7 +58,9 @@ def test_a_trajectory_shows_each_token_with_its_logprob_and_mask(client: TestCli
         (3, -0.5, True),
         (4, -0.25, True),
     ]
-    assert [m["role"] for m in page["calls"][0]["messages"]] == ["system", "user", "assistant"]
+    assert [m["role"] for m in page["calls"][0]["messages"]] == ["system", "user"]
+    assert page["calls"][0]["reply"]["content"] == "x"
+    assert page["trained_in"] == [{"version": "m@1", "branch": "main"}]
 
 
 def test_a_checkpoint_shows_both_ways_of_its_lineage(client: TestClient) -> None:
@@ -86,7 +91,9 @@ def test_two_runs_are_compared(client: TestClient, run_dir: Path) -> None:
     ("path", "status"),
     [
         ("group/none", 404), ("trajectory/none", 404), ("checkpoint/m@7", 404), ("checkpoint/none", 404), ("none", 404),
-        ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400),
+        ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400), ("groups?step=x", 400),
+        ("trajectories?step=x", 400), ("trajectory/t0?from=x", 400), ("event/group.scored/99", 404),
+        ("event/groups/1", 404), ("event/sqlite_master/1", 404),
         ("trajectories?page=99999999999", 400),
         ("compare?run_b=../here", 404), ("compare?run_b=none", 404), ("static/../server.py", 404),
     ],
@@ -98,6 +105,64 @@ def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -
 def test_filters_and_texts_are_data(client: TestClient) -> None:
     assert len(client.get("/groups.json?status=discarded").json()["rows"]) == 1
     assert client.get("/groups.json", params={"task": "' OR 1=1 --"}).json()["rows"] == []
-    assert client.get("/trajectories.json?step=x").json()["rows"] == []
     page = client.get("/groups", params={"task": '"><script>alert(1)</script>'}).text
     assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize(
+    ("path", "order"),
+    [
+        ("groups?sort=group", ["g0", "g9"]), ("groups?sort=-group", ["g9", "g0"]), ("groups?step=0", ["g0"]),
+        ("groups?step=1", []), ("trajectories?sort=reward", ["t1", "t0"]), ("trajectories?sort=-reward", ["t0", "t1"]),
+        ("checkpoints?sort=-loss", ["m@1"]),
+    ],
+)  # fmt: skip
+def test_lists_are_ordered_by_a_column_and_filtered_by_step(
+    client: TestClient, path: str, order: list[str]
+) -> None:
+    page, _, query = path.partition("?")
+    rows = client.get(f"/{page}.json?{query}").json()["rows"]
+    names = {"groups": "group_id", "trajectories": "trajectory", "checkpoints": "version"}
+    assert [row[names[page]] for row in rows] == order
+    assert client.get(f"/{path}").status_code == 200
+
+
+def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) -> None:
+    page = client.get("/overview.json").json()
+    assert [(row["entrant"], row["mean"]) for row in page["evaluations"]] == [("m@1", 0.5)]
+    assert [row["action"] for row in page["decisions"]] == ["promote"]
+    assert [(row["step"], row["mean"]) for row in page["staleness"]] == [(1, 0.0)]
+    assert page["cost"][-1]["judge_usd"] == 0.25
+    assert sum(row["trajectories_per_s"] for row in page["throughput"]) > 0
+    assert page["policies"] is None
+    assert client.get("/numbers.json").json()["counts"] == page["counts"]
+
+
+def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:
+    page = client.get("/trajectory/t0.json").json()
+    seq = page["calls"][0]["stream_seq"]
+    (event,) = client.get(f"/event/rollout.exchange/{seq}.json").json()["events"]
+    assert (event["trajectory"], event["seq"], event["sampled_ids"]) == ("t0", 0, [3, 4])
+    assert "sampled_ids" in client.get(f"/event/rollout.exchange/{seq}").text
+
+
+def test_the_evaluation_of_a_checkpoint(client: TestClient) -> None:
+    page = client.get("/checkpoint/m@1.json").json()
+    assert [row["mean"] for row in page["evaluations"]] == [0.5]
+    assert [row["task"] for row in page["tasks"]] == ["t"]
+
+
+def test_new_files_show_after_a_while_and_a_result_stands_until_then(run_dir: Path) -> None:
+    config = run_settings(run_dir)
+    history = History(config)
+    query = "SELECT count(*) AS n FROM rollout_opened"
+    first = history.shared_rows(query)
+    assert first == [{"n": 2}]
+    assert history.shared_rows(query) is first
+    (run_dir / "store" / "rollout.opened").rename(run_dir / "gone")
+    history._refreshed_at, history._results[query, "{}"] = (
+        -10.0,
+        replace(history._results[query, "{}"], stands_until=0),
+    )
+    assert history.shared_rows(query) == [{"n": 0}]
+    history.close()

@@ -1,0 +1,82 @@
+"""Groups, and one group: its members side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from store.dashboard.errors import PageError
+from store.dashboard.history import History
+from store.dashboard.pages.lists import Query, as_step, branch_of, listed
+
+_COLUMNS = {
+    "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
+    "mean": "reward_mean", "lowest": "reward_min", "highest": "reward_max", "spread": "reward_max - reward_min",
+}  # fmt: skip
+_TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+_AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
+
+
+def groups(history: History, query: Query) -> dict[str, Any]:
+    """Groups by task, status, reason, split, branch, policy step, and whether their rewards differ."""
+    step = query.get("step", "").strip()
+    if step and as_step(step) is None:
+        raise PageError(400, f"step={step[:40]!r}: write the number of a policy step.")
+    return listed(
+        history, query, "groups", _COLUMNS, model="model = $model", branch="branch = $branch", split="split = $split",
+        status="status = $status", reason="reason = $reason", signal="has_signal = ($signal = 'yes')", task=_TEXT,
+        step=_AT_STEP,
+    )  # fmt: skip
+
+
+def group(history: History, name: str, query: Query) -> dict[str, Any]:
+    """The members of a group: reward, components, the judge's words, the last reply, people's labels."""
+    chosen = {"group": name, "branch": branch_of(query)}
+    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", chosen)
+    members = history.rows(
+        """SELECT * FROM rewards WHERE group_id = $group AND branch = $branch
+           ORDER BY reward DESC NULLS LAST, trajectory""",
+        chosen,
+    )
+    runs = {
+        row["trajectory"]: row
+        for row in history.rows("SELECT * FROM trajectories WHERE group_id = $group ORDER BY attempt", chosen)
+    }
+    if not scored and not runs:
+        raise PageError(404, f"There is no group {name!r} in this history.")
+    known = {row["trajectory"] for row in members}
+    members += [
+        {"trajectory": one, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
+        for one, run in runs.items() if one not in known
+    ]  # fmt: skip
+    verdicts = history.rows(
+        "SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory",
+        chosen,
+    )
+    labels = history.rows(
+        'SELECT unnest(labels, recursive := true), ranked, "by", source, "at" FROM group_labeled '
+        'WHERE "group" = $group ORDER BY "at"',
+        chosen,
+    )
+    replies = _replies(history, [row["trajectory"] for row in members])
+    for member in members:
+        one = member["trajectory"]
+        member["run"], member["reply"] = runs.get(one), replies.get(one)
+        member["verdicts"] = [v for v in verdicts if v["trajectory"] == one]
+        member["labels"] = [label for label in labels if label["trajectory"] == one]
+    return {
+        **chosen, "scored": scored, "members": members,
+        "trained_in": history.rows(
+            "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", chosen
+        ),
+    }  # fmt: skip
+
+
+def _replies(history: History, members: list[str]) -> dict[str, Any]:
+    """The last reply of each member."""
+    found = history.rows(
+        """SELECT trajectory, arg_max(content, (seq, position)) AS content,
+             arg_max(tool_calls, (seq, position)) AS tool_calls
+           FROM messages WHERE is_reply AND trajectory IN (SELECT unnest($members)) GROUP BY 1""",
+        {"members": members},
+    )
+    return {row["trajectory"]: row for row in found}

@@ -1,0 +1,68 @@
+"""Lists of rows: filters, order and paging, all of which are in the page's address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from store.dashboard.errors import PageError
+from store.dashboard.history import History, Row
+
+Query = Mapping[str, str]
+"""The parameters of a page's address."""
+
+PAGE = 50
+"""Rows of one page of a list."""
+_LAST_PAGE = 199
+"""A list goes so far: the database keeps all rows up to those that are shown."""
+
+
+def listed(history: History, query: Query, source: str, columns: Mapping[str, str], **conditions: str) -> Row:
+    """Rows of `source`, SQL text of this program that can follow FROM.
+
+    `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
+    names none. `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
+    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`."""
+    sort = query.get("sort") or "-" + next(iter(columns))
+    name, down = sort.removeprefix("-"), sort.startswith("-")
+    if name not in columns:
+        raise PageError(
+            400, f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{name[:40]} and so on."
+        )
+    used = {one: value for one in conditions if (value := query.get(one, "").strip())}
+    where = " AND ".join(conditions[one] for one in used) or "true"
+    page = _page(query)
+    direction = "DESC" if down else "ASC"
+    rows = history.rows(
+        f"SELECT * FROM {source} WHERE {where} ORDER BY {columns[name]} {direction} NULLS LAST, "  # noqa: S608
+        f"stream_seq {direction} LIMIT {PAGE + 1} OFFSET {page * PAGE}",
+        used,
+    )
+    return {
+        "rows": rows[:PAGE], "page": page, "more": len(rows) > PAGE and page < _LAST_PAGE, "sort": sort,
+        "query": {one: value for one, value in query.items() if one != "page" and value},
+    }  # fmt: skip
+
+
+def _page(query: Query) -> int:
+    text = query.get("page") or "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) <= _LAST_PAGE):
+        raise PageError(
+            400, f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list."
+        )
+    return int(text)
+
+
+def as_step(text: str) -> int | None:
+    """A number of a step; `None` where `text` is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def branch_of(query: Query) -> str:
+    """The branch that the address names, `main` if it names none."""
+    return query.get("branch") or "main"
+
+
+def labelled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without those that are `None`, for a page's list of names and values."""
+    return {name: value for name, value in values.items() if value is not None}

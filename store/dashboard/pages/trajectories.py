@@ -1,0 +1,162 @@
+"""Trajectories, and one trajectory: its messages, tools and tokens."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from store.dashboard.errors import PageError
+from store.dashboard.history import History, Row
+from store.dashboard.pages.lists import Query, as_step, listed
+
+_COLUMNS = {
+    "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
+    "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
+}  # fmt: skip
+_TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+CALLS = 20
+"""Calls of a trajectory that one page shows."""
+
+Decode = Callable[[int], str]
+
+
+def trajectories(history: History, query: Query) -> dict[str, Any]:
+    """Trajectories by task or group, outcome, split and policy step."""
+    step = query.get("step", "").strip()
+    if step and as_step(step) is None:
+        raise PageError(400, f"step={step[:40]!r}: write the number of a policy step.")
+    return listed(
+        history, query, "trajectories", _COLUMNS, model="model = $model", split="split = $split",
+        outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
+        step="last_step = try_cast($step AS BIGINT)",
+    )  # fmt: skip
+
+
+def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
+    """One trajectory: what it said, and for every call the sampled tokens with logprob, loss mask and version."""
+    first = as_step(query.get("from") or "0")
+    if first is None:
+        raise PageError(400, f"from={query['from'][:40]!r}: write the number of a call.")
+    chosen = {"trajectory": name, "first": first, "after": first + CALLS}
+    run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", chosen)
+    if run is None:
+        raise PageError(
+            404, f"There is no trajectory {name!r} in this history. It shows some seconds after it began."
+        )
+    calls = history.rows(
+        """SELECT * EXCLUDE (prompt_ids) FROM exchanges
+           WHERE trajectory = $trajectory AND seq >= $first AND seq < $after ORDER BY seq, choice""",
+        chosen,
+    )
+    decode = _decoder(history, run["model"])
+    before: list[Any] = []
+    for call in calls:
+        request = _json(call["request"])
+        sent = _part(request, "messages") or []
+        call["earlier"] = _shared(before, sent)
+        call["messages"] = [_message(message) for message in sent[call["earlier"] :]]
+        call["tools"] = _part(request, "tools") or []
+        call["reply"] = _message(_part(_json(call["response"]), "choices", call["choice"], "message") or {})
+        call["tokens"] = _tokens(call, decode)
+        before = sent
+        del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
+    more = history.row(
+        "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", chosen
+    )
+    return {
+        "trajectory": name, "run": run, "calls": calls, "from": first, "last": (more or {}).get("last"),
+        "count": (more or {}).get("calls"), "step_of": CALLS,
+        "verdicts": history.rows(
+            """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
+               ORDER BY scored_at, verdict""",
+            {**chosen, "group": run["group_id"]},
+        ),
+        "rewards": history.rows(
+            "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
+            {**chosen, "group": run["group_id"]},
+        ),
+        "trained_in": history.rows(
+            "SELECT version, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step",
+            {"group": run["group_id"]},
+        ),
+        "decoded": decode is not str,
+    }  # fmt: skip
+
+
+def _shared(before: list[Any], sent: list[Any]) -> int:
+    """How many messages two calls have in common from the beginning on."""
+    pairs = zip(before, sent, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _part(value: Any, *path: str | int) -> Any:
+    """The part of parsed JSON at `path`; `None` where there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _message(message: Any) -> Row:
+    """A message of a request for the page: its role, its text (JSON where it has parts) and its tool calls."""
+    if not isinstance(message, dict):
+        return {"role": "", "content": str(message), "tool_calls": None}
+    content, calls = message.get("content"), message.get("tool_calls")
+    return {
+        "role": str(message.get("role", "")),
+        "content": content if isinstance(content, str) else "" if content is None else _text(content),
+        "tool_calls": _text(calls) if calls else None,
+    }
+
+
+def _tokens(call: Row, decode: Decode) -> list[Row]:
+    """Every sampled token of a call. It is trained if it was sampled freely in a call of the task that did not fail."""
+    ids, logprobs, forced = (call[name] or [] for name in ("sampled_ids", "logprobs", "forced"))
+    trained = not call["side_call"] and call["status"] != "failed"
+    return [
+        {
+            "id": token, "text": decode(token), "logprob": logprobs[i] if i < len(logprobs) else None,
+            "forced": bool(forced[i]) if i < len(forced) else False,
+            "trained": trained and not (i < len(forced) and forced[i]),
+        }
+        for i, token in enumerate(ids)
+    ]  # fmt: skip
+
+
+def _decoder(history: History, model: str) -> Decode:
+    """A function from a token id to its text; `str` where the base model's tokenizer is not on this machine."""
+    for one in history.config.models:
+        if one.name == model:
+            path = Path(one.base) / "tokenizer.json"
+            return _load_decoder(path, path.stat().st_mtime) if path.is_file() else str
+    return str
+
+
+@functools.lru_cache(maxsize=4)
+def _load_decoder(path: Path, changed: float) -> Decode:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        return str
+    tokenizer = Tokenizer.from_file(str(path))
+    return functools.lru_cache(maxsize=65_536)(
+        lambda token: tokenizer.decode([token], skip_special_tokens=False)
+    )
+
+
+def _json(text: str | None) -> Any:
+    try:
+        return msgspec.json.decode(text or "null")
+    except msgspec.DecodeError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
