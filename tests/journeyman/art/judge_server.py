@@ -1,4 +1,4 @@
-"""A judge model behind OpenAI's API, which scores each attempt by a hash of its text."""
+"""A judge model behind OpenAI's API, which scores each attempt by a hash of its text and by its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def judge(request: dict[str, Any]) -> str:
         {
             "trajectory_id": number,
             "explanation": "by its hash",
-            "score": hashlib.sha256(text.encode()).digest()[0] / 255,
+            "score": 0.9 * hashlib.sha256(text.encode()).digest()[0] / 255 + int(number) / 100,
         }
         for number, text in _ATTEMPT.findall(prompt)
     ]

@@ -21,6 +21,7 @@ ROLLOUTS = 4
 class Scenario(BaseModel):
     step: int
     seed: str
+    attempt: int = 0
 
 
 @art.retry(exceptions=(openai.LengthFinishReasonError,))
@@ -42,8 +43,8 @@ async def rollout(model: art.Model, scenario: Scenario) -> art.Trajectory:
             words = (choice.message.content or "").split()
             cell = words[0] if words and words[0] in CELLS else CELLS[len(choice.message.content or "") % 9]
             game.play(cell)
-    # Whether a move is legal depends on what was said, so games of a group differ also with a model that cannot play.
-    trajectory.reward = REWARDS[game.result or "draw"] + 0.01 * len(trajectory.messages()[-1]["content"])
+    # A tie-break: also a group of four equal games trains.
+    trajectory.reward = REWARDS[game.result or "draw"] - 0.01 * scenario.attempt
     trajectory.metrics["moves"] = game.moves
     trajectory.metrics["won"] = game.result == "win"
     return trajectory
@@ -64,7 +65,7 @@ async def main() -> list[float]:
         groups = await art.gather_trajectory_groups(
             (
                 art.TrajectoryGroup(
-                    rollout(model, Scenario(step=batch.step, seed=seed)) for _ in range(ROLLOUTS)
+                    rollout(model, Scenario(step=batch.step, seed=seed, attempt=n)) for n in range(ROLLOUTS)
                 )
                 for seed in batch.items
             ),

@@ -45,7 +45,7 @@ def play(board: Board, move: str, rng: random.Random) -> tuple[Board, int]:
     return new, sum(gained for _, gained in moved)
 
 
-async def rollout(model: art.Model, seed: int) -> art.Trajectory:
+async def rollout(model: art.Model, seed: int, attempt: int) -> art.Trajectory:
     rng = random.Random(seed)
     board: Board = [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
     trajectory = art.Trajectory(messages_and_choices=[], metadata={"seed": seed}, reward=0)
@@ -66,7 +66,7 @@ async def rollout(model: art.Model, seed: int) -> art.Trajectory:
         trajectory.log(f"{move}: {gained}")
     trajectory.metrics["max_tile"] = max(max(row) for row in board)
     trajectory.metrics["score"] = score
-    trajectory.reward = score + sum(map(sum, board)) / 10 + len(said) / 100
+    trajectory.reward = score + sum(map(sum, board)) / 10 - attempt / 100  # a tie-break
     return trajectory.finish()
 
 
@@ -77,7 +77,10 @@ async def main() -> list[float]:
     start = await model.get_step()
     for step in range(start, start + STEPS):
         groups = await art.gather_trajectory_groups(
-            (art.TrajectoryGroup(rollout(model, 10 * step + n) for _ in range(4)) for n in range(2)),
+            (
+                art.TrajectoryGroup(rollout(model, 10 * step + n, attempt) for attempt in range(4))
+                for n in range(2)
+            ),
             pbar_desc="gather",
         )
         await model.train(groups, config=art.TrainConfig(learning_rate=1e-3))
