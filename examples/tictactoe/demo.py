@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,20 +21,18 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from examples.common.running import ExampleError, Installation, ask, make_room, rows
+from examples.common.running import ExampleError, Installation, make_room
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
-from examples.tictactoe.report import COUNTS, LINEAGE, difference, win_rate
+from examples.tictactoe.report import GOAL, MODEL, conclude, difference, win_rate
 from journeyman import AsyncJourneyman, Trajectory, evaluation
 from journeyman.curriculum import Curriculum
 from journeyman.evaluation import EvaluationReport
 
 SETTINGS = Path(__file__).with_name("journeyman.toml")
-MODEL = "tictactoe"
 LOOK_EVERY_S = 0.25
 """Seconds between two reads of the policy version that the gateway serves."""
-GOAL = 0.70
 CURRICULUM_POOL = 64
 """Openings that a curriculum chooses from, without `--openings`."""
 
@@ -309,50 +306,6 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
     }
 
 
-def conclude(report: dict[str, Any], run_dir: Path, progress: Progress) -> dict[str, Any]:
-    """The report with what the history says, printed and written."""
-    (counts,) = rows(run_dir, COUNTS)
-    query = LINEAGE.format(model=MODEL, step=report["steps"])
-    report |= {
-        "trajectories": counts["completed"],
-        "completed_by_sql": counts["completed"],
-        "completed_by_sql_distinct": counts["distinct_completed"],
-        "exchanges_by_sql": counts["exchanges"],
-        "sampler_logprob_diff": counts["sampler_logprob_diff"],
-        "staleness": {"mean": counts["staleness_mean"], "max": counts["staleness_max"]},
-        "lineage": rows(run_dir, query),
-        "wall_s": round(time.monotonic() - progress.began, 1),
-    }
-    (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    console.print(f"\nlineage of [bold]{report['final_checkpoint']}[/]:")
-    print(ask(run_dir, query, "table"))
-    before, after = report["win_rate_before"], report["win_rate_after"]
-    table = Table("", "win rate", "95 % interval", "games", "win / draw / loss / illegal", box=None)
-    for name, rate in (("before", before), ("after", after)):
-        low, high = rate["ci95"]
-        ends = " / ".join(str(n) for n in rate["outcomes"].values())
-        table.add_row(name, f"{rate['value']:.3f}", f"{low:.3f} to {high:.3f}", str(rate["games"]), ends)
-    console.print(table)
-    gain = report["win_rate_difference"]
-    low, high = gain["ci95"]
-    console.print(
-        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to "
-        f"{high:+.3f}"
-    )
-    reached = report["time_to_0_70"]
-    goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"
-    diff = report["sampler_logprob_diff"]
-    console.print(
-        f"{report['steps']} steps, {report['calls']:,} calls, {report['failed_requests']} failed, "
-        f"{report['wall_s']:.0f} s in all; a win rate of {GOAL:.2f} while training: {goal}\n"
-        f"trajectories completed: {report['completed_by_agents']:,} by the agents, {counts['completed']:,} in the "
-        f"history; largest mean difference of sampler's and trainer's logprobs: "
-        f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
-        f"reports: {run_dir / 'report.json'}, {run_dir / 'evaluation.html'}"
-    )
-    return report
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
     parser.add_argument("--seed", type=int, default=0)
@@ -399,7 +352,8 @@ def main(argv: list[str] | None = None) -> None:
         finally:
             installation.stop()
         settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
-        conclude({"seed": args.seed, "settings": settings, **report}, run_dir, progress)
+        wall_s = round(time.monotonic() - progress.began, 1)
+        conclude({"seed": args.seed, "settings": settings, **report, "wall_s": wall_s}, run_dir, console)
     except KeyboardInterrupt:
         console.print(f"stopped; what was played so far is in {run_dir}")
         raise SystemExit(130) from None

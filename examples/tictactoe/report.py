@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from examples.common.running import ask, rows
 from journeyman.evaluation import EntrantResult, EvaluationReport
 from journeyman.statistics import Estimate
+
+MODEL = "tictactoe"
+GOAL = 0.70
+"""Win rate in training whose time is reported."""
 
 LINEAGE = """
 SELECT version, parent, group_id, count(DISTINCT trajectory) AS trajectories, count(*) AS exchanges,
@@ -56,3 +66,46 @@ def _clamped(estimate: Estimate, least: float) -> dict[str, Any]:
         "value": estimate.mean if estimate.count else 0.0,
         "ci95": [max(estimate.low, least), min(estimate.high, 1.0)] if known else [least, 1.0],
     }
+
+
+def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> dict[str, Any]:
+    """The report with what the history says, printed and written."""
+    (counts,) = rows(run_dir, COUNTS)
+    query = LINEAGE.format(model=MODEL, step=report["steps"])
+    report |= {
+        "trajectories": counts["completed"],
+        "completed_by_sql": counts["completed"],
+        "completed_by_sql_distinct": counts["distinct_completed"],
+        "exchanges_by_sql": counts["exchanges"],
+        "sampler_logprob_diff": counts["sampler_logprob_diff"],
+        "staleness": {"mean": counts["staleness_mean"], "max": counts["staleness_max"]},
+        "lineage": rows(run_dir, query),
+    }
+    (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    console.print(f"\nlineage of [bold]{report['final_checkpoint']}[/]:")
+    print(ask(run_dir, query, "table"))
+    before, after = report["win_rate_before"], report["win_rate_after"]
+    table = Table("", "win rate", "95 % interval", "games", "win / draw / loss / illegal", box=None)
+    for name, rate in (("before", before), ("after", after)):
+        low, high = rate["ci95"]
+        ends = " / ".join(str(n) for n in rate["outcomes"].values())
+        table.add_row(name, f"{rate['value']:.3f}", f"{low:.3f} to {high:.3f}", str(rate["games"]), ends)
+    console.print(table)
+    gain = report["win_rate_difference"]
+    low, high = gain["ci95"]
+    console.print(
+        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to "
+        f"{high:+.3f}"
+    )
+    reached = report["time_to_0_70"]
+    goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"
+    diff = report["sampler_logprob_diff"]
+    console.print(
+        f"{report['steps']} steps, {report['calls']:,} calls, {report['failed_requests']} failed, "
+        f"{report['wall_s']:.0f} s in all; a win rate of {GOAL:.2f} while training: {goal}\n"
+        f"trajectories completed: {report['completed_by_agents']:,} by the agents, {counts['completed']:,} in the "
+        f"history; largest mean difference of sampler's and trainer's logprobs: "
+        f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
+        f"reports: {run_dir / 'report.json'}, {run_dir / 'evaluation.html'}"
+    )
+    return report
