@@ -185,12 +185,30 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):
-    """Traces. The standard OTEL_EXPORTER_OTLP_* or the LANGFUSE_* environment variables say where they are sent."""
+    """Traces, scores and labels. The standard OTEL_EXPORTER_OTLP_* or the LANGFUSE_* environment variables say where
+    they are sent."""
 
     enabled: Literal["auto", "on", "off"] = "auto"
     """`auto`: on if such a variable is set."""
-    content: bool = True
-    """Whether spans hold prompts and replies."""
+    content: Literal["all", "masked", "none"] | bool = "all"
+    """Whether prompts, replies, tool results, explanations and metadata are sent. `masked`: with every match of `masks`
+    replaced. `true` and `false` mean `all` and `none`."""
+    masks: tuple[str, ...] = (
+        r"[\w.+-]+@[\w-]+\.[\w.-]+",
+        r"(?i)\bbearer\s+[\w.~+/=-]{8,}",
+        r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}",
+        r"\b\d(?:[ -]?\d){12,18}\b",
+    )
+    """Regular expressions of what `content = "masked"` replaces: mail addresses, bearer tokens, API keys, card
+    numbers."""
+    scores: bool = True
+    """Whether rewards and verdicts become Langfuse scores."""
+    labels_every_s: NotNegative = 60.0
+    """Time between two readings of the scores that people gave in Langfuse. 0: never."""
+    labels_days: Positive = 30.0
+    """Age up to which such scores are read."""
+    label_names: tuple[str, ...] = ()
+    """Names of the scores that are labels. Empty: all."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

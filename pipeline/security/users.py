@@ -91,7 +91,8 @@ USERS: tuple[User, ...] = (
         reads=EVENT_STREAMS,
     ),
     User(
-        "telemetry", "exports spans of events",
+        "telemetry", "exports spans of events, brings people's scores back as labels",
+        publishes=("group.labeled.>",),
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("telemetry-")),
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),

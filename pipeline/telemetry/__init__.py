@@ -3,6 +3,11 @@
 | module | what it holds |
 | --- | --- |
 | `logs` | structured log lines: one JSON object a line |
-| `spans` | events to OpenTelemetry spans, with the attributes that Langfuse reads |
-| `exporter` | the service that reads the log and exports spans over OTLP |
+| `exporter` | the service that reads the log and exports spans and scores |
+| `trace` | ids of traces and spans, and what every span of a trajectory carries |
+| `spans` | events to OpenTelemetry spans, by the GenAI conventions, with the attributes that Langfuse reads |
+| `content` | prompts and replies in spans: all, masked or none |
+| `scores` | events to Langfuse scores |
+| `langfuse` | Langfuse's public API |
+| `labels` | people's scores in Langfuse to `group.labeled` events |
 """

@@ -1,16 +1,18 @@
-"""The service that turns the log into traces: reads events, makes spans (`pipeline.telemetry.spans`), exports over
-OTLP/HTTP.
+"""The service that turns the log into traces: reads events, makes spans (`pipeline.telemetry.spans`) and Langfuse
+scores, exports them over HTTP, and reads people's scores back (`pipeline.telemetry.labels`).
 
 It has its own durable consumers: no service waits for the trace backend, and events stay on the log until the
-backend has their spans. The destination comes from the standard `OTEL_EXPORTER_OTLP_*` variables or by Langfuse's
-(`LANGFUSE_PUBLIC_KEY`, `LANGFUSE_SECRET_KEY`, `LANGFUSE_HOST`).
+backend has their spans. The destination comes from the standard `OTEL_*` variables, or from
+LANGFUSE_PUBLIC_KEY, LANGFUSE_SECRET_KEY and LANGFUSE_BASE_URL, which have precedence.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -26,33 +28,40 @@ from pipeline.events import (
     GroupScored,
     PolicyLoaded,
     TrajectoryCompleted,
+    TrajectoryOpened,
     unpack_seqs,
 )
 from pipeline.log.broker import Broker, Consumption, HistoryGoneError, Recorded
 from pipeline.log.messages import Place
 from pipeline.running.service import Ready, main
-from pipeline.telemetry import spans
+from pipeline.telemetry import scores, spans
+from pipeline.telemetry.content import Content
+from pipeline.telemetry.labels import LabelReader
+from pipeline.telemetry.langfuse import Langfuse, Score, destination, put_scores
 from pipeline.telemetry.logs import get_logger
+from pipeline.telemetry.trace import Run, caller, make_run
 
 log = get_logger("pipeline.telemetry.exporter")
 
+T = TypeVar("T")
+
 BATCH = 512
+PORTION_CHARS = 2_000_000
+"""Characters of attributes in one request: backends limit its size."""
 RETRY_S = 5.0
 _REMEMBERED = 10_000
 
 
 def make_exporter() -> SpanExporter:
     """Return the OTLP/HTTP exporter that the environment configures. Raises `ConfigError` if it configures none."""
-    if secret := os.environ.get("LANGFUSE_SECRET_KEY"):
-        public = os.environ.get("LANGFUSE_PUBLIC_KEY")
-        host = os.environ.get("LANGFUSE_HOST") or os.environ.get("LANGFUSE_BASE_URL")
-        if not public or not host:
-            raise ConfigError("LANGFUSE_SECRET_KEY is set: set LANGFUSE_PUBLIC_KEY and LANGFUSE_HOST too")
-        token = base64.b64encode(f"{public}:{secret}".encode()).decode()
+    if to := destination():
         return OTLPSpanExporter(
-            endpoint=f"{host.rstrip('/')}/api/public/otel/v1/traces",
-            headers={"Authorization": f"Basic {token}", "x-langfuse-ingestion-version": "4"},
+            endpoint=f"{to.url}/api/public/otel/v1/traces",
+            headers={"Authorization": to.authorization, "x-langfuse-ingestion-version": "4"},
         )
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if (protocol := os.environ.get(name, "http/protobuf")) != "http/protobuf":
+            raise ConfigError(f"{name} is {protocol!r}: spans are sent as http/protobuf only")
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         return OTLPSpanExporter()
     raise ConfigError(
@@ -61,50 +70,64 @@ def make_exporter() -> SpanExporter:
 
 
 class SpanMaker:
-    """Makes the spans of an event, and reads the trace context of its trajectory from the log."""
+    """Makes the spans and the scores of an event, with what the log says about its trajectory."""
 
-    def __init__(self, broker: Broker, *, content: bool) -> None:
+    def __init__(self, broker: Broker, content: Content) -> None:
         self._broker, self._content = broker, content
-        self._parents: OrderedDict[tuple[str, str], spans.Parent] = OrderedDict()
+        self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """End of the newest call of a trajectory, in microseconds."""
 
-    async def make(self, recorded: Recorded[AnyEvent]) -> list[ReadableSpan]:
-        event = recorded.event
+    async def make(self, recorded: Recorded[AnyEvent]) -> tuple[list[ReadableSpan], list[Score]]:
+        event, content = recorded.event, self._content
         match event:
             case ExchangeRecorded():
-                parent = spans.parent_of(event.project, event.trajectory, recorded.headers)
-                self._remember((event.project, event.trajectory), parent)
-                return [spans.chat_span(event, parent, content=self._content)]
+                run = await self._run(event.project, event.trajectory, event.group, event.model, recorded)
+                since, called_by = (
+                    self._since(event),
+                    caller(event.project, event.trajectory, recorded.headers),
+                )
+                return spans.call_spans(event, run, content, since, called_by), []
             case TrajectoryCompleted():
-                return [spans.run_span(event, await self._parent(event.project, event.trajectory))]
+                run = await self._run(event.project, event.trajectory, event.group, event.model)
+                last = await self._last(event) if content.shown else None
+                return [spans.run_span(event, run, last, content)], scores.agent_scores(event, run)
             case GroupScored():
-                return [
-                    spans.verdict_span(
-                        event, m, await self._parent(event.project, m.trajectory), content=self._content
-                    )
+                runs = [
+                    await self._run(event.project, m.trajectory, event.group, event.model)
                     for m in event.members
                 ]
+                judged = list(zip(event.members, runs, strict=True))
+                return (
+                    [s for m, run in judged for s in spans.verdict_spans(event, m, run, content)],
+                    [s for m, run in judged for s in scores.verdict_scores(event, m, run, content)],
+                )
             case CheckpointPublished():
-                return [
-                    spans.step_span(event, trajectory, group, await self._parent(event.project, trajectory))
-                    for trajectory, group in await self._learned_from(event)
-                ]
+                return spans.step_spans(event, await self._learned_from(event)), []
             case PolicyLoaded():
-                return await self._load_spans(event)
+                step = await self._broker.read_last(
+                    CheckpointPublished, project=event.project, model=event.model, step=event.step
+                )
+                if step is None:
+                    return [], []  # the base model has no training step
+                return spans.load_spans(event, step.event, await self._learned_from(step.event)), []
             case _:
-                return []
+                return [], []
 
-    async def _load_spans(self, event: PolicyLoaded) -> list[ReadableSpan]:
-        checkpoint = await self._broker.read_last(
-            CheckpointPublished, project=event.project, model=event.model, step=event.step
+    def _since(self, event: ExchangeRecorded) -> int:
+        """Return when the call before this one ended; 0 if that is not known."""
+        key = (event.project, event.trajectory)
+        since = self._ended.get(key, 0)
+        _remember(self._ended, key, event.at)
+        return since
+
+    async def _last(self, event: TrajectoryCompleted) -> ExchangeRecorded | None:
+        last = await self._broker.read_last(
+            ExchangeRecorded, project=event.project, trajectory=event.trajectory
         )
-        if checkpoint is None:
-            return []  # the base model has no training step
-        return [
-            spans.load_span(event, trajectory, group, await self._parent(event.project, trajectory))
-            for trajectory, group in await self._learned_from(checkpoint.event)
-        ]
+        return last.event if last else None
 
-    async def _learned_from(self, event: CheckpointPublished) -> list[tuple[str, str]]:
+    async def _learned_from(self, event: CheckpointPublished) -> list[Run]:
         found = []
         seqs = unpack_seqs(event.group_seqs).tolist()
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
@@ -115,48 +138,110 @@ class SpanMaker:
                 continue  # retention deleted the group
             # After a power cut, another group may have this sequence.
             if recorded.place.matches(Place(seq, at)) and recorded.event.group in event.groups:
-                found += [(m.trajectory, recorded.event.group) for m in recorded.event.members]
+                found += [
+                    await self._run(event.project, m.trajectory, recorded.event.group, event.model)
+                    for m in recorded.event.members
+                ]
         return found
 
-    async def _parent(self, project: str, trajectory: str) -> spans.Parent:
+    async def _run(
+        self,
+        project: str,
+        trajectory: str,
+        group: str,
+        model: str,
+        call: Recorded[AnyEvent] | None = None,
+    ) -> Run:
+        """Return a trajectory as its spans show it. `call` is one of its calls."""
         key = (project, trajectory)
-        if key not in self._parents:
-            last = await self._broker.read_last(ExchangeRecorded, project=project, trajectory=trajectory)
-            self._remember(key, spans.parent_of(project, trajectory, last.headers if last else {}))
-        return self._parents[key]
+        if key not in self._runs:
+            opened = await self._broker.read_last(TrajectoryOpened, project=project, trajectory=trajectory)
+            context = caller(project, trajectory, opened.headers) if opened else None
+            context = context or caller(
+                project, trajectory, await self._first_headers(project, trajectory, call)
+            )
+            found = opened.event if opened else None
+            run = make_run(project, trajectory, group, model, found, context, self._content)
+            _remember(self._runs, key, run)
+        return self._runs[key]
 
-    def _remember(self, key: tuple[str, str], parent: spans.Parent) -> None:
-        self._parents[key] = parent
-        while len(self._parents) > _REMEMBERED:
-            self._parents.popitem(last=False)
+    async def _first_headers(
+        self, project: str, trajectory: str, call: Recorded[AnyEvent] | None
+    ) -> Mapping[str, str]:
+        """Return the headers of a trajectory's first call: all its spans are in the trace that this call brought."""
+        if call is not None and isinstance(call.event, ExchangeRecorded) and not call.event.seq:
+            return call.headers
+        page = await self._broker.read_page(ExchangeRecorded, project=project, trajectory=trajectory)
+        return page.events[0].headers if page.events else {}
 
 
-async def export(messages: Consumption, maker: SpanMaker, exporter: SpanExporter) -> None:
-    """Export the spans of one consumer's events, and acknowledge the events when the backend has them."""
+def _remember(known: OrderedDict[tuple[str, str], T], key: tuple[str, str], value: T) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    while len(known) > _REMEMBERED:
+        known.popitem(last=False)
+
+
+def portions(found: Iterable[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
+    """Divide spans into requests of at most `PORTION_CHARS` of text, or of one span."""
+    portion: list[ReadableSpan] = []
+    size = 0
+    for span in found:
+        chars = sum(len(v) for v in (span.attributes or {}).values() if isinstance(v, str))
+        if portion and size + chars > PORTION_CHARS:
+            yield portion
+            portion, size = [], 0
+        portion.append(span)
+        size += chars
+    if portion:
+        yield portion
+
+
+async def export(
+    messages: Consumption, maker: SpanMaker, exporter: SpanExporter, langfuse: Langfuse | None
+) -> None:
+    """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them.
+
+    `langfuse`: where scores are written; None: nowhere."""
     while True:
         batch = await messages.batch(BATCH)
-        made = [span for delivery in batch for span in await maker.make(delivery)]
-        while made and await anyio.to_thread.run_sync(exporter.export, made) is not SpanExportResult.SUCCESS:
-            log.warning("the trace backend refused the spans; retrying", spans=len(made), after_s=RETRY_S)
+        made = [await maker.make(delivery) for delivery in batch]
+        found = [span for some, _ in made for span in some]
+        while (
+            found and await anyio.to_thread.run_sync(exporter.export, found) is not SpanExportResult.SUCCESS
+        ):
+            log.warning("the trace backend refused the spans; retrying", spans=len(found), after_s=RETRY_S)
             await anyio.sleep(RETRY_S)
+        if langfuse is not None:
+            await put_scores(langfuse, [score for _, some in made for score in some])
         for delivery in batch:
             await delivery.ack()
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    exporter = make_exporter()
-    async with Broker.connect(config.nats, name="telemetry") as broker:
-        maker = SpanMaker(broker, content=config.telemetry.content)
-        async with (
-            broker.consume("telemetry-rollouts") as rollouts,
-            broker.consume("telemetry-groups") as groups,
-            broker.consume("telemetry-policy") as policy,
-            anyio.create_task_group() as tg,
-        ):
-            for messages in (rollouts, groups, policy):
-                tg.start_soon(export, messages, maker, exporter)
+    settings = config.telemetry
+    exporter, content, to = make_exporter(), Content(settings), destination()
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
+        langfuse = await stack.enter_async_context(Langfuse.connect(to)) if to else None
+        maker = SpanMaker(broker, content)
+        consumed = [
+            await stack.enter_async_context(broker.consume(f"telemetry-{name}"))
+            for name in ("rollouts", "groups", "policy")
+        ]
+        async with anyio.create_task_group() as tg:
+            for messages in consumed:
+                tg.start_soon(export, messages, maker, exporter, langfuse if settings.scores else None)
+            if langfuse is not None and settings.labels_every_s:
+                tg.start_soon(LabelReader(broker, langfuse, config.project, settings).run)
             ready()
 
 
+def check(config: Config) -> None:
+    """Raise `ConfigError` if the service could not start with these settings."""
+    Content(config.telemetry)
+    make_exporter().shutdown()
+
+
 if __name__ == "__main__":
-    main("pipeline.telemetry.exporter", serve, lambda config: make_exporter().shutdown())
+    main("pipeline.telemetry.exporter", serve, check)

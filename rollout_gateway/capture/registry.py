@@ -17,7 +17,7 @@ from pipeline.events import ExchangeRecorded, Outcome, TrainingBatch, Trajectory
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_messages
 from pipeline.names import name_of_token
-from pipeline.telemetry import spans
+from pipeline.telemetry import trace
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.copies import Reference, copy_calls
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
@@ -158,7 +158,7 @@ class Registry:
         """Open a trajectory. Opening it again in the same way returns it, since that is a client's retry.
 
         Raises a 409 `ApiError` if the id belongs to a completed trajectory or to one that was opened differently."""
-        traceparent = traceparent or spans.traceparent(self.project, event.trajectory)
+        traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
         reconnects = self.log.reconnects
         ack = await self.log.broker.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:

@@ -1,0 +1,81 @@
+"""Rewards and verdicts as Langfuse scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.config import NatsConfig, TelemetryConfig
+from pipeline.events import GroupScored
+from pipeline.log.broker import Broker
+from pipeline.telemetry import langfuse, trace
+from pipeline.telemetry.content import Content
+from pipeline.telemetry.exporter import SpanMaker
+from tests.kits.langfuse import LangfuseReceiver, run_langfuse
+from tests.pipeline.telemetry.kit import AGENTS_TRACE, SPANS, point_at, publish_lives, run_until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LangfuseReceiver]:
+    monkeypatch.setattr(langfuse, "_RETRY_S", 0.01)
+    with run_langfuse() as receiver:
+        point_at(monkeypatch, receiver)
+        yield receiver
+    assert receiver.rejected == []
+
+
+async def test_rewards_and_verdicts_become_scores_of_their_spans(
+    nats_config: NatsConfig, receiver: LangfuseReceiver
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish_lives(broker)
+    await run_until(nats_config, lambda: len(receiver.scores) >= 8 and len(receiver.spans) >= SPANS)
+    spans = {s.id: s.name for s in receiver.spans.values()}
+    found = {
+        (s["traceId"], s["name"]): (s["value"], spans[s["observationId"]], s.get("comment", ""))
+        for s in receiver.scores.values()
+    }
+    said = "it wrote to ann@example.com"
+    expected = {}
+    for name, reward in ((f"{trace.trace_id('p', 't1'):032x}", 1.0), (AGENTS_TRACE, 0.0)):
+        expected |= {
+            (name, "agent_reward"): (1.0, "invoke_agent m", ""),
+            (name, "reward"): (reward, "invoke_agent m", ""),
+            (name, "reward.style"): (reward / 2, "invoke_agent m", ""),
+            (name, "judge.default"): (reward, "evaluate", said),
+        }
+    assert found == expected
+
+
+async def test_a_score_that_is_sent_again_replaces_itself(
+    nats_config: NatsConfig, receiver: LangfuseReceiver
+) -> None:
+    receiver.refuse = 3
+    async with Broker.connect(nats_config) as broker:
+        await publish_lives(broker)
+        (group,) = await broker.read(GroupScored)
+    to = langfuse.destination()
+    assert to is not None
+    for _ in range(2):  # as after a crash before the acknowledgement
+        async with Broker.connect(nats_config) as broker, langfuse.Langfuse.connect(to) as client:
+            _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(group)
+            await langfuse.put_scores(client, made)
+    assert (len(receiver.scores), receiver.posts) == (6, 12)
+
+
+async def test_a_score_that_langfuse_refuses_is_logged_and_stops_nothing(
+    receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    to = langfuse.destination()
+    assert to is not None
+    wrong = langfuse.Score(
+        id="1", trace_id="t", name="n", value=1.0, data_type="COLOUR", timestamp="2026-11-20T10:00:00Z"
+    )
+    async with langfuse.Langfuse.connect(to) as client:
+        await langfuse.put_scores(client, [wrong])
+    assert "refused a score" in caplog.text
+    assert [r.split(":")[0] for r in receiver.rejected] == ["POST /api/public/scores"]
+    receiver.rejected.clear()

@@ -1,0 +1,148 @@
+"""The whole tree of multi-turn, judged, trained trajectories, as a receiver gets it, against docs/tracing.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from pipeline.telemetry import trace
+from tests.kits.langfuse import LangfuseReceiver, Span, run_langfuse
+from tests.pipeline.telemetry.kit import (
+    AGENTS_SPAN,
+    AGENTS_TRACE,
+    SPANS,
+    START,
+    point_at,
+    publish_lives,
+    run_until,
+)
+
+pytestmark = pytest.mark.anyio
+
+DOC = Path(__file__).parents[3] / "docs" / "tracing.md"
+KINDS = {1: "internal", 3: "client"}
+NAMES = {
+    "run": "invoke_agent m", "call": "chat m", "tool": "execute_tool lookup", "verdict": "evaluate",
+    "pass": "chat openai/gpt-5-mini", "step": "train m@1", "load": "load m@1", "training": "train m@1",
+    "serving": "load m@1",
+}  # fmt: skip
+OWN_TRACE = ("training", "serving")
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LangfuseReceiver]:
+    monkeypatch.setenv("LANGFUSE_RELEASE", "r-1")
+    monkeypatch.setenv("LANGFUSE_TRACING_ENVIRONMENT", "staging")
+    with run_langfuse() as receiver:
+        point_at(monkeypatch, receiver)
+        yield receiver
+    assert receiver.rejected == []
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading of docs/tracing.md."""
+    text = DOC.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    return rows[2:]
+
+
+async def exported(nats_config: NatsConfig, receiver: LangfuseReceiver, **settings: str) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish_lives(broker)
+    await run_until(nats_config, lambda: len(receiver.spans) >= SPANS, **settings)
+    assert len(receiver.spans) == SPANS
+
+
+def by_row(receiver: LangfuseReceiver, name: str) -> dict[str, list[Span]]:
+    """The spans of a trajectory's trace, and of the training step's, by the names of the documentation's rows."""
+    own = receiver.trace(name)
+    step = next(s.trace for s in receiver.spans.values() if s.name == "train m@1" and not s.parent)
+    other = receiver.trace(step)
+    return {row: (other if row in OWN_TRACE else own).pop(span) for row, span in NAMES.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [f"{trace.trace_id('p', 't1'):032x}", AGENTS_TRACE], ids=["own trace", "the agent's trace"]
+)
+async def test_the_tree_is_the_documented_one(
+    nats_config: NatsConfig, receiver: LangfuseReceiver, name: str
+) -> None:
+    await exported(nats_config, receiver)
+    assert len(receiver.trace(name)) == 7  # and nothing else is in it
+    found = by_row(receiver, name)
+    run, training = found["run"][0], found["training"][0]
+    rows = table("The tree")
+    assert [row[0] for row in rows] == list(NAMES)
+    expected_links = {
+        "step": [(training.trace, training.id)],
+        "training": sorted((s.trace, s.id) for s in receiver.spans.values() if s.name == "invoke_agent m"),
+    }
+    agents = name == AGENTS_TRACE
+    for row, _, below, kind, span_kind, _ in rows:
+        for position, span in enumerate(found[row]):
+            above = found[below][0].id if below in found else AGENTS_SPAN if row == "run" and agents else ""
+            assert span.parent == above, row
+            assert span.attributes["langfuse.observation.type"] == kind
+            assert KINDS[span.kind] == span_kind, row
+            calls_own = [(AGENTS_TRACE, f"{position + 1:016x}")] if row == "call" and agents else []
+            assert sorted(span.links) == expected_links.get(row, calls_own), row
+            assert span.resource["service.name"] == "journeyman"
+    assert [len(found[row]) for row in NAMES] == [1, 2, 1, 1, 1, 1, 1, 1, 1]
+    assert (run.start, run.end) == (START * 1000, (START + 30_000_000) * 1000)
+
+
+@pytest.mark.parametrize("content", ["all", "masked", "none"])
+async def test_the_attributes_are_the_documented_ones(
+    nats_config: NatsConfig, receiver: LangfuseReceiver, content: str
+) -> None:
+    await exported(nats_config, receiver, content=content)
+    rows = [
+        (attribute.strip("`"), list(NAMES) if spans == "all" else spans.split(", "), is_content == "yes")
+        for _, attribute, spans, is_content, _ in table("Attributes")
+    ]
+    for row, spans in by_row(receiver, f"{trace.trace_id('p', 't1'):032x}").items():
+        expected = {a for a, on, secret in rows if row in on and not (secret and content == "none")}
+        for span in spans:
+            said = {key for key in span.attributes if ".metadata." not in key}
+            assert said == expected, (row, said ^ expected)
+    everything = json.dumps([[s.attributes, s.events] for s in receiver.spans.values()])
+    scores = json.dumps(list(receiver.scores.values()))
+    assert ("ann@example.com" in everything + scores) is (content == "all")
+    assert ("it wrote to" in everything + scores) is (content != "none")
+    assert ("[masked]" in everything) is (content == "masked")
+
+
+async def test_values(nats_config: NatsConfig, receiver: LangfuseReceiver) -> None:
+    await exported(nats_config, receiver)
+    found = by_row(receiver, f"{trace.trace_id('p', 't1'):032x}")
+    call, tool, verdict = found["call"][1].attributes, found["tool"][0], found["verdict"][0]
+    assert call["session.id"] == "ticket-12"
+    assert call["user.id"] == "u-7"
+    assert call["langfuse.trace.tags"] == ["m", "train", "vip"]
+    assert call["langfuse.trace.name"] == "find ann@example.com"
+    assert call["langfuse.trace.metadata.contact"] == "ann@example.com"
+    assert call["langfuse.version"] == call["gen_ai.response.model"] == "m@0"
+    assert json.loads(call["langfuse.observation.usage_details"]) == {"input": 2, "output": 1, "total": 3}
+    assert json.loads(call["langfuse.observation.output"]) == {"role": "assistant", "content": "Ann."}
+    assert call["langfuse.observation.completion_start_time"] == "2023-11-14T22:13:30.000005Z"
+    assert [m["role"] for m in json.loads(call["gen_ai.input.messages"])] == ["user", "assistant", "tool"]
+    answered = json.loads(call["gen_ai.output.messages"])[0]
+    assert (answered["parts"], answered["finish_reason"]) == ([{"type": "text", "content": "Ann."}], "stop")
+    # From the reply that called the tool to the call that brought its result.
+    assert (tool.start, tool.end) == ((START + 2_000_000) * 1000, (START + 10_000_000) * 1000)
+    assert tool.attributes["langfuse.observation.input"] == '{"mail":"ann@example.com"}'
+    assert [(name, e["gen_ai.evaluation.score.value"]) for name, e in verdict.events] == [
+        ("gen_ai.evaluation.result", 1.0)
+    ]
+    assert verdict.attributes["langfuse.observation.metadata.reward.style"] == 0.5
+    passes = [s.attributes for s in receiver.spans.values() if s.name == NAMES["pass"]]
+    assert sum(a["gen_ai.usage.input_tokens"] for a in passes) == 101
+    assert sum(json.loads(a["langfuse.observation.cost_details"])["total"] for a in passes) == 0.5
+    assert found["training"][0].attributes["langfuse.observation.metadata.loss"] == 0.1
