@@ -1165,6 +1165,8 @@ def test_the_chat_model_of_a_wrapped_rollout(served: Served) -> None:
         chat = langgraph.init_chat_model(model.get_inference_name(), temperature=1.0)
         agent = prebuilt.create_react_agent(chat, [])
         await agent.ainvoke({"messages": [("user", text)]}, config={"configurable": {"thread_id": "t"}})
+        if hasattr(chat, "root_async_client"):
+            await chat.root_async_client.close()  # LangChain leaves it open
         return art.Trajectory(reward=0.5, metadata={"a": 1})
 
     made = asyncio.run(langgraph.wrap_rollout(model, rollout)(model, "hello"))

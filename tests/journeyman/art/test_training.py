@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion import Choice
 import journeyman.art as art
 from journeyman import Journeyman
 from journeyman.art.captured import references_of
+from journeyman.art.langgraph import init_chat_model, wrap_rollout
 from journeyman.art.local import LocalBackend, UpError
 from journeyman.art.utils.sft import train_sft_from_file
 from tests.conftest import InferenceDouble
@@ -146,6 +147,25 @@ async def test_any_client_with_the_models_address_is_recorded(model: Any) -> Non
     assert [len(references_of(t, "t")) for t in made] == [1, 1]
     await model.train([art.TrajectoryGroup(made)])
     assert await model.get_step() == before + 1
+
+
+async def test_calls_of_langchains_chat_model_are_trained(model: Any) -> None:
+    chats: list[Any] = []
+
+    async def rollout(reward: float) -> art.Trajectory:
+        chat = init_chat_model(model.get_inference_name(), temperature=1.0, max_tokens=4)
+        await chat.ainvoke([("user", "a1=x")])
+        chats.append(chat)
+        return art.Trajectory(reward=reward)
+
+    before = await model.get_step()
+    made = [await wrap_rollout(model, rollout)(reward) for reward in (0.0, 1.0)]
+    await chats[-1].root_async_client.close()  # LangChain shares its connections, and leaves them open
+    assert [len(references_of(t, "t")) for t in made] == [1, 1]
+    await model.train([art.TrajectoryGroup(made)])
+    assert await model.get_step() == before + 1
+    with pytest.raises(RuntimeError, match="wrap_rollout"):
+        init_chat_model()
 
 
 async def test_a_trajectory_from_json_still_names_its_calls(model: Any) -> None:
