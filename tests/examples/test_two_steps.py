@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from examples.common.running import ROOT, rows
+from examples.database.shop import ITEMS
 from examples.sentences.tasks import WORDS
 from tests.conftest import InferenceDouble
 
@@ -19,11 +21,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 EXAMPLES: dict[str, list[str]] = {
     "twentyfortyeight": ["left", "right", "up", "down"],
     "sentences": [f" {word}" for word in WORDS],
+    "database": [
+        "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+        for name, arguments in (
+            ("schema", {}),
+            *(("query", {"sql": f"SELECT count(*) FROM orders WHERE item = '{item}'"}) for item in ITEMS),
+        )
+    ],
+    "langgraph_team": ["Mon-am", "Wed-pm", "yes", "no"],
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
 UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_sequences=0"]
 """The double's logprobs are not the model's."""
+SHORT = ["--end-every", "2"]
+"""Short replies of the double: a run whose prompt outgrows the model's length fails."""
 
 
 def run(*command: str) -> str:
@@ -38,8 +50,13 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
+    if name == "langgraph_team":
+        pytest.importorskip("langgraph", reason="the extra `langgraph` is not installed")
     run(f"examples.{name}.make_model", "--steps", "0", "--out", str(base))
-    double = InferenceDouble(tmp_path, args=("--words", *EXAMPLES[name]))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if tokenizer.add_tokens([word for word in EXAMPLES[name] if len(tokenizer(word).input_ids) > 1]):
+        tokenizer.save_pretrained(base)  # the model's vocabulary has room for some more tokens
+    double = InferenceDouble(tmp_path, args=(*SHORT, "--words", *EXAMPLES[name]))
     double.base, double.model = base, name
     double.start()
     try:

@@ -56,11 +56,22 @@ class RefusalError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message as vLLM gives it to the chat template: arguments of calls are objects."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [{**c["function"], "arguments": json.loads(c["function"]["arguments"])} for c in calls]
+    return {**message, "tool_calls": [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]}
+
+
 class Double:
-    def __init__(self, model: Path, name: str, words: Sequence[str] = ()) -> None:
-        """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens."""
+    def __init__(
+        self, model: Path, name: str, words: Sequence[str] = (), end_every: int = _END_EVERY
+    ) -> None:
+        """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens.
+        On average, one token in `end_every` ends the reply."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
-        self.name = name
+        self.name, self._end_every = name, end_every
         self.adapters: dict[str, str] = {}
         special = set(self.tokenizer.all_special_ids)
         texts = {i: self.tokenizer.decode([i]) for i in range(len(self.tokenizer)) if i not in special}
@@ -79,7 +90,7 @@ class Double:
             if not isinstance(messages, list) or not messages:
                 raise RefusalError(400, "messages: a list with at least one message", param="messages")
             ids: list[int] = self.tokenizer.apply_chat_template(
-                messages,
+                [_with_parsed_arguments(m) for m in messages],
                 tools=body.get("tools"),
                 add_generation_prompt=True,
                 tokenize=True,
@@ -111,7 +122,7 @@ class Double:
         for at in range(room):
             key = f"{salt}|{body.get('model')}|{choice}|{at}|{prompt}"
             digest = hashlib.sha256(key.encode()).digest()
-            ends = digest[0] % _END_EVERY == 0 and not body.get("ignore_eos")
+            ends = digest[0] % self._end_every == 0 and not body.get("ignore_eos")
             chosen = (
                 self.tokenizer.eos_token_id
                 if ends
@@ -334,8 +345,9 @@ def main() -> None:
     parser.add_argument(
         "--words", nargs="*", default=[], help="texts of one token each that replies are made of"
     )
+    parser.add_argument("--end-every", type=int, default=_END_EVERY)
     given = parser.parse_args()
-    app = build(Double(given.model, given.served_model_name, given.words))
+    app = build(Double(given.model, given.served_model_name, given.words, given.end_every))
     uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning", timeout_keep_alive=60)
 
 
