@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
@@ -36,6 +37,7 @@ from pipeline.running.liveness import fills
 from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
 from pipeline.running.runs import STATE, find_run, log_of, run_settings
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
+from pipeline.running.terminal import Terminal
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
@@ -47,6 +49,7 @@ SUBCOMMANDS = {
     "diff": ("store.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
     "logs": ("pipeline.running.log_files", "show the logs of a run, merged by time"),
+    "watch": ("store.watch.command", "show a run live in the terminal"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--dry-run", action="store_true", help="print the resolved settings and commands, start nothing"
     )
+    up.add_argument("--plain", action="store_true", help="no live view, also on a terminal")
     up.set_defaults(run=_up)
 
     status = commands.add_parser("status", help="processes, stream lag, policy versions")
@@ -160,9 +164,10 @@ def _up(args: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
             for left in reversed(range(_PORT_TRIES)):
-                supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
+                terminal = Terminal(console, planned.run_dir, view="store" in services and not args.plain)
+                supervisor = Supervisor(planned, specs, on_change=partial(_report, terminal), inherit=(lock,))
                 try:
-                    _hold_up(planned, services, supervisor, sink)
+                    _hold_up(planned, services, supervisor, terminal, sink)
                     break
                 except SupervisorError as error:
                     # Another process may take a port between its choice and the server's start.
@@ -198,10 +203,12 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
         raise ConfigError("\n".join(refused))
 
 
-def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
+def _hold_up(
+    config: Config, services: Sequence[str], supervisor: Supervisor, terminal: Terminal, sink: TextIO
+) -> None:
     log.configure("supervisor", config.log_level, sink)
     try:
-        anyio.run(_supervise, config, services, supervisor)
+        anyio.run(_supervise, config, services, supervisor, terminal)
     except* SupervisorError as group:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
@@ -249,7 +256,9 @@ def _provision(args: argparse.Namespace) -> None:
     console.print(f"provisioned {config.nats.address}")
 
 
-async def _supervise(config: Config, services: Sequence[str], supervisor: Supervisor) -> None:
+async def _supervise(
+    config: Config, services: Sequence[str], supervisor: Supervisor, terminal: Terminal
+) -> None:
     async with anyio.create_task_group() as tg:
 
         async def stop_on_signal() -> None:
@@ -261,6 +270,7 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
                         tg.cancel_scope.cancel()
                         return
                     asked = True
+                    await terminal.close()
                     console.print("stopping in order; once more stops at once")
                     supervisor.stop()
 
@@ -276,6 +286,7 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {alarm}")
+        tg.start_soon(terminal.show)
 
 
 def _ready(config: Config, services: Sequence[str]) -> str:
@@ -285,8 +296,8 @@ def _ready(config: Config, services: Sequence[str]) -> str:
     return f"{', '.join(services) or 'nats'}, on the log at [bold]{config.nats.address}[/]; no gateway was started"
 
 
-def _report(watched: Watched) -> None:
-    console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
+def _report(terminal: Terminal, watched: Watched) -> None:
+    terminal.say(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
 
 
 # -- status --------------------------------------------------------------------------------------------------------

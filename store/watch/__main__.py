@@ -1,0 +1,6 @@
+"""`python -m store.watch`: the view that `journeyman up` starts on a terminal."""
+
+from store.watch.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
