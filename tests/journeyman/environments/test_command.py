@@ -39,6 +39,16 @@ def needs(package: str) -> None:
 
 
 @pytest.fixture
+def with_verifiers() -> None:
+    needs("verifiers.clients")
+
+
+@pytest.fixture
+def with_openenv() -> None:
+    needs("openenv.core")
+
+
+@pytest.fixture
 def running(tmp_path: Path) -> Iterator[Up]:
     flags = ("--set", "models.0.name=tictactoe", "--set", f"models.0.base={InferenceDouble.base}")
     with up(tmp_path, tmp_path / "run", "--run-dir", str(tmp_path / "run"), *flags) as found:
@@ -74,8 +84,7 @@ def check(running: Up, told: dict[str, Any], runs: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_an_environment_of_verifiers_trains(running: Up) -> None:
-    needs("verifiers.clients")
+def test_an_environment_of_verifiers_trains(with_verifiers: None, running: Up) -> None:
     told = run_env(
         running, "verifiers:spelling-env", "--tasks", "8", "--passes", "2", "--args", '{"most": 30}'
     )
@@ -92,8 +101,7 @@ def test_an_environment_of_verifiers_trains(running: Up) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_an_openenv_server_trains(running: Up, tmp_path: Path) -> None:
-    needs("openenv.core")
+def test_an_openenv_server_trains(with_openenv: None, running: Up, tmp_path: Path) -> None:
     port = free_port()
     with (tmp_path / "server.log").open("wb") as log:
         server = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from journeyman.evaluation.endpoint import ExternalClient
 from journeyman.evaluation.entrants import Price, parse_entrant
 from journeyman.evaluation.playing import play, with_settings
-from journeyman.evaluation.upstreams import _as_stream, _call
+from journeyman.evaluation.upstreams import LitellmUpstream, UpstreamError, _as_stream, _call
 from tests.conftest import InferenceDouble
 from tests.journeyman.evaluation import kit
 
@@ -99,3 +100,16 @@ def test_a_stream_of_one_chunk_has_tool_calls_with_places() -> None:
     text = _as_stream({"object": "chat.completion", "choices": [choice], "usage": {}}).decode()
     assert '"tool_calls": [{"index": 0, "id": "c"' in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_litellm_tells_the_cost_of_a_call() -> None:
+    upstream = LitellmUpstream(parse_entrant("litellm:openai/gpt-4o-mini"))
+    asked = {"messages": [{"role": "user", "content": "go"}], "mock_response": "a1", "model": "any"}
+    reply = upstream.ask("/v1/chat/completions", asked)
+    assert json.loads(reply.body)["choices"][0]["message"]["content"] == "a1"
+    assert reply.prompt_tokens > 0
+    assert reply.cost_usd is not None
+    assert 0 < reply.cost_usd < 0.01
+    with pytest.raises(UpstreamError, match="is asked for chat completions only") as refused:
+        upstream.ask("/v1/completions", {"prompt": "x"})
+    assert refused.value.status == 404
