@@ -45,6 +45,8 @@ SUBCOMMANDS = {
     **SDK,
     "sql": ("store.sql", "query the history with SQL"),
     "ui": ("store.dashboard.command", "show the history and the decisions as web pages"),
+    "trajectory": ("store.show.trajectory", "show one run: messages, tools, tokens, verdicts"),
+    "group": ("store.show.group", "show the members of one group side by side"),
     "replay": ("store.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),

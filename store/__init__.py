@@ -18,6 +18,7 @@
 | `diff` | `journeyman diff`: two sets of verdicts compared |
 | `alarms` | conditions that an operator should know of |
 | `dashboard` | web pages over the history; `journeyman ui` |
+| `show` | one trajectory or group as text |
 | `watch` | the live view in the terminal; `journeyman watch` |
 | `docs` | generates docs/store.md and the answers of docs/questions.md |
 """
