@@ -9,7 +9,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """When alarms are raised, and where they are sent. docs/alarms.md has the query of each and says what to do."""
 
     every_s: Positive = 15.0
-    """Time between two checks. The store service makes them."""
+    """Time between two checks, which the store service makes. It is longer where a check takes more than a twentieth of
+    it."""
     steps: Several = 10
     """Newest steps of a model that `entropy_collapse`, `kl_rise` and `sampler_mismatch` look at."""
     groups: Several = 50
@@ -18,9 +19,9 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Seconds back that `starvation`, `dead_letters` and refused steps in `sampler_mismatch` look."""
     entropy_share: Share = 0.1
     """`entropy_collapse`: mean entropy of the newest steps as a share of that of the first steps."""
-    kl: Positive = 2.0
-    """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. Tiny models that are
-    trained from scratch reach 1; a large model rarely exceeds 0.1."""
+    kl: Positive = 4.0
+    """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. The
+    demo's model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
     logprob_diff: Positive = 0.05
     """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""

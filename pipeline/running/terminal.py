@@ -23,7 +23,7 @@ class Terminal:
     def __init__(self, console: Console, run_dir: str, *, view: bool) -> None:
         """`view`: whether `show` shows the live view, if there is a terminal."""
         self._console, self._run_dir = console, run_dir
-        self._wanted = view and console.is_terminal and sys.stdout.isatty()
+        self._wanted = view and sys.stdout.isatty() and not console.is_dumb_terminal
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
 

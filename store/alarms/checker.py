@@ -25,12 +25,15 @@ from store import sql
 from store.alarms import reading
 from store.alarms.reading import Fill, Found
 from store.alarms.table import ALARMS
+from store.location import open_target
 from store.target import StoreError
 
 log = get_logger("store.alarms")
 
 _CLEAR_AFTER = 2
 """Checks in a row in which the condition does not hold before an alarm ends: it does not flicker at its threshold."""
+_PAUSE = 20
+"""A long check is followed by a pause of so many times its length, which leaves the machine to the writers."""
 _MEMORY = "256MB"
 
 Key = tuple[str, str, str, str]
@@ -45,19 +48,22 @@ class Checker:
         self._raised: dict[Key, AlarmChanged] = {}
         self._absent: dict[Key, int] = {}
         """Checks since the condition of a raised alarm held last."""
+        self._target, self._shown = open_target(config), dict[str, list[str]]()
 
     async def run(self) -> None:
         """Check until cancelled, the first time after `alarms.every_s`."""
-        rebuilt = False
+        rebuilt, took_s = False, 0.0
         with duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection:
             while True:
-                await anyio.sleep(self._config.alarms.every_s)
+                await anyio.sleep(max(self._config.alarms.every_s, _PAUSE * took_s))
                 rebuilt = rebuilt or await self._rebuild()
                 if not rebuilt:
                     continue
+                began = anyio.current_time()
                 # A thread can't be stopped: a cancellation waits for the end of the round.
                 with anyio.CancelScope(shield=True):
                     found, unknown = await self._look(connection)
+                took_s = anyio.current_time() - began
                 await self._apply(found, unknown)
 
     async def _rebuild(self) -> bool:
@@ -86,7 +92,7 @@ class Checker:
         self, connection: duckdb.DuckDBPyConnection, fills: list[Fill]
     ) -> tuple[list[Found], set[str]]:
         try:
-            sql.refresh(connection, self._config)
+            sql.show(connection, self._target, self._shown)
             reading.measured_tables(connection, self._config, fills)
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))

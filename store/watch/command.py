@@ -33,6 +33,7 @@ from store.watch.view import lines, plain
 
 SECTIONS = ("store", "models", "vllm", "nats")
 _EVERY_S, _PLAIN_EVERY_S = 2.0, 10.0
+_PAUSE = 10
 _LOG_RETRY_S, _LOG_TIMEOUT_S = 2.0, 3.0
 
 
@@ -80,7 +81,7 @@ class Watch:
 
 async def show(config: Config, args: argparse.Namespace, console: Console) -> None:
     """Show the run until SIGINT or SIGTERM, or until the process that started this one is gone."""
-    parent, live = os.getppid(), console.is_terminal and not args.once
+    parent, live = os.getppid(), console.is_terminal and not console.is_dumb_terminal and not args.once
     every_s = args.every or (_EVERY_S if live else _PLAIN_EVERY_S)
     watch = Watch(config)
     try:
@@ -99,9 +100,11 @@ async def show(config: Config, args: argparse.Namespace, console: Console) -> No
                 return
             with Live(console=console, screen=True, auto_refresh=False) as screen:
                 while not (args.child and os.getppid() != parent):
+                    began = anyio.current_time()
                     snapshot = await watch.snapshot()
                     screen.update(Group(*lines(snapshot, *console.size)), refresh=True)
-                    await anyio.sleep(every_s)
+                    # A long history is looked at less often, which leaves the machine to the run.
+                    await anyio.sleep(max(every_s, _PAUSE * (anyio.current_time() - began)))
             tg.cancel_scope.cancel()
     finally:
         watch.close()

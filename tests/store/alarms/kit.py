@@ -105,7 +105,7 @@ FALLEN = [1.0] * STEPS + [0.05] * STEPS
 
 CASES: Mapping[str, tuple[list[Event], list[Event]]] = {
     "entropy_collapse": (steps("entropy", FALLEN), steps("entropy", LEVEL)),
-    "kl_rise": (steps("kl", [0.1, 3.0, 3.0, 3.0, 3.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
+    "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
     "sampler_mismatch": (
         steps("sampler_logprob_diff", [1e-6, 0.2]),
         steps("sampler_logprob_diff", [1e-6, 1e-6]),
