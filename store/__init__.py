@@ -16,6 +16,7 @@
 | `sql` | DuckDB over the files; `journeyman sql` |
 | `replay` | `journeyman replay`: groups of the history on a branch |
 | `diff` | `journeyman diff`: two sets of verdicts compared |
+| `curves` | JSONL and TensorBoard files of the training steps |
 | `alarms` | conditions that an operator should know of |
 | `dashboard` | web pages over the history; `journeyman ui` |
 | `show` | one trajectory or group as text |

@@ -1,4 +1,5 @@
-"""The store service: a writer for each of the store's consumers, all into one place, compaction, and the alarms."""
+"""The store service: a writer for each of the store's consumers, all into one place, compaction, curves,
+and the alarms."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from store.alarms.checker import Checker
 from store.alarms.webhook import Webhook, webhook_url
 from store.catalog import Catalog
 from store.compaction import Compactor
+from store.curves.task import Curves
 from store.location import open_target
 from store.repair import repair
 from store.writer import Writer, store_consumers
@@ -38,6 +40,8 @@ async def serve(config: Config, ready: Ready) -> None:
                 for spec in store_consumers():
                     await tg.start(Writer(broker, catalog, config.store, spec).run)
                 tg.start_soon(Compactor(catalog, config.store).run)
+                if config.curves.enabled:
+                    tg.start_soon(Curves(config, broker).run)
                 tg.start_soon(webhook.run)
                 tg.start_soon(Checker(config, broker, webhook.send).run)
                 ready(folder=str(target))

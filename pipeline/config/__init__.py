@@ -23,6 +23,7 @@ from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, 
 from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig
 from pipeline.config.overrides import with_values
 from pipeline.config.sections import (
+    CurvesConfig,
     NatsConfig,
     RetentionConfig,
     SigningConfig,

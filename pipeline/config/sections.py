@@ -1,4 +1,4 @@
-"""The sections `[nats]`, `[vllm]`, `[store]`, `[ui]`, `[retention]`, `[supervisor]`, `[telemetry]` and `[signing]`."""
+"""The sections of the log, vLLM, the store, the dashboard, retention, the supervisor, telemetry, curves and signing."""
 
 from __future__ import annotations
 
@@ -209,6 +209,16 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
     """Age up to which such scores are read."""
     label_names: tuple[str, ...] = ()
     """Names of the scores that are labels. Empty: all."""
+
+
+class CurvesConfig(Section, frozen=True, kw_only=True):
+    """Curves of the training steps, in `curves/` of the run folder: a line of `metrics.jsonl` per step
+    (docs/curves.md)."""
+
+    enabled: bool = True
+    """Whether the store service writes them."""
+    tensorboard: bool = True
+    """Whether it also writes TensorBoard's event files, in `curves/tensorboard/`."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

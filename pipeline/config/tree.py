@@ -12,6 +12,7 @@ from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import JudgeConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.sections import (
+    CurvesConfig,
     NatsConfig,
     RetentionConfig,
     SigningConfig,
@@ -61,6 +62,7 @@ class Config(Section, frozen=True, kw_only=True):
     ui: UiConfig = UiConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    curves: CurvesConfig = CurvesConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`,

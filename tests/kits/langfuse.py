@@ -220,8 +220,8 @@ def _value(value: Any) -> Any:
 
 
 @contextmanager
-def run_langfuse() -> Iterator[LangfuseReceiver]:
-    """Start a receiver on a free port."""
+def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
+    """Start a receiver. Port 0: a free one."""
     receiver = LangfuseReceiver()
     allowed = "Basic " + base64.b64encode(f"{PUBLIC}:{SECRET}".encode()).decode()
 
@@ -259,7 +259,7 @@ def run_langfuse() -> Iterator[LangfuseReceiver]:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     receiver.url = f"http://127.0.0.1:{server.server_port}"
     thread = Thread(target=server.serve_forever)
     thread.start()
