@@ -86,6 +86,7 @@ USERS: tuple[User, ...] = (
     User(
         "store", "writes every event to Parquet, raises alarms",
         publishes=("policy.alarm.>",),
+        follows=("POLICY",),
         inspects=(streams.ADAPTERS_BUCKET,),
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("store-")),
         reads=EVENT_STREAMS,
