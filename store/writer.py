@@ -24,6 +24,7 @@ from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.consumer import ConsumerGoneError, Puller, keep_alive, pulling
 from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
+from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 from store import columns
 from store.catalog import Catalog
@@ -177,6 +178,7 @@ class Writer:
             batch.began = time.monotonic()
             batch.reconnects = self._broker.client.stats["reconnects"]
         placed = [(position(m), m) for m in delivered]
+        counts.taken[self.spec.name] += len(delivered)
         # No await until `fresh` is known: a write that ends meanwhile would move rows from memory to files.
         stored = self._catalog.already(self.spec.stream, [place for place, _ in placed])
         writing = self._writing.messages if self._writing is not None else {}
@@ -222,6 +224,7 @@ class Writer:
         crash.point("store.half_acked")
         await self._broker.client.acknowledge(messages[half:])
         crash.point("store.after_ack")
+        counts.done[self.spec.name] += len(messages)
         batch.messages = {}
 
     async def _log_holds(self, batch: WriteBatch) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from pipeline.config.types import (
     Copies,
@@ -219,6 +221,17 @@ class CurvesConfig(Section, frozen=True, kw_only=True):
     """Whether the store service writes them."""
     tensorboard: bool = True
     """Whether it also writes TensorBoard's event files, in `curves/tensorboard/`."""
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    """Metrics for Prometheus (docs/operations.md). The gateway's are at `/metrics` of its own address."""
+
+    ports: dict[
+        Literal["judge", "trainer", "store", "ui", "telemetry"], Annotated[int, Meta(ge=1, le=65535)]
+    ] = {}
+    """Port on which a service answers `GET /metrics`, by service. A service that is not named has no such page."""
+    host: str = "127.0.0.1"
+    """Address that these pages listen on. They ask for no key."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

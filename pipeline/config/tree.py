@@ -13,6 +13,7 @@ from pipeline.config.judge import JudgeConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.sections import (
     CurvesConfig,
+    MetricsConfig,
     NatsConfig,
     RetentionConfig,
     SigningConfig,
@@ -63,6 +64,7 @@ class Config(Section, frozen=True, kw_only=True):
     alarms: AlarmsConfig = AlarmsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     curves: CurvesConfig = CurvesConfig()
+    metrics: MetricsConfig = MetricsConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`,

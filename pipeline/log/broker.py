@@ -39,6 +39,7 @@ from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.names import new_id
 from pipeline.security.users import READER as READER
+from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.broker")
@@ -190,7 +191,9 @@ class Broker(Reader):
         sent[_MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
             sent[_EXPECTED] = "0"
-        return await self._publish_until_acked(subject, payload, sent)
+        ack = await self._publish_until_acked(subject, payload, sent)
+        counts.published[wire_name(event)] += 1
+        return ack
 
     async def publish_raw(
         self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str

@@ -28,6 +28,7 @@ from pipeline.log import retry
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import Place, Recorded, parse_ack_subject
 from pipeline.log.stream_reader import StreamReader
+from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.consumer")
@@ -199,6 +200,7 @@ class Delivery(Recorded[AnyEvent]):
         else:
             await client.publish(self.reply)
         self._consumption.held.discard(self)
+        counts.done[self._consumption.spec.name] += 1
         crash.point("broker.after_ack")
 
     async def _is_on_log(self) -> bool:
@@ -259,6 +261,8 @@ class Consumption:
             self, reconnects,
         )  # fmt: skip
         self.held.add(delivery)
+        counts.taken[self.spec.name] += 1
+        counts.pending[self.spec.name] = pending
         return delivery
 
     async def _wait_for_leader(self, gone: ConsumerGoneError) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 from pipeline.config import Config, ConfigError, load
 from pipeline.telemetry import logs as log
+from pipeline.telemetry import metrics
 
 BEAT_S = 1.0
 """Seconds between two heartbeats."""
@@ -119,7 +120,8 @@ def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda confi
     log.configure(name, config.log_level)
     os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
-        anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
+        with metrics.served(config, name):
+            anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
     except Exception as error:
         if settings := _unusable_settings(error):
             sys.stderr.write("\n".join(settings) + "\n")
