@@ -4,7 +4,7 @@
     journeyman status                                          processes, stream lag, policy versions
     journeyman sql "SELECT …"                                  query the history
 
-`up` and `status` live here; every other command is a module of the folder that owns it, run by name, so that the
+`up` lives here; every other command is a module of the folder that owns it, run by name, so that the
 backbone imports no service.
 """
 
@@ -19,26 +19,22 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import TextIO
 
 import anyio
 import anyio.abc
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from pipeline import streams
 from pipeline.commands import SDK, run_module
-from pipeline.config import Config, ConfigError, NatsConfig, load, save, with_values
-from pipeline.events import AlarmChanged, CheckpointPublished
+from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.running import environment, run_lock
-from pipeline.running.liveness import fills
+from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
-from pipeline.running.runs import STATE, find_run, log_of, run_settings
+from pipeline.running.runs import find_run
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.running.terminal import Terminal
-from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
@@ -113,10 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--plain", action="store_true", help="no live view, also on a terminal")
     up.set_defaults(run=_up)
 
-    status = commands.add_parser("status", help="processes, stream lag, policy versions")
-    status.add_argument("--run-dir", help="default: the newest under runs/")
-    status.add_argument("--json", action="store_true")
-    status.set_defaults(run=_status)
+    asked = commands.add_parser("status", help="processes, stream lag, policy versions, alarms")
+    asked.add_argument("--run-dir", help="default: the newest under runs/")
+    asked.add_argument("--json", action="store_true")
+    asked.set_defaults(run=_status)
 
     provision = commands.add_parser(
         "provision", parents=[settings], help="create streams, consumers and buckets on your own NATS server"
@@ -302,89 +298,8 @@ def _report(terminal: Terminal, watched: Watched) -> None:
     terminal.say(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
 
 
-# -- status --------------------------------------------------------------------------------------------------------
-
-
 def _status(args: argparse.Namespace) -> None:
-    run_dir = find_run(args.run_dir)
-    path = run_dir / STATE
-    if not path.exists():
-        raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
-    state = msgspec.json.decode(path.read_bytes())
-    log.configure("status", "CRITICAL")  # errors are printed as one line
-    for service in state["services"].values():
-        if service["state"] != "stopped" and not _alive(service["pid"]):
-            service["state"] = "gone"
-    try:
-        config = run_settings(run_dir, sections=("nats", "signing"))
-        state |= anyio.run(_log_status, log_of(config), Trust(config.signing))
-    except BrokerError as error:
-        state["log"] = str(error)
-    running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
-    for row in state.get("lag", ()):  # a consumer's name begins with the service that takes from it
-        row["off"] = row["consumer"].partition("-")[0] not in running
-    if args.json:
-        console.print_json(msgspec.json.encode(state).decode())
-    else:
-        _print_status(run_dir, state)
-    if "streams" not in state or any(s["state"] == "gone" for s in state["services"].values()):
-        raise SystemExit(1)
-
-
-def _alive(pid: int) -> bool:
-    return pid > 0 and Path(f"/proc/{pid}").exists()
-
-
-async def _log_status(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
-    nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
-    async with Broker.connect(nats, name="status", provision=False) as broker:
-        held = []
-        for spec in streams.STREAMS:
-            info = await broker.stream_info(spec.name)
-            held.append({"stream": spec.name, "messages": info.state.messages, "bytes": info.state.bytes})
-        lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
-        policies = {}
-        for recorded in await broker.read(CheckpointPublished):
-            if not trust.objection(recorded.event):
-                policies[recorded.event.model] = recorded.event.version
-        # The supervisor's alarms are in its state. These are computed if none runs.
-        alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]
-        # Those of the store service, which checks ten conditions (docs/alarms.md).
-        raised: dict[tuple[str, str, str], AlarmChanged] = {}
-        for change in await broker.read(AlarmChanged):
-            event = change.event
-            key = event.alarm, event.model, event.about
-            raised.pop(key, None)
-            if event.state == "raised":
-                raised[key] = event
-        alarms += [f"{a.alarm}{f' of {a.model}' if a.model else ''}: {a.detail}" for a in raised.values()]
-        return {"streams": held, "lag": lag, "policies": policies, "full": alarms}
-
-
-def _print_status(run_dir: Path, state: dict[str, Any]) -> None:
-    console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
-    if ui := state["urls"].get("ui"):
-        console.print(f"dashboard {ui}")
-    table = Table("service", "state", "pid", "restarts", box=None)
-    for name, service in state["services"].items():
-        table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
-    console.print(table)
-    for alarm in dict.fromkeys((*state.get("alarms", ()), *state.get("full", ()))):
-        console.print(f"[bold red]alarm[/] {alarm}")
-    if "streams" not in state:
-        console.print(f"log: {state['log']}")
-        return
-    table = Table("stream", "messages", "bytes", box=None)
-    for row in state["streams"]:
-        table.add_row(row["stream"], f"{row['messages']:,}", f"{row['bytes']:,}")
-    console.print(table)
-    table = Table("consumer", "behind", box=None)
-    for row in state["lag"]:
-        off = " (off)" if row["off"] else ""
-        table.add_row(row["consumer"], f"{row['behind']:,}{off}")
-    console.print(table)
-    for model, version in state["policies"].items():
-        console.print(f"policy {model}: {version}")
+    status.show(find_run(args.run_dir), console, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@
 | `gateway_api` | the gateway's API, for commands |
 | `log_files` | the command `journeyman logs` |
 | `families` | the tool parser of a model's family |
+| `status` | the command `journeyman status` |
 | `terminal` | what `journeyman up` shows |
 | `vllm_guard` | API keys on every path of vLLM |
 """

@@ -120,13 +120,14 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3"}
     assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 4
-    assert said["full"] == ["kl_rise of m: it is far"]
+    assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     assert said["services"]["judge"]["state"] == "gone"
     state["services"]["judge"]["pid"] = os.getpid()  # type: ignore[index]
     (tmp_path / "state.json").write_text(json.dumps(state))
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert any("m@3" in line for line in lines)
+    assert "alarm kl_rise of m: it is far (docs/alarms.md)" in lines
     assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
         ["ready", str(os.getpid()), "0"],
         ["0"],

@@ -11,7 +11,6 @@ import pytest
 
 from judge.commands.rejudge import Rejudge
 from judge.service import Judge
-from pipeline import cli
 from pipeline.config import Config, JudgeConfig, NatsConfig, SigningConfig
 from pipeline.errors import UndecodableError
 from pipeline.events import (
@@ -30,6 +29,7 @@ from pipeline.events import (
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import READER, Broker
 from pipeline.log.fast_client import Ack
+from pipeline.running.status import of_log
 from pipeline.security.signing import Trust
 from pipeline.telemetry.exporter import SpanMaker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
@@ -267,7 +267,7 @@ async def test_traces_and_status(nats_config: NatsConfig) -> None:
         )
         ack = await broker.publish(loaded)
         assert await SpanMaker(broker, content=False).make(await broker.read_at(PolicyLoaded, ack.seq)) == []
-        status = await cli._log_status(nats_config, Trust(SigningConfig()))
+        status = await of_log(nats_config, Trust(SigningConfig()))
         assert status["policies"] == {"m": "m@1"}
         assert len(await buried(broker)) == 1
 

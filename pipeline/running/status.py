@@ -1,0 +1,116 @@
+"""`journeyman status`: processes, streams, lag, policy versions and alarms of a run, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline import streams
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.events import AlarmChanged, CheckpointPublished
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.running.liveness import fills
+from pipeline.running.runs import STATE, log_of, run_settings
+from pipeline.security.signing import Trust
+from pipeline.telemetry import logs as log
+
+
+def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
+    """Print the state of the run. Raises `ConfigError` where nothing was started, and `SystemExit` with 1 where a
+    process is gone or the log does not answer."""
+    path = run_dir / STATE
+    if not path.exists():
+        raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
+    state = msgspec.json.decode(path.read_bytes())
+    log.configure("status", "CRITICAL")  # errors are printed as one line
+    for service in state["services"].values():
+        if service["state"] != "stopped" and not _alive(service["pid"]):
+            service["state"] = "gone"
+    try:
+        config = run_settings(run_dir, sections=("nats", "signing"))
+        state |= anyio.run(of_log, log_of(config), Trust(config.signing))
+    except BrokerError as error:
+        state["log"] = str(error)
+    running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
+    for row in state.get("lag", ()):  # a consumer's name begins with the service that takes from it
+        row["off"] = row["consumer"].partition("-")[0] not in running
+    if as_json:
+        console.print_json(msgspec.json.encode(state).decode())
+    else:
+        _print(run_dir, state, console)
+    if "streams" not in state or any(s["state"] == "gone" for s in state["services"].values()):
+        raise SystemExit(1)
+
+
+def _alive(pid: int) -> bool:
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
+    """What the log tells: streams, lag, policy versions, alarms. Raises `BrokerError`."""
+    nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
+    async with Broker.connect(nats, name="status", provision=False) as broker:
+        held = []
+        for spec in streams.STREAMS:
+            info = await broker.stream_info(spec.name)
+            held.append({"stream": spec.name, "messages": info.state.messages, "bytes": info.state.bytes})
+        lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
+        policies = {}
+        for recorded in await broker.read(CheckpointPublished):
+            if not trust.objection(recorded.event):
+                policies[recorded.event.model] = recorded.event.version
+        # The supervisor's alarms are in its state. These are computed if none runs.
+        alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]
+        raised: dict[tuple[str, str, str], AlarmChanged] = {}
+        for change in await broker.read(AlarmChanged):
+            event = change.event
+            key = event.alarm, event.model, event.about
+            raised.pop(key, None)
+            if event.state == "raised":
+                raised[key] = event
+        return {
+            "streams": held,
+            "lag": lag,
+            "policies": policies,
+            "full": alarms,
+            # The store service's, which checks ten conditions (docs/alarms.md).
+            "raised": [
+                {name: getattr(a, name) for name in ("alarm", "model", "about", "value", "detail", "since")}
+                for a in raised.values()
+            ],
+        }
+
+
+def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
+    console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
+    if ui := state["urls"].get("ui"):
+        console.print(f"dashboard {ui}")
+    table = Table("service", "state", "pid", "restarts", box=None)
+    for name, service in state["services"].items():
+        table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
+    console.print(table)
+    for alarm in dict.fromkeys((*state.get("alarms", ()), *state.get("full", ()))):
+        console.print(f"[bold red]alarm[/] {alarm}")
+    for one in state.get("raised", ()):
+        of = f" of {one['model']}" if one["model"] else ""
+        console.print(f"[bold red]alarm[/] {one['alarm']}{of}: {escape(one['detail'])} (docs/alarms.md)")
+    if "streams" not in state:
+        console.print(f"log: {state['log']}")
+        return
+    table = Table("stream", "messages", "bytes", box=None)
+    for row in state["streams"]:
+        table.add_row(row["stream"], f"{row['messages']:,}", f"{row['bytes']:,}")
+    console.print(table)
+    table = Table("consumer", "behind", box=None)
+    for row in state["lag"]:
+        off = " (off)" if row["off"] else ""
+        table.add_row(row["consumer"], f"{row['behind']:,}{off}")
+    console.print(table)
+    for model, version in state["policies"].items():
+        console.print(f"policy {model}: {version}")
