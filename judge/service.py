@@ -105,7 +105,7 @@ class Judge:
                     self._scoring_slot_freed = anyio.Event()
                     await self._scoring_slot_freed.wait()
                 for group in await self._assemble(await self._next_batch(messages)):
-                    tg.start_soon(self._finish, group)
+                    tg.start_soon(self._score_and_publish, group)
 
     async def _next_batch(self, messages: Consumption) -> list[Delivery]:
         wait_s = min(max(self._assembler.next_deadline() - self._clock(), _MIN_WAIT_S), _MAX_WAIT_S)
@@ -152,21 +152,21 @@ class Judge:
                 held |= set(event.trajectories)
         return held
 
-    async def _finish(self, group: Group) -> None:
+    async def _score_and_publish(self, group: Group) -> None:
         """Score a closed group, publish its event, then acknowledge its trajectories.
 
-        If another judge process already published this group, trajectories missing from that event are recorded as
-        late."""
+        If another judge process published this group first, its event counts; trajectories of ours that it lacks are
+        recorded as late."""
         event = await score_closed(group, self._config, self._judge_id, self._composer)
         crash.point("judge.before_publish")
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
-        ours = on_log = set(group.arrivals)
-        # The group's subject already held an event: another judge process published it.
+        ours = set(group.arrivals)
+        on_log = ours  # our event is the one on the log, unless another judge process was first
         if ack.duplicate and isinstance(event, GroupScored):
             on_log = await self._held_on_log(group.key)
-        for not_in_event in [a for t, a in group.arrivals.items() if t not in on_log]:
-            await self._broker.publish(late_event(not_in_event.event))
+        for arrival in [arrival for name, arrival in group.arrivals.items() if name not in on_log]:
+            await self._broker.publish(late_event(arrival.event))
         for delivery in group.deliveries:
             await delivery.ack()
         self._assembler.finish(group, ours | on_log)

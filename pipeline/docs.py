@@ -107,8 +107,8 @@ def _names(values: Iterable[str]) -> str:
     return ", ".join(f"`{v}`" for v in values)
 
 
-def _users_part() -> Iterator[str]:
-    """The NATS users: what each does, then the permissions that derive from it."""
+def _users_section() -> Iterator[str]:
+    """Yield the Markdown about the NATS users: a table of what each may do, then their NATS permissions."""
     yield "## Users\n"
     yield (
         "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each authenticates "
@@ -173,7 +173,7 @@ def streams_page() -> str:
             "bucket|holds|kept|share of `nats.max_bytes`",
             ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
         ),
-        *_users_part(),
+        *_users_section(),
     ]  # fmt: skip
     return "\n".join(parts)
 

@@ -67,7 +67,7 @@ class Learner:
         self.config, self.model, self.engine = config, model, engine
         self.settings = config.trainer_of(model)
         self.checkpoints = Checkpoints.of(config, model.name)
-        self.checkpoints.open_to_write()
+        self.checkpoints.prepare_folder()
         self.state = engine.initial_state()
         self._fresh = self.state.weights
         """The adapter of step 0, with which the model computes the same as the base model."""

@@ -82,7 +82,9 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @functools.cache
 def _listen() -> None:
-    """Let every httpx client of this process tell of its answers. Done at the first use, not at import.
+    """Patch httpx so that every client of this process adds its answers to the current trajectory.
+
+    Done at the first use, not at import.
 
     Newer versions of OpenAI's client bring a copy of httpx under the name httpx2."""
     for name in ("httpx", "httpx2"):
@@ -92,40 +94,43 @@ def _listen() -> None:
 
 
 def _listen_to(module: Any) -> None:
-    plain, awaited = module.Client.send, module.AsyncClient.send
+    """Replace `send` of both clients of `module` (httpx or httpx2) with one that adds each chat completion to the
+    current trajectory."""
+    send_original, send_async_original = module.Client.send, module.AsyncClient.send
+    # httpx accepts only streams of its own classes, and each module has its own.
     tee = type("Tee", (_Tee, module.SyncByteStream), {})
     async_tee = type("AsyncTee", (_AsyncTee, module.AsyncByteStream), {})
 
-    def watched(response: Any, request: Any, tee_of: Any) -> Any:
+    def capture(response: Any, request: Any, tee_class: Any) -> Any:
         trajectory = _current.get()
         if trajectory is None or not request.url.path.endswith(_PATH) or response.status_code != 200:
             return response
         try:
-            asked = json.loads(request.content)
+            request_body = json.loads(request.content)
         except (module.RequestNotRead, ValueError):
-            return response  # no chat completion
+            return response  # its body was streamed or is no JSON, so it is no chat completion
         if response.is_closed:
-            _take(trajectory, asked, response.content)
+            _add_answer(trajectory, request_body, response.content)
         else:
-            response.stream = tee_of(response.stream, trajectory, asked)
+            response.stream = tee_class(response.stream, trajectory, request_body)
         return response
 
-    @functools.wraps(plain)
+    @functools.wraps(send_original)
     def send(self: Any, request: Any, **options: Any) -> Any:
-        return watched(plain(self, request, **options), request, tee)
+        return capture(send_original(self, request, **options), request, tee)
 
-    @functools.wraps(awaited)
+    @functools.wraps(send_async_original)
     async def send_async(self: Any, request: Any, **options: Any) -> Any:
-        return watched(await awaited(self, request, **options), request, async_tee)
+        return capture(await send_async_original(self, request, **options), request, async_tee)
 
     module.Client.send, module.AsyncClient.send = send, send_async
 
 
-def _take(trajectory: Trajectory, asked: dict[str, Any], body: bytes) -> None:
-    """Add the answer in `body`, whole or streamed."""
+def _add_answer(trajectory: Trajectory, request_body: dict[str, Any], body: bytes) -> None:
+    """Add the call and its answer in `body`, a JSON document or server-sent events."""
     reply = read_stream(body) if body.lstrip().startswith(b"data:") else _read(body)
     if reply is not None and reply.choices:
-        _add(trajectory, asked, reply)
+        _add(trajectory, request_body, reply)
 
 
 def _read(body: bytes) -> ChatCompletion | None:
@@ -174,10 +179,10 @@ def read_stream(body: bytes) -> ChatCompletion | None:
 
 
 class _Tee:
-    """Passes a stream on, and takes what has passed when it ends."""
+    """Passes a stream on, and adds its content to the trajectory when it is closed."""
 
-    def __init__(self, stream: Any, trajectory: Trajectory, asked: dict[str, Any]) -> None:
-        self._stream, self._trajectory, self._asked = stream, trajectory, asked
+    def __init__(self, stream: Any, trajectory: Trajectory, request_body: dict[str, Any]) -> None:
+        self._stream, self._trajectory, self._request_body = stream, trajectory, request_body
         self._parts: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
@@ -188,15 +193,15 @@ class _Tee:
     def close(self) -> None:
         parts, self._parts = self._parts, []
         if parts:
-            _take(self._trajectory, self._asked, b"".join(parts))
+            _add_answer(self._trajectory, self._request_body, b"".join(parts))
         self._stream.close()
 
 
 class _AsyncTee:
     """As `_Tee`, for asynchronous clients."""
 
-    def __init__(self, stream: Any, trajectory: Trajectory, asked: dict[str, Any]) -> None:
-        self._stream, self._trajectory, self._asked = stream, trajectory, asked
+    def __init__(self, stream: Any, trajectory: Trajectory, request_body: dict[str, Any]) -> None:
+        self._stream, self._trajectory, self._request_body = stream, trajectory, request_body
         self._parts: list[bytes] = []
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -207,5 +212,5 @@ class _AsyncTee:
     async def aclose(self) -> None:
         parts, self._parts = self._parts, []
         if parts:
-            _take(self._trajectory, self._asked, b"".join(parts))
+            _add_answer(self._trajectory, self._request_body, b"".join(parts))
         await self._stream.aclose()

@@ -128,7 +128,7 @@ class _ConversationBuilder:
         conversation.add(request[len(conversation.keys) :])
         conversation.tools = tools or conversation.tools
         conversation.calls.append(exchange.seq)
-        reply = [_Keyed(m, _key(m)) for m in _reply_messages(exchange)]
+        reply = [_Keyed(m, _content_key(m)) for m in _reply_messages(exchange)]
         conversation.add(reply)
         conversation.partial = len(reply) if exchange.status != "complete" else 0
         self._index(conversation)
@@ -180,7 +180,7 @@ class _ConversationBuilder:
             message = _decode(raw)
             if not isinstance(message, dict):
                 return None
-            self._decoded[raw] = _Keyed(message, _key(message))
+            self._decoded[raw] = _Keyed(message, _content_key(message))
         return self._decoded[raw]
 
     def _completion(self, prompt: str) -> list[_Keyed]:
@@ -193,7 +193,7 @@ class _ConversationBuilder:
                 text, known = said, [_Keyed(m, k) for m, k in zip(firm, conversation.keys, strict=False)]
         if rest := prompt[len(text) :]:
             message = {"role": _PROMPT, "content": rest}
-            known.append(_Keyed(message, _key(message)))
+            known.append(_Keyed(message, _content_key(message)))
         return known
 
 
@@ -240,8 +240,8 @@ def _reply_messages(exchange: ExchangeRecorded) -> list[Message]:
     return [{"role": "assistant", "content": choice["text"]}] if isinstance(choice.get("text"), str) else []
 
 
-def _key(message: Message) -> int:
-    """Return a hash that ignores reasoning, ids and empty fields."""
+def _content_key(message: Message) -> int:
+    """Return a hash of a message's role, name, text and tool calls. Reasoning, ids and empty fields do not count."""
     calls = message.get("tool_calls")
     called = [
         (f.get("name"), _canonical(f.get("arguments")))

@@ -191,7 +191,7 @@ def _nats_tls_block(config: Config) -> str:
     # Clients must present a certificate (mutual TLS) only if our own services have one.
     if nats.tls_ca and nats.tls_cert:
         files["ca_file"] = nats.tls_ca
-    # NATS accepts JSON strings.
+    # The NATS configuration format accepts JSON string literals.
     lines = [f"  {name}: {json.dumps(str(Path(file).absolute()))}\n" for name, file in files.items()]
     verify = "  verify: true\n" if "ca_file" in files else ""
     return f"tls {{\n{''.join(lines)}{verify}}}\n"

@@ -77,7 +77,7 @@ def document() -> Schema:
 
 def _operation(route: Route) -> Schema:
     errors = {*route.errors, *_ERRORS_OF_ANY_ROUTE, *(_WITH_KEY if route.auth else ())}
-    # Unique: the handler's name, the method and the last two path segments (`decide` serves several paths).
+    # The handler's name alone is not unique (`decide` serves several paths): add the method and the end of the path.
     words = (route.name, route.method.lower(), *re.findall(r"[\w.]+", route.path)[-2:])
     operation: Schema = {
         "summary": route.summary,

@@ -155,14 +155,18 @@ class Registry:
     # -- opening and completing ----------------------------------------------------------------------------------
 
     async def open(self, event: TrajectoryOpened, traceparent: str) -> Trajectory:
-        """Open a trajectory. Opening it again in the same way returns it, since that is a client's retry.
+        """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
+        same way, returns the trajectory that is open already.
 
         Raises a 409 `ApiError` if the id belongs to a completed trajectory or to one that was opened differently."""
         traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
-        reconnects = self.log.reconnects
+        reconnects = (
+            self.log.reconnects
+        )  # read first, so that a reconnection during the publish is noticed later
         ack = await self.log.broker.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
             return self._remember(Trajectory(self.log, event, traceparent, reconnects))
+        # The log already holds an opening with this id.
         found = await self.find_to_read(event.trajectory)
         if not same_opening(found.opened, event):
             raise opened_differently(event.trajectory)

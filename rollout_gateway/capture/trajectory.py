@@ -26,7 +26,7 @@ from rollout_gateway.http.errors import ApiError, already_completed
 
 log = get_logger("rollout_gateway.capture.trajectory")
 
-_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_EXPECTED_LAST_SEQ_HEADER = "Nats-Expected-Last-Subject-Sequence"
 _REMEMBERED_CALLS = 8
 
 
@@ -167,16 +167,18 @@ class Trajectory:
         return True
 
     async def _publish(self, event: ExchangeRecorded, traceparent: str) -> bool:
-        """False if the log's last message is not the one known here. `recorded` is then brought up to date for another
-        try.
+        """Publish one event, on the condition that the trajectory's last message on the log is the one known here.
+        Returns whether the log holds it. If not, `recorded` was brought up to date, and the caller may try again.
 
-        Raises `BrokerError` if the message was refused although `recorded` is up to date."""
+        Raises `BrokerError` if the log refuses the event although `recorded` is up to date."""
         known = self.recorded
-        headers = {"traceparent": traceparent, _EXPECTED: str(known.last_stream_seq)}
+        headers = {"traceparent": traceparent, _EXPECTED_LAST_SEQ_HEADER: str(known.last_stream_seq)}
         ack = await self.log.broker.publish(event, headers)
+        # A duplicate: the condition did not hold, or the log has the message id already. The latter may be an earlier
+        # attempt of this publish whose acknowledgement was lost.
         published = not ack.duplicate or await self._is_at(event, ack.seq)
         if await self._check_for_loss():
-            return published
+            return published  # `recorded` was read again, with this event if the log holds it
         if published:
             known.add(event, ack.seq)
             return True
@@ -184,7 +186,7 @@ class Trajectory:
         before = known.next_seq, known.last_stream_seq
         await self._read(known)
         if (known.next_seq, known.last_stream_seq) == before:
-            await self._rebuild()  # what is known here is ahead of the log
+            await self._rebuild()  # nothing new was read, so `recorded` holds messages that the log lost
             if (self.recorded.next_seq, self.recorded.last_stream_seq) == before:
                 raise BrokerError(
                     f"call {event.seq} of trajectory {self.id!r} can't be recorded: its message id "
@@ -193,13 +195,13 @@ class Trajectory:
         return False
 
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
-        """Whether the log holds `event` under that number. If retention removed the message, its
-        message id is taken as proof."""
+        """Whether message `stream_seq` of the log is `event`. If retention removed the message, the matching message id
+        is taken as proof."""
         try:
             return (await self.log.broker.read_at(ExchangeRecorded, stream_seq)).event == event
         except OtherEventError:
             return False
-        except UndecodableError:
+        except UndecodableError:  # a `HistoryGoneError` too, but no proof
             raise
         except HistoryGoneError:
             return True
@@ -217,7 +219,7 @@ class Trajectory:
             for recorded in page.events:
                 into.add(recorded.event, recorded.seq)
             if page.last > into.last_stream_seq:
-                # Undecodable messages count as well: the next exchange is published behind them.
+                # Undecodable messages count too: the next exchange must name the last message, whatever it is.
                 into.last_stream_seq, into.last_at = page.last, 0
             more = page.more
 

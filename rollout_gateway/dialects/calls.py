@@ -101,8 +101,10 @@ class SampledChoice:
     """The choice's own prompt, if choices have different ones. Otherwise `Answer.prompt_ids` holds."""
 
     def ended_without_call(self) -> bool:
-        """Whether the model itself ended the reply without a tool call. A tool call that was begun ends only when it
-        is complete."""
+        """Whether the model itself ended the reply (not the token limit, not a stop string) without a tool call.
+
+        Then no tool call was begun: under the grammar of `strict` tools the model can stop only after a complete
+        one."""
         if self.finish_reason != "stop" or not is_null(self.fields.get("stop_reason")):
             return False
         message = self.fields.get("message")
@@ -166,18 +168,17 @@ class Call:
         return digest.hexdigest()
 
     def forced(self, choice: SampledChoice) -> bytes:
-        """Return the mask of tokens that were sampled under a grammar, one byte for each token. Empty if there are
-        none.
+        """Return a mask with one byte for each sampled token, 1 if it was sampled under a grammar ("forced"), which
+        keeps it from being trained. Empty if no token was.
 
-        A reply does not tell which tokens the grammar left unchanged, and the logprobs of the others are those of the
-        grammar's distribution instead of the policy's. So all tokens count as forced
-        (docs/decisions/0004-forced-tokens.md)."""
+        Where a grammar excludes tokens, the recorded logprob is not the policy's. A reply does not tell at which
+        positions that happened, so all its tokens count as forced (docs/decisions/0004-forced-tokens.md)."""
         grammar = self._grammar()
-        if not grammar or (grammar == "calls" and choice.ended_without_call()):
+        if not grammar or (grammar == "tool_calls" and choice.ended_without_call()):
             return b""
         return b"\x01" * (len(choice.ids) // 4)
 
-    def _grammar(self) -> Literal["", "calls", "all"]:
+    def _grammar(self) -> Literal["", "tool_calls", "all"]:
         """Which part of the reply a grammar constrains: nothing, tool calls if there are any (`strict` tools), or the
         whole reply."""
         fields = self.fields
@@ -188,13 +189,13 @@ class Call:
         form = fields.get("response_format")
         if form is not None and not is_null(form) and _type_of(form) != "text":
             return "all"
-        tools, choice = fields.get("tools"), fields.get("tool_choice")
+        tools, tool_choice = fields.get("tools"), fields.get("tool_choice")
         if tools is None or is_null(tools):
             return ""
-        chosen = msgspec.json.decode(choice) if choice is not None else None
+        chosen = msgspec.json.decode(tool_choice) if tool_choice is not None else None
         if isinstance(chosen, dict) or chosen == "required":
             return "all"
-        return "calls" if chosen != "none" and _STRICT.search(bytes(tools)) else ""
+        return "tool_calls" if chosen != "none" and _STRICT.search(bytes(tools)) else ""
 
 
 def read_fields(body: bytes, kind: type[_P]) -> tuple[Fields, _P]:

@@ -37,7 +37,7 @@ class ResponseWriter(Translation):
         """Sequence number of the next event."""
 
     def whole(self) -> dict[str, Any]:
-        return self._response("incomplete" if self._cut else "completed")
+        return self._response("incomplete" if self._hit_token_limit else "completed")
 
     def begin(self) -> bytes:
         response = self._response("in_progress", usage=None)
@@ -79,21 +79,25 @@ class ResponseWriter(Translation):
         return b""  # the text of a custom tool is sent once it is complete
 
     def complete(self, block: dict[str, Any]) -> bytes:
-        """An item that the token limit ended is incomplete, and no event says that its call is done."""
-        self._fill(block)
-        if self._cut:
+        """Set the content of the finished item `block`, the last one. Returns its closing events if the answer is
+        streamed.
+
+        An item that the token limit cut off is marked incomplete; no event says that the input of its tool call is
+        done."""
+        self._set_content(block)
+        if self._hit_token_limit:
             _mark_incomplete(block)
         if not self.streams:
             return b""
         out = b""
         match block["type"]:
-            case "function_call" if not self._cut:
+            case "function_call" if not self._hit_token_limit:
                 done = {"arguments": block["arguments"], "name": block["name"]}
                 out = self._item_event("response.function_call_arguments.done", **done)
             case "custom_tool_call":
                 if block["input"]:
                     out = self._item_event("response.custom_tool_call_input.delta", delta=block["input"])
-                if not self._cut:
+                if not self._hit_token_limit:
                     out += self._item_event("response.custom_tool_call_input.done", input=block["input"])
             case "reasoning" | "message":
                 out = self._text_event("done", text=self.text) + self._part_event("done")
@@ -106,7 +110,7 @@ class ResponseWriter(Translation):
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
         if self.is_open:
-            self._fill(self.blocks[-1])
+            self._set_content(self.blocks[-1])
             _mark_incomplete(self.blocks[-1])
         out = b"" if self._number else self.begin()
         shown = {"code": "server_error", "message": error.get("message")}
@@ -119,17 +123,17 @@ class ResponseWriter(Translation):
         return super().event(kind, sequence_number=self._number - 1, **data)
 
     def _item_event(self, kind: str, **data: Any) -> bytes:
-        """An event about the last item."""
+        """Return an event about the last item."""
         return self.event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
 
     def _part_event(self, what: str) -> bytes:
-        """The only part of the last item was added or is done."""
+        """Return the event that the last item's only part was added or is done (`what`)."""
         item = self.blocks[-1]
         field, kind, _ = _PARTS[item["type"]]
         return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, part=item[field][0])
 
     def _text_event(self, what: str, **text: str) -> bytes:
-        """A further piece, or the whole, of the last item's text."""
+        """Return the event with a further piece (`what` is `delta`) or the whole (`done`) of the last item's text."""
         item = self.blocks[-1]
         field, _, kind = _PARTS[item["type"]]
         logprobs: dict[str, Any] = {"logprobs": []} if field == "content" else {}
@@ -138,13 +142,13 @@ class ResponseWriter(Translation):
     # -- the response ----------------------------------------------------------------------------------------------
 
     @property
-    def _cut(self) -> bool:
+    def _hit_token_limit(self) -> bool:
         """Whether the token limit ended the answer."""
         return self.ended.get("finish_reason") == "length"
 
-    def _fill(self, item: dict[str, Any]) -> None:
-        """Put what has come of an item into it: text, a call's arguments as the model wrote them, or the text in them
-        if the tool is a custom one."""
+    def _set_content(self, item: dict[str, Any]) -> None:
+        """Set an item's content to what the model wrote so far: its text, a function call's arguments as JSON text, or
+        the input of a custom tool."""
         match item["type"]:
             case "function_call":
                 item["arguments"] = self.text

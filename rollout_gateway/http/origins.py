@@ -107,7 +107,7 @@ class OriginPolicy:
                     *allow,
                     (b"access-control-allow-methods", b"GET, POST"),  # the only methods of the API
                     *(((b"access-control-allow-headers", requested_headers),) if requested_headers else ()),
-                    # Browsers read it only when a page of a public network calls a gateway in a private one.
+                    # Browsers read this header only if a page of a public network calls a gateway in a private one.
                     (b"access-control-allow-private-network", b"true"),
                     (b"access-control-max-age", b"600"),
                 )
@@ -116,7 +116,7 @@ class OriginPolicy:
         # The scheme is not compared: TLS may end at a proxy, so the gateway does not know the scheme of its own pages.
         elif not host or origin.partition(b"://")[2] != host:
             raise _origin_refused(f"web pages at {origin.decode('latin-1')[:200]!r}")
-        return False  # browsers send no preflight to a page's own origin
+        return False  # if the page is the gateway's own, browsers send no preflight
 
     # -- URLs ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class VersionRouter:
         self._policies, self._fleet = policies, fleet
 
     def name(self, model: str) -> str:
-        """Return the model of `model`, which is a model name or an exact version."""
+        """Return the model name that `model` stands for. `model` is a model name or an exact version."""
         return model if model in self._policies.models else model.rpartition("@")[0]
 
     def default(self, access: Access) -> str:
@@ -50,10 +50,10 @@ class VersionRouter:
 
         If the trajectory is pinned, this is the pinned version, even if the call names another version. Otherwise it is
         the version that `model` resolves to. Raises as `check` does, and a 409 `ApiError` if the gateway refuses to
-        serve the version because its adapter failed a check; this holds for a promoted version too."""
+        serve the version because its adapter failed a check, even if the version is promoted."""
         self.check(model, opening)
         if opening is not None and opening.pinned:
-            version = opening.pinned
+            version = opening.pinned  # any text that the opening held
             if not is_version(version):
                 raise unknown_model(version, self._policies.names(opening.model))
         elif model in self._policies.models:

@@ -224,7 +224,7 @@ async def test_a_redelivered_member_of_a_scored_group_is_acknowledged_and_neithe
             for group in await judge._assemble(held[:3]):
                 for arrival in group.arrivals.values():
                     arrival.deliveries.clear()
-                await judge._finish(group)
+                await judge._score_and_publish(group)
         async with judging(broker, settings(nats_config)):
             await drained(broker)
         await groups(broker, 1)
@@ -241,8 +241,8 @@ async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted
             (group,) = await judge._assemble(await messages.batch(3))
             other = replace(group, arrivals={t: a for t, a in group.arrivals.items() if t != "c"})
             other.arrivals = {t: replace(a, deliveries=[]) for t, a in other.arrivals.items()}
-            await judge._finish(other)
-            await judge._finish(group)
+            await judge._score_and_publish(other)
+            await judge._score_and_publish(group)
         await drained(broker)
         await groups(broker, 1)
         (late,) = await groups(broker, 1, "discarded")

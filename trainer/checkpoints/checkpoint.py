@@ -159,11 +159,12 @@ class Checkpoints:
             config.path(config.trainer.checkpoints, *parents, subject_token(model).replace("/", "%2F"))
         )
 
-    def open_to_write(self) -> None:
-        """Make the folder, and delete checkpoints that a crash left incomplete. Only the one writer may call it."""
+    def prepare_folder(self) -> None:
+        """Make the folder, and delete what a crash left incomplete. Only the process that writes checkpoints may call
+        this: it would delete a checkpoint that another process is writing."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".tmp-*"):
-            log.info("removed an incomplete checkpoint", folder=str(leftover))
+            log.info("removed what a crash left incomplete", path=str(leftover))
             if leftover.is_dir():
                 shutil.rmtree(leftover)
             else:

@@ -61,7 +61,7 @@ def sampler_logprob_difference(
         sequences = [s for s, _ in at_version]
         batches = micro_batches(sequences, [group for _, group in at_version], budget, packing)
         with model.with_adapter(adapter_weights):
-            # S: sequences of the pass; K: most trained tokens of one of them.
+            # S: sequences in the pass; K: the largest number of trained tokens in one of them.
             for batch, logprobs_SK in model.logprobs_of(batches, sequences):
                 computed = logprobs_SK.cpu().numpy()
                 for row, i in enumerate(batch.indices):

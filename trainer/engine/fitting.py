@@ -110,13 +110,14 @@ def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
     """Halve the token budget of a pass, unless the failed pass held only one sequence.
 
     Returns the index of that sequence in the examples given to `work`; `None` if the budget was halved. Re-raises
-    `error` if it is not out-of-memory, or if the budget can't be made smaller."""
+    `error` if it is no out-of-memory error, or if the budget can't be made smaller."""
     if not is_out_of_memory(error):
         raise error
     if isinstance(error, PassTooLargeError) and error.only_index is not None:
         return error.only_index
     if budget.tokens <= 1:
         raise error
+    # Half of the tokens that the failed pass held, which may be fewer than the budget allows.
     budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
     log.warning(
         "out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error)

@@ -177,7 +177,8 @@ class Forward:
         With more than `chunk` positions, logits are computed for `chunk` of them at a time and again in the backward
         pass, so that the logits of all positions are never in memory at once.
 
-        `entropy`: "none" returns zeros; "measured" gives values without, "trained" with a gradient."""
+        `cuts_N3`: top_k, top_p and min_p that each target was sampled under. `entropy`: "none" returns zeros,
+        "measured" the entropies without a gradient, "trained" with one."""
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),
@@ -186,36 +187,37 @@ class Forward:
             strict=True,
         )
         if len(hidden_ND) <= chunk:
-            return self._score(*next(pieces), entropy)
+            return self._score_chunk(*next(pieces), entropy)
         scored = [
-            torch.utils.checkpoint.checkpoint(self._score, *piece, entropy, use_reentrant=False)
+            torch.utils.checkpoint.checkpoint(self._score_chunk, *piece, entropy, use_reentrant=False)
             for piece in pieces
         ]
         return torch.cat([s[0] for s in scored]), torch.cat([s[1] for s in scored])
 
-    def _score(
+    def _score_chunk(
         self,
         hidden_nD: torch.Tensor,
         targets_n: torch.Tensor,
         temperatures_n: torch.Tensor,
         cuts_n3: torch.Tensor | None,
-        entropy: str,
+        entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `scores` returns, for one chunk of n positions."""
         logits_nV = self.logits(hidden_nD)
         # At least float32: bfloat16 is too coarse for logprobs.
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         logits_nV = logits_nV / temperatures_n.unsqueeze(1)
         if cuts_n3 is not None:
             logits_nV = cut(logits_nV, targets_n, cuts_n3)
-        all_nV = torch.log_softmax(logits_nV, dim=-1)
-        logprobs_n = all_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
+        all_logprobs_nV = torch.log_softmax(logits_nV, dim=-1)
+        logprobs_n = all_logprobs_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
         if entropy == "none":
             return logprobs_n, torch.zeros_like(logprobs_n)
-        measured = all_nV if entropy == "trained" else all_nV.detach()
+        entropy_logprobs_nV = all_logprobs_nV if entropy == "trained" else all_logprobs_nV.detach()
         if cuts_n3 is not None:
-            # Tokens that were cut have p = 0, and p log p is 0; exp(-inf) * -inf would be NaN.
-            measured = measured.masked_fill(measured == -torch.inf, 0.0)
-        return logprobs_n, -(measured.exp() * measured).sum(-1)
+            # A cut token has p = 0 and adds 0 to the entropy, but exp(-inf) * -inf would be NaN.
+            entropy_logprobs_nV = entropy_logprobs_nV.masked_fill(entropy_logprobs_nV == -torch.inf, 0.0)
+        return logprobs_n, -(entropy_logprobs_nV.exp() * entropy_logprobs_nV).sum(-1)
 
     @contextmanager
     def _stubbed_trunk(self, output: Any) -> Iterator[None]:

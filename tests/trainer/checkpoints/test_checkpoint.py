@@ -25,7 +25,7 @@ FILES = {"adapter_model.safetensors": b"weights", "state.pt": b"state"}
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
     made = Checkpoints(tmp_path / "m")
-    made.open_to_write()
+    made.prepare_folder()
     return made
 
 
@@ -59,7 +59,7 @@ def test_an_incomplete_checkpoint_is_not_listed(
     with pytest.raises(KeyboardInterrupt):
         checkpoints.write(manifest(2, FILES), FILES)
     assert checkpoints.steps() == [1]
-    checkpoints.open_to_write()
+    checkpoints.prepare_folder()
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
