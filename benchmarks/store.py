@@ -198,7 +198,7 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
         "request": ["{}"] * len(calls), "response": ["{}"] * len(calls), "prompt_ids": tokens, "sampled_ids": tokens,
         "logprobs": tokens.cast(pa.list_(pa.float32())), "forced": pa.array([[]] * len(calls), pa.list_(pa.uint8())),
     }  # fmt: skip
-    _put(target, TAG, made, len(calls), seqs, base)
+    put_rows(target, TAG, made, len(calls), seqs, base)
     names = np.arange(first, first + count)
     ends = np.arange(first + 1, first + count + 1)
     completed: dict[str, Any] = {
@@ -206,7 +206,7 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
         "trajectory": [f"t{i:07d}" for i in names], "group": [f"g{i // 8}" for i in names],
         "outcome": ["scored"] * count, "exchanges": np.full(count, 4),
     }  # fmt: skip
-    _put(target, "rollout.completed", completed, count, ends, base)
+    put_rows(target, "rollout.completed", completed, count, ends, base)
     groups = np.arange(first // 8, (first + count) // 8)
     scored: dict[str, Any] = {
         "log_seq": groups + 1, "log_at": base + groups, "project": ["p"] * len(groups), "at": base + groups,
@@ -223,7 +223,7 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
             for g in groups
         ],
     }  # fmt: skip
-    _put(target, "group.scored", scored, len(groups), groups + 1, base)
+    put_rows(target, "group.scored", scored, len(groups), groups + 1, base)
     steps = np.arange(max(1, first // 64), (first + count) // 64)
     if len(steps):
         published: dict[str, Any] = {
@@ -233,10 +233,11 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
             "groups": [[f"g{s * 8 + k}" for k in range(8)] for s in steps],
             "group_seqs": [[s * 8 + k + 1 for k in range(8)] for s in steps],
         }  # fmt: skip
-        _put(target, "policy.checkpoint", published, len(steps), steps, base)
+        put_rows(target, "policy.checkpoint", published, len(steps), steps, base)
 
 
-def _put(target: LocalTarget, tag: str, made: dict[str, Any], rows: int, seqs: Any, base: int) -> None:
+def put_rows(target: LocalTarget, tag: str, made: dict[str, Any], rows: int, seqs: Any, base: int) -> None:
+    """Write a file of `rows` rows of a tag from columns by name; columns that are not given are null."""
     schema = columns.arrow_schema(tag)
     arrays = [
         pa.array(made[f.name], f.type) if f.name in made and not isinstance(made[f.name], pa.Array)

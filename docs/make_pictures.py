@@ -3,19 +3,27 @@
     python -m docs.make_pictures streams                       # docs/pictures/streams.svg, from pipeline's tables
     python -m docs.make_pictures curve --run-dir runs/demo     # docs/pictures/curve.json, read from a run of the demo
     python -m docs.make_pictures curve                         # docs/pictures/curve.svg, drawn from curve.json
+    python -m docs.make_pictures dashboard --run-dir runs/demo # docs/pictures/dashboard-*.png, in Chromium
 
-Both pictures are 420 px wide, so that a phone shows them unscaled. `--check` exits 1 where a picture differs from its
+The drawn pictures are 420 px wide, so that a phone shows them unscaled. `--check` exits 1 where one differs from its
 source."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import matplotlib as mpl
+import uvicorn
 from matplotlib import pyplot as plt
 
 from examples.common import curve
@@ -132,15 +140,67 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
     return {"unit": "games", "measure": "win rate", "runs": [run]}
 
 
+def shoot_dashboard(run_dir: Path) -> list[Path]:
+    """Take pictures of the dashboard's pages over a run, as a desktop and a phone show them. Needs Chromium."""
+    # Imported here: the other pictures need neither a browser nor a database.
+    from pipeline.config import with_values
+    from pipeline.running.runs import run_settings
+    from store.dashboard.server import SECTIONS, make_app
+    from tests.store.dashboard.browser import chromium, missing
+
+    if why := missing():
+        raise SystemExit(f"docs.make_pictures: {why}")
+    config = with_values(run_settings(run_dir, sections=SECTIONS), {"run_dir": str(run_dir)})
+    made = []
+    with serving(make_app(config)) as url:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            (group, *_) = client.get("/groups.json?sort=-spread").json()["rows"]
+            name = quote(group["group_id"], safe="")
+            (member, *_) = client.get(f"/group/{name}.json").json()["members"]
+            (checkpoint, *_) = client.get("/checkpoints.json?sort=-step").json()["rows"]
+        pages = {
+            "overview": "overview", "group": f"group/{name}", "trajectory": f"trajectory/{quote(member['trajectory'])}",
+            "checkpoint": f"checkpoint/{checkpoint['version']}",
+        }  # fmt: skip
+        with chromium() as browser:
+            for title, path in pages.items():
+                for suffix, width, scheme in (("", 1440, "light"), ("-phone", 360, "dark")):
+                    size = {"width": width, "height": 900}
+                    with browser.new_context(viewport=size, color_scheme=scheme) as context:  # type: ignore[arg-type]
+                        page = context.new_page()
+                        page.goto(f"{url}/{path}", wait_until="networkidle")
+                        made.append(FOLDER / f"dashboard-{title}{suffix}.png")
+                        page.screenshot(path=made[-1])
+    return made
+
+
+@contextlib.contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Answer for an application in a thread; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.make_pictures")
-    parser.add_argument("picture", choices=("streams", "curve"))
-    parser.add_argument("--run-dir", type=Path, help="read the curve of this run of the demo first")
+    parser.add_argument("picture", choices=("streams", "curve", "dashboard"))
+    parser.add_argument("--run-dir", type=Path, help="a run of the demo, to read the curve from, or to show")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 where the picture differs"
     )
     given = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
+    if given.picture == "dashboard":
+        for file in shoot_dashboard(given.run_dir or Path("runs/demo")):
+            sys.stdout.write(f"{file}\n")
+        return 0
     data, out = FOLDER / "curve.json", FOLDER / f"{given.picture}.svg"
     if given.run_dir:
         data.write_text(json.dumps(read_curve(given.run_dir), indent=1) + "\n")

@@ -48,6 +48,8 @@ _SINGLE: dict[str, Callable[..., Data]] = {
     "group": groups.group, "trajectory": trajectories.trajectory, "checkpoint": checkpoints.checkpoint,
     "event": events.event,
 }  # fmt: skip
+_DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
+"""Pages whose JSON holds more than their HTML."""
 _WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
 
 
@@ -66,7 +68,10 @@ class Dashboard:
         )
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
-            routes += [Route(f"/{name}{end}", self._page(name, load)) for end in ("", ".json")]
+            routes += [
+                Route(f"/{name}", self._page(name, load)),
+                Route(f"/{name}.json", self._page(name, _DATA.get(name, load))),
+            ]
         for name, one in _SINGLE.items():
             routes += [
                 Route(f"/{name}/{{name:path}}{end}", self._page(name, one, named=True))

@@ -32,18 +32,29 @@ TRAJECTORIES = View(
         paced_s="Seconds that the gateway made the group wait; 0 for all but the first run of a group.",
         stream_seq="Sequence of its `rollout.completed` in ROLLOUTS.",
     ),
+    # Two parts in place of a full join, through which no condition on a column would reach the files.
     f"""
-        SELECT coalesce(c.project, o.project) AS project, coalesce(c.model, o.model) AS model,
-          coalesce(c.trajectory, o.trajectory) AS trajectory, coalesce(c."group", o."group") AS group_id,
-          coalesce(nullif(c.task, ''), o.task) AS task, coalesce(c.attempt, o.attempt) AS attempt,
-          coalesce(c.split, o.split) AS split, coalesce(c.outcome, 'open') AS outcome, c.reward, c.rewards, c.metrics,
-          coalesce(c.metadata, o.metadata) AS metadata, c.exchanges,
-          c.calls, c.prompt_tokens, c.sampled_tokens, c.calls_s, c.first_step, c.last_step, c.inferred,
-          coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at,
-          epoch_us(c.at - coalesce(o.at, nullif(c.opened_at, {NEVER}))::TIMESTAMP) / 1e6 AS duration_s,
-          o.paced_s, c.log_seq AS stream_seq,
-          nullif(split_part(coalesce(nullif(c.traceparent, ''), o.traceparent), '-', 2), '') AS trace_id
-        FROM rollout_completed c FULL JOIN rollout_opened o ON o.project = c.project AND o.trajectory = c.trajectory
+        WITH ended AS (
+          SELECT c.project, c.model, c.trajectory, c."group" AS group_id, coalesce(nullif(c.task, ''), o.task) AS task,
+            coalesce(c.attempt, o.attempt) AS attempt, coalesce(c.split, o.split) AS split,
+            coalesce(c.outcome, 'open') AS outcome, c.reward, c.rewards, c.metrics,
+            coalesce(c.metadata, o.metadata) AS metadata, c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens,
+            c.calls_s, c.first_step, c.last_step, c.inferred,
+            coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
+            c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
+          FROM rollout_completed c LEFT JOIN rollout_opened o
+            ON o.project = c.project AND o.trajectory = c.trajectory
+        ), begun AS (
+          SELECT o.project, o.model, o.trajectory, o."group" AS group_id, o.task, o.attempt, o.split,
+            'open' AS outcome, o.metadata, o.at AS opened_at, o.paced_s, o.traceparent
+          FROM rollout_opened o ANTI JOIN rollout_completed c
+            ON o.project = c.project AND o.trajectory = c.trajectory
+        ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
+        SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
+          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at, completed_at,
+          epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
+          nullif(split_part(traceparent, '-', 2), '') AS trace_id
+        FROM every_one
         """,
 )
 

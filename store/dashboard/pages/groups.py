@@ -6,7 +6,8 @@ from typing import Any
 
 from store.dashboard.errors import PageError
 from store.dashboard.history import History
-from store.dashboard.pages.lists import Query, as_step, branch_of, listed
+from store.dashboard.pages.chat import reply
+from store.dashboard.pages.lists import Query, as_step, branch_of, listed, numbered, one_of
 
 _COLUMNS = {
     "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
@@ -73,10 +74,11 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
 
 def _replies(history: History, members: list[str]) -> dict[str, Any]:
     """The last reply of each member."""
+    if not members:
+        return {}
     found = history.rows(
-        """SELECT trajectory, arg_max(content, (seq, position)) AS content,
-             arg_max(tool_calls, (seq, position)) AS tool_calls
-           FROM messages WHERE is_reply AND trajectory IN (SELECT unnest($members)) GROUP BY 1""",
-        {"members": members},
+        f"""SELECT trajectory, arg_max(response, (seq, -choice)) AS response FROM exchanges
+            WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
+        numbered(members),
     )
-    return {row["trajectory"]: row for row in found}
+    return {row["trajectory"]: reply(row["response"], 0) for row in found}

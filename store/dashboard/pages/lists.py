@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from store.dashboard.errors import PageError
 from store.dashboard.history import History, Row
@@ -17,11 +16,14 @@ _LAST_PAGE = 199
 """A list goes so far: the database keeps all rows up to those that are shown."""
 
 
-def listed(history: History, query: Query, source: str, columns: Mapping[str, str], **conditions: str) -> Row:
+def listed(
+    history: History, query: Query, source: str, columns: Mapping[str, str], key: str = "", **conditions: str
+) -> Row:
     """Rows of `source`, SQL text of this program that can follow FROM.
 
     `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
-    names none. `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
+    names none. `key`: a column that tells rows apart; then only it is sorted, and the rest read afterwards.
+    `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
     `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`."""
     sort = query.get("sort") or "-" + next(iter(columns))
     name, down = sort.removeprefix("-"), sort.startswith("-")
@@ -34,14 +36,29 @@ def listed(history: History, query: Query, source: str, columns: Mapping[str, st
     page = _page(query)
     direction = "DESC" if down else "ASC"
     rows = history.rows(
-        f"SELECT * FROM {source} WHERE {where} ORDER BY {columns[name]} {direction} NULLS LAST, "  # noqa: S608
+        f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {columns[name]} {direction} NULLS LAST, "  # noqa: S608
         f"stream_seq {direction} LIMIT {PAGE + 1} OFFSET {page * PAGE}",
         used,
     )
+    if key and rows:
+        order = {row[key]: i for i, row in enumerate(rows)}
+        found = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
+        rows = sorted(found, key=lambda row: order[row[key]])
     return {
         "rows": rows[:PAGE], "page": page, "more": len(rows) > PAGE and page < _LAST_PAGE, "sort": sort,
         "query": {one: value for one, value in query.items() if one != "page" and value},
     }  # fmt: skip
+
+
+def one_of(column: str, values: Collection[str]) -> str:
+    """The condition that `column` is one of `values`, for the parameters `numbered(values)`. Written out like this, it
+    reaches the files, and only the parts of them that may hold the values are read."""
+    return f"{column} IN ({', '.join(f'${name}' for name in numbered(values))})"
+
+
+def numbered(values: Iterable[str]) -> dict[str, str]:
+    """The parameters of `one_of`."""
+    return {f"value{i}": value for i, value in enumerate(values)}
 
 
 def _page(query: Query) -> int:
@@ -61,8 +78,3 @@ def as_step(text: str) -> int | None:
 def branch_of(query: Query) -> str:
     """The branch that the address names, `main` if it names none."""
     return query.get("branch") or "main"
-
-
-def labelled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without those that are `None`, for a page's list of names and values."""
-    return {name: value for name, value in values.items() if value is not None}

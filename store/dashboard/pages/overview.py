@@ -21,7 +21,7 @@ _REWARD = """
     )
     SELECT step, split, count(*) AS trajectories, avg(reward) AS mean,
       CASE WHEN count(*) > 1 THEN 1.96 * stddev_samp(reward) / sqrt(count(*)) END AS half
-    FROM scored GROUP BY ALL ORDER BY step
+    FROM scored GROUP BY ALL ORDER BY step, split
 """
 _STEPS = """
     SELECT step // $width * $width AS step, arg_max(version, step) AS version,
@@ -30,10 +30,20 @@ _STEPS = """
     FROM checkpoints WHERE model = $model AND branch = $branch GROUP BY 1 ORDER BY 1
 """
 _STALENESS = """
-    SELECT step // $width * $width AS step, avg(staleness_max) AS mean, max(staleness_max) AS highest,
+    WITH consumed AS (
+      SELECT step, "at", unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM policy_checkpoint
+      WHERE model = $model AND branch = $branch
+    ), aged AS (
+      SELECT c.step, epoch_us(c."at" - g."at") / 1e6 AS wait_s,
+        [c.step - 1 - m.first_step FOR m IN g.members IF m.outcome = 'scored'] AS ages
+      FROM consumed c JOIN group_scored g
+        ON g."group" = c.group_id AND g.model = $model AND (c.seq IS NULL OR g.log_seq = c.seq)
+    )
+    SELECT step // $width * $width AS step, avg(list_avg(ages)) AS mean, max(list_max(ages)) AS highest,
       avg(wait_s) AS wait_s
-    FROM staleness WHERE model = $model AND branch = $branch GROUP BY 1 ORDER BY 1
+    FROM aged GROUP BY 1 ORDER BY 1
 """
+"""By step: the mean over groups of their members' mean age, the highest age, and how long groups waited."""
 _SPAN = """
     SELECT epoch(min("at"))::BIGINT AS began, epoch(max("at"))::BIGINT AS ended FROM rollout_completed
     WHERE model = $model
@@ -60,7 +70,8 @@ _COUNTS = """
       (SELECT count(*) FROM group_discarded WHERE model = $model AND branch = $branch) AS discarded,
       (SELECT max(step) FROM policy_checkpoint WHERE model = $model AND branch = $branch) AS steps,
       (SELECT count(*) FROM dead_letter) AS dead,
-      (SELECT sum(cost_usd) FROM judge_cost WHERE model = $model) AS judge_cost_usd
+      (SELECT sum(list_sum([said.cost_usd FOR said IN verdicts])) FROM group_scored WHERE model = $model)
+        AS judge_cost_usd
 """
 _DISCARDS = """
     SELECT reason, count(*) AS groups FROM group_discarded WHERE model = $model AND branch = $branch
@@ -87,12 +98,11 @@ def branches(history: History) -> list[str]:
 
 
 def overview(history: History, query: Query) -> dict[str, Any]:
-    """Counts, curves, alarms, and the latest evaluations and decisions."""
-    data = curves(history, query)
+    """Counts, alarms, and the latest evaluations and decisions."""
+    data = numbers(history, query)
     return {
         **data,
         "branches": branches(history),
-        "alarms": alarms.of_run(history.rows),
         "discards": history.shared_rows(_DISCARDS, data),
         "evaluations": history.rows(
             f"""SELECT * FROM evaluations WHERE measure = 'reward' AND (model = $model OR kind = 'external')
@@ -104,6 +114,11 @@ def overview(history: History, query: Query) -> dict[str, Any]:
             data,
         ),
     }
+
+
+def with_curves(history: History, query: Query) -> dict[str, Any]:
+    """The overview with its curves, which the page draws from its JSON."""
+    return {**overview(history, query), **curves(history, query)}
 
 
 def numbers(history: History, query: Query) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from store.dashboard.errors import PageError
 from store.dashboard.history import History, Row
+from store.dashboard.pages import chat
 from store.dashboard.pages.lists import Query, as_step, listed
 
 _COLUMNS = {
@@ -31,7 +30,7 @@ def trajectories(history: History, query: Query) -> dict[str, Any]:
     if step and as_step(step) is None:
         raise PageError(400, f"step={step[:40]!r}: write the number of a policy step.")
     return listed(
-        history, query, "trajectories", _COLUMNS, model="model = $model", split="split = $split",
+        history, query, "trajectories", _COLUMNS, "trajectory", model="model = $model", split="split = $split",
         outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
         step="last_step = try_cast($step AS BIGINT)",
     )  # fmt: skip
@@ -56,12 +55,12 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     decode = _decoder(history, run["model"])
     before: list[Any] = []
     for call in calls:
-        request = _json(call["request"])
-        sent = _part(request, "messages") or []
+        request = chat.parsed(call["request"])
+        sent = chat.part(request, "messages") or []
         call["earlier"] = _shared(before, sent)
-        call["messages"] = [_message(message) for message in sent[call["earlier"] :]]
-        call["tools"] = _part(request, "tools") or []
-        call["reply"] = _message(_part(_json(call["response"]), "choices", call["choice"], "message") or {})
+        call["messages"] = [chat.message(one) for one in sent[call["earlier"] :]]
+        call["tools"] = chat.part(request, "tools") or []
+        call["reply"] = chat.reply(call["response"], call["choice"])
         call["tokens"] = _tokens(call, decode)
         before = sent
         del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
@@ -92,28 +91,6 @@ def _shared(before: list[Any], sent: list[Any]) -> int:
     """How many messages two calls have in common from the beginning on."""
     pairs = zip(before, sent, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _part(value: Any, *path: str | int) -> Any:
-    """The part of parsed JSON at `path`; `None` where there is none."""
-    for step in path:
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
-
-
-def _message(message: Any) -> Row:
-    """A message of a request for the page: its role, its text (JSON where it has parts) and its tool calls."""
-    if not isinstance(message, dict):
-        return {"role": "", "content": str(message), "tool_calls": None}
-    content, calls = message.get("content"), message.get("tool_calls")
-    return {
-        "role": str(message.get("role", "")),
-        "content": content if isinstance(content, str) else "" if content is None else _text(content),
-        "tool_calls": _text(calls) if calls else None,
-    }
 
 
 def _tokens(call: Row, decode: Decode) -> list[Row]:
@@ -149,14 +126,3 @@ def _load_decoder(path: Path, changed: float) -> Decode:
     return functools.lru_cache(maxsize=65_536)(
         lambda token: tokenizer.decode([token], skip_special_tokens=False)
     )
-
-
-def _json(text: str | None) -> Any:
-    try:
-        return msgspec.json.decode(text or "null")
-    except msgspec.DecodeError:
-        return None
-
-
-def _text(value: Any) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

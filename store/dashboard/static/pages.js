@@ -58,7 +58,7 @@ function plot(element, data, series, { bands = [], time = false } = {}) {
 const strokes = ["--curve", "--second"];
 
 function reward(element, page) {
-  const splits = [...new Set(page.curve.map((row) => row.split))];
+  const splits = [...new Set(page.curve.map((row) => row.split))].sort();
   const steps = [...new Set(page.curve.map((row) => row.step))].sort((a, b) => a - b);
   const data = [steps], series = [], bands = [];
   splits.forEach((split, i) => {
@@ -69,7 +69,7 @@ function reward(element, page) {
     data.push(at((row) => row.mean), at((row) => (row.half === null ? null : row.mean + row.half)),
       at((row) => (row.half === null ? null : row.mean - row.half)));
     const edge = { stroke: "transparent", points: { show: false } };
-    series.push({ label: split === "val" ? "held-out" : "training", stroke, width: 2 },
+    series.push({ label: split === "val" ? "held-out" : "training", stroke, width: 2, spanGaps: false },
       { ...edge, label: "95 % high" }, { ...edge, label: "95 % low" });
     bands.push({ series: [first + 1, first + 2], fill: stroke + "33" });
   });
