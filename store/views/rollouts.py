@@ -51,8 +51,8 @@ TRAJECTORIES = View(
             ON o.project = c.project AND o.trajectory = c.trajectory
         ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
         SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
-          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at, completed_at,
-          epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
+          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at,
+          completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM every_one
         """,
