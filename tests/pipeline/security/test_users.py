@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
     GroupDiscarded,
+    GroupLabeled,
     PolicyLoaded,
     PolicyPromoted,
     TrajectoryCompleted,
@@ -220,6 +221,9 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             alarm = AlarmChanged(project="default", alarm="kl_rise", state="raised")
             await store.publish(alarm)
             assert [r.event for r in await store.read(AlarmChanged)] == [alarm]
+            async with aclosing(follow_events(store, [CheckpointPublished], lambda: 1)) as checkpoints:
+                with anyio.fail_after(20):
+                    assert (await anext(checkpoints)).event.step
             assert (await store.js.stream_info("OBJ_ADAPTERS")).config.name == "OBJ_ADAPTERS"
             message = (await store.js.get_msg("GROUPS", 1)).data
             assert message
@@ -228,6 +232,9 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             for name in users.user("telemetry").consumes:
                 async with telemetry.consume(name) as seen:
                     assert await seen.batch(10, wait_s=5)
+            label = GroupLabeled(project="default", group="g", model="m", labels=())
+            await telemetry.publish(label)
+            assert [r.event for r in await telemetry.read(GroupLabeled)] == [label]
         assert await operator.lag("store-rollouts") == 0
 
 
