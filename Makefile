@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
 
-.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness gpu-proof clean
+.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness bench-tracing gpu-proof clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -37,7 +37,7 @@ pictures: venv
 	$(PY) -m docs.make_pictures curve
 	$(foreach data,$(wildcard examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
-bench-store bench-gateway bench-judge bench-trainer bench-staleness: bench-%: venv
+bench-store bench-gateway bench-judge bench-trainer bench-staleness bench-tracing: bench-%: venv
 	$(PY) -m benchmarks.$*
 
 # On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed or with what its Python has. GPU_PROOF="--only 0.6b".

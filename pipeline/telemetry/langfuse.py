@@ -146,6 +146,8 @@ class Langfuse:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
         self._has_v3 = True
+        self._lists = False
+        """Whether the server wants scores in lists."""
         self._configs: dict[str, ScoreConfig] = {}
 
     @classmethod
@@ -169,10 +171,7 @@ class Langfuse:
         backoff = Backoff(_RETRY_S, _RETRY_LONGEST_S)
         while True:
             try:
-                await self._ask(
-                    "POST", "/api/public/scores", content=msgspec.json.encode(score),
-                    headers={"Content-Type": "application/json"},
-                )  # fmt: skip
+                await self._post(score)
                 return
             except LangfuseError as error:
                 if not error.passes:
@@ -182,6 +181,24 @@ class Langfuse:
                     return
                 log.warning("Langfuse took no score; trying again", error=str(error))
             await backoff.wait()
+
+    async def _post(self, score: Score) -> None:
+        """Send a score: an object, or a list of one where the server wants lists, as the newest do."""
+        headers = {"Content-Type": "application/json"}
+        first = self._lists  # another task may learn meanwhile what the server wants
+        for as_list in (first, not first):
+            body = msgspec.json.encode([score] if as_list else score)
+            try:
+                answer = await self._ask("POST", "/api/public/scores", content=body, headers=headers)
+            except LangfuseError as error:
+                if error.status != 400 or as_list is not first:
+                    raise
+                continue
+            self._lists = as_list
+            results = msgspec.json.decode(answer)
+            if as_list and isinstance(results, dict) and results.get("rejected"):
+                raise LangfuseError(f"POST /api/public/scores: {results.get('errors')}", 400)
+            return
 
     async def human_scores(self, since: datetime) -> AsyncIterator[ReadScore]:
         """Yield the scores that people gave since a time: in the interface, or in an annotation queue."""

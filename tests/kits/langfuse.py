@@ -60,6 +60,8 @@ class LangfuseReceiver:
     """Requests that the OpenAPI file does not allow."""
     refuse: int = 0
     """Number of requests to answer with 503."""
+    lists: bool = False
+    """Whether scores come in lists, as in the newest version of the file."""
     old: bool = False
     """Whether the server is older than the score API of version 3."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -116,7 +118,16 @@ class LangfuseReceiver:
             raise ValueError(f"{operation}: limit {query['limit']}")
         match path.removeprefix("/api/public/").split("/"):
             case ["scores"]:
-                return 200, self._take_score(json.loads(body))
+                found = json.loads(body)
+                if isinstance(found, list) is not self.lists:
+                    return 400, {"message": "a list is wanted" if self.lists else "an object is wanted"}
+                if not self.lists:
+                    return 200, self._take_score(found)
+                for score in found:
+                    if "NaN" in score["name"]:
+                        return 207, {"accepted": 0, "rejected": 1, "errors": [{"message": "no such name"}]}
+                    self._take_score(score)
+                return 202, {"message": "Accepted"}
             case ["v3", "scores"]:
                 return 200, self._scores(query)
             case ["v2", "scores"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from pipeline.config import NatsConfig, TelemetryConfig
@@ -64,6 +65,23 @@ async def test_a_score_that_is_sent_again_replaces_itself(
             _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(group)
             await langfuse.put_scores(client, made)
     assert (len(receiver.scores), receiver.posts) == (6, 12)
+
+
+async def test_a_server_that_wants_lists_gets_lists(
+    receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.lists = True
+    to = langfuse.destination()
+    assert to is not None
+    one = langfuse.Score(
+        id="1", trace_id="t", name="n", value=1.0, data_type="NUMERIC", timestamp="2026-11-20T10:00:00Z"
+    )
+    refused = msgspec.structs.replace(one, id="2", name="NaN")
+    async with langfuse.Langfuse.connect(to) as client:
+        await langfuse.put_scores(client, [msgspec.structs.replace(one, id=str(n)) for n in range(10, 30)])
+        await langfuse.put_scores(client, [one, refused])
+    assert (set(receiver.scores), receiver.posts) == ({"1", *map(str, range(10, 30))}, 21)
+    assert "no such name" in str([getattr(r, "fields", {}) for r in caplog.records])
 
 
 async def test_a_score_that_langfuse_refuses_is_logged_and_stops_nothing(
