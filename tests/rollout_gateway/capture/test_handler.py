@@ -230,9 +230,11 @@ async def test_a_client_that_leaves_is_recorded_as_that(
             events = await exchanges(broker, name)
             if any(len(e.sampled_ids) < 4 * 200 for e in events):
                 break
-    assert done.json() == {
-        "id": name, "object": "trajectory", "outcome": "no_result", "reward": None, "exchanges": len(events)
+    answer = done.json()
+    assert {name: answer[name] for name in ("outcome", "reward", "exchanges", "calls")} == {
+        "outcome": "no_result", "reward": None, "exchanges": len(events), "calls": 1
     }  # fmt: skip
+    assert answer["sampled_tokens"] == sum(len(e.sampled_ids) // 4 for e in events)
     assert {(e.seq, e.status) for e in events} == {(0, "cancelled")}
     assert all(len(e.sampled_ids) == len(e.logprobs) for e in events)
     assert any(e.sampled_ids for e in events)
