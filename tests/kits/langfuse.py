@@ -10,6 +10,7 @@ import base64
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -244,7 +245,10 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
             self._handle("GET")
 
         def _handle(self, method: str) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if len(body) < length:
+                return None  # the client was stopped in the middle of its request
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             if receiver.refuse:
@@ -270,7 +274,12 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):
+                super().handle_error(request, client_address)
+
+    server = Server(("127.0.0.1", port), Handler)
     receiver.url = f"http://127.0.0.1:{server.server_port}"
     thread = Thread(target=server.serve_forever)
     thread.start()
