@@ -8,10 +8,10 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.cli import _log_status
 from pipeline.config import ConfigError, NatsConfig, SigningConfig
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
 from pipeline.log.broker import Broker
+from pipeline.running.status import of_log
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
 from tests.trainer import kit
@@ -121,7 +121,7 @@ async def test_forged_checkpoints_are_skipped(
         assert policies.names() == ["tiny", "tiny@0", "tiny@1"]
         said = await letters(broker)
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
-        status = await _log_status(nats_config, trust)
+        status = await of_log(nats_config, trust)
         assert status["policies"] == {"tiny": "tiny@1"}
         assert set(checkpoint.unpack(await fetch_adapter(config, kit.MODEL, 1))) == set(
             checkpoint.ADAPTER_FILES

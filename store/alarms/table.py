@@ -97,7 +97,7 @@ JUDGE_DRIFT = Alarm(
   coalesce(format('Kendall tau of the judge with the anchors is {:.2f}', kendall_tau), 'no anchor could be judged')
     AS detail
 FROM group_measured WHERE kind = 'anchors'
-QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC) = 1
+QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_seq DESC) = 1
   AND (alarm OR kendall_tau IS NULL OR kendall_tau < $threshold)""",
     "Look at the anchors that it got wrong (`journeyman judge eval`). If the provider changed the model, name an exact "
     "version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",

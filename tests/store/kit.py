@@ -17,6 +17,7 @@ from pyarrow import fs
 from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import (
+    AlarmChanged,
     CheckpointPublished,
     DeadLettered,
     Event,
@@ -104,6 +105,7 @@ def run_of_one_step() -> list[Event]:
         ),
         PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1),
         PolicyPromoted(project="p", model="m", version="m@1", request="q"),
+        AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),
         PolicyEvaluated(
             project="p", evaluation="e", entrant="m@1", model="m", version="m@1", runs=1,
             measures=(Measure(name="reward", mean=0.5, count=1),), tasks=(TaskResult(task="t", reward=0.5),),

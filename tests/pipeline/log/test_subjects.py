@@ -44,6 +44,7 @@ PUBLISHED_TO = {
     "policy.retired": "N.N",
     "policy.promoted": "N.N",
     "policy.evaluated": "N.N",
+    "policy.alarm": "N.N",
     "dead.letter": "N",
 }
 """Tag to the rest of the subject; N is an escaped name. Logs hold such subjects: change none."""

@@ -266,7 +266,10 @@ async def test_traces_and_status(nats_config: NatsConfig) -> None:
             project="p", model="m", step=1, version="m@1", replica="r", gateway="g", adapter_sha256="0"
         )
         ack = await broker.publish(loaded)
-        assert await SpanMaker(broker, content=False).make(await broker.read_at(PolicyLoaded, ack.seq)) == []
+        made, scores = await SpanMaker(broker, content=False).make(
+            await broker.read_at(PolicyLoaded, ack.seq)
+        )
+        assert ([one.name for one in made], scores) == (["load m@1"], [])
         status = await of_log(nats_config, Trust(SigningConfig()))
         assert status["policies"] == {"m": "m@1"}
         assert len(await buried(broker)) == 1
