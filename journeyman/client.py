@@ -30,6 +30,7 @@ from journeyman.transport import (
     Backoff,
     GatewayUnavailableError,
     JourneymanError,
+    authorization,
     gateway_url,
     read,
     retry_after_s,
@@ -82,12 +83,13 @@ def _group_path(group: str, model: str) -> str:
 
 
 class Journeyman:
-    """A blocking client of one gateway. `url` defaults to $JOURNEYMAN_URL."""
+    """A blocking client of one gateway. `url` defaults to $JOURNEYMAN_URL. White space around `api_key` is removed.
+
+    Raises `ValueError` for a URL without a scheme, and for a key that no HTTP header can hold."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
         self.url, self._api_key, self._wait_s = gateway_url(url), api_key, wait_s
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=60)
+        self._http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=60)
 
     def close(self) -> None:
         self._http.close()
@@ -235,8 +237,7 @@ class AsyncJourneyman:
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
         self.url, self._wait_s = gateway_url(url), wait_s
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=authorization(api_key), timeout=60)
 
     async def aclose(self) -> None:
         await self._http.aclose()

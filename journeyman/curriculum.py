@@ -134,24 +134,33 @@ class Curriculum(Generic[Task]):
 
     def task(self, key: str) -> Task:
         """Return the task of a key. Raises `KeyError` if there is none."""
-        return self._tasks[key]
+        return self._tasks[self._known(key)]
+
+    def _known(self, key: str) -> str:
+        if key not in self._tasks:
+            raise KeyError(f"the curriculum has no task with the key {key!r}")
+        return key
 
     def record(self, task: Task, rewards: Iterable[float], step: int = 0) -> None:
-        """Keep the rewards of a group, sampled from the policy at `step`. No rewards: the group failed."""
-        name = self._key(task)
-        self._playing.discard(name)
+        """Keep the rewards of a group, sampled from the policy at `step`. No rewards: the group failed.
+
+        Raises `KeyError` for a task that the curriculum does not have, and `ValueError` for a reward that is not
+        finite; nothing is kept then."""
+        name = self._known(self._key(task))
         self.restore(Recorded(name, step, reward) for reward in rewards)
+        self._playing.discard(name)
 
     def restore(self, history: Iterable[Recorded]) -> int:
         """Take rewards of earlier runs, such as `read_history` returns, the oldest first. Rewards of other tasks are
-        left out. Returns the number of rewards taken."""
-        taken = 0
-        for name, step, reward in history:
-            if name in self._tasks:
-                self._seen.setdefault(name, _Counts(self._half_life)).add(reward, step)
-                self._all.add(reward, step)
-                taken += 1
-        return taken
+        left out. Returns the number of rewards taken. Raises `ValueError`, and takes none, if one is not finite."""
+        ours = [recorded for recorded in history if recorded.task in self._tasks]
+        for name, _, reward in ours:
+            if not math.isfinite(reward):
+                raise ValueError(f"a reward of the task {name!r} is {reward}; it must be finite")
+        for name, step, reward in ours:
+            self._seen.setdefault(name, _Counts(self._half_life)).add(reward, step)
+            self._all.add(reward, step)
+        return len(ours)
 
     def probability(self, task: Task) -> float:
         """Return the probability that a group of `task` has different rewards. 1 before any reward is known."""

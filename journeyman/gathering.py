@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
 import anyio
 from typing_extensions import Unpack
 
-from journeyman.statistics import Estimate, mean_of, paired_difference
+from journeyman.statistics import Estimate, mean_of_share, paired_difference
 from journeyman.trajectory import OpenOptions, Trajectory
 
 Task = TypeVar("Task")
@@ -81,11 +81,16 @@ class Evaluation:
 
     model: str
     score: Estimate
-    """Mean over tasks of the mean reward of each task."""
+    """Mean over the tasks that have a reward, of the mean reward of each task."""
     rewards: tuple[float | None, ...]
     """Mean reward of each task, in the order of the tasks; `None` if no attempt at the task has a reward."""
     failed: int
     """Number of attempts that raised."""
+
+    @property
+    def unrewarded(self) -> int:
+        """Number of tasks without a reward, for whatever reason. `score` leaves them out."""
+        return sum(reward is None for reward in self.rewards)
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ async def evaluate(
     )
     means = tuple(sum(g.rewards) / len(g.rewards) if g.rewards else None for g in groups)
     failed = sum(len(g.exceptions) for g in groups)
-    return Evaluation(model, mean_of([m for m in means if m is not None]), means, failed)
+    return Evaluation(model, mean_of_share([m for m in means if m is not None]), means, failed)
 
 
 async def compare(

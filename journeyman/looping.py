@@ -21,9 +21,12 @@ import anyio
 from journeyman.attempts import Attempts, Progress, ReadingClient
 from journeyman.curriculum import Curriculum, Recorded
 from journeyman.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
-from journeyman.statistics import Estimate, mean_of
+from journeyman.statistics import Estimate, mean_of_share
 from journeyman.trajectory import Trajectory
 from journeyman.transport import NOT_FOUND, JourneymanError
+
+_MAX_NAME = 150
+"""Characters of a loop's name. The gateway takes 200 for an id, which also holds the attempt's place."""
 
 
 class LoopClient(ReadingClient, Client, Protocol):
@@ -153,7 +156,7 @@ class _Loop(Generic[Task]):
         async with anyio.create_task_group() as playing:
             for number, task in enumerate(tasks):
                 playing.start_soon(one, number, task)
-        self.result.evaluations[step] = mean_of(means)
+        self.result.evaluations[step] = mean_of_share(means)
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 
@@ -232,6 +235,13 @@ class _Loop(Generic[Task]):
                 await self._changed.wait()
 
 
+def _check_name(name: str) -> None:
+    if not name or len(name) > _MAX_NAME or not name.isprintable():
+        raise ValueError(
+            f"the loop's name must have 1 to {_MAX_NAME} printable characters, not {name[: _MAX_NAME + 1]!r}"
+        )
+
+
 async def loop(
     client: LoopClient,
     model: str,
@@ -265,13 +275,19 @@ async def loop(
     is how often the gateway is asked for its step, in seconds.
 
     Raises `JourneymanError` if the gateway refuses a request or stays away, in an `ExceptionGroup` as
-    `TooManyExceptionsError` is, and `ValueError` for a value out of range."""
+    `TooManyExceptionsError` is, and `ValueError` for a value out of range: a name that is empty, too long or not
+    printable, `group_size` below 2, another number below 1, or `max_staleness` or `evaluate_every` below 0."""
+    _check_name(name)
+    if group_size < 2:
+        raise ValueError(
+            f"group_size must be at least 2, not {group_size}: rewards are compared within a group"
+        )
     if (
-        min(steps, groups_per_step, group_size, concurrency, tries) < 1
+        min(steps, groups_per_step, concurrency, tries, 1 if epochs is None else epochs) < 1
         or min(max_staleness, evaluate_every) < 0
     ):
         raise ValueError(
-            "steps, groups_per_step, group_size, concurrency and tries must be at least 1, max_staleness and "
+            "steps, groups_per_step, concurrency, tries and epochs must be at least 1, max_staleness and "
             "evaluate_every at least 0"
         )
     curriculum = scenarios if isinstance(scenarios, Curriculum) else None

@@ -95,4 +95,7 @@ def wilson(successes: int, trials: int) -> Estimate:
     share, z2 = successes / trials, _Z95**2
     centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
     half = _Z95 / (1 + z2 / trials) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
-    return Estimate(share, centre - half, centre + half, trials)
+    # The bounds at the ends are exact. Rounding would put them a little beside 0 and 1.
+    low = centre - half if successes else 0.0
+    high = centre + half if successes < trials else 1.0
+    return Estimate(share, low, high, trials)

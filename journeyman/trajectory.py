@@ -44,7 +44,7 @@ class CompleteOptions(TypedDict, total=False):
     outcome: Outcome
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What the model calls of a run took."""
 
@@ -67,9 +67,11 @@ class Usage:
         )
 
 
-@dataclass
+@dataclass(slots=True, weakref_slot=True)
 class Trajectory:
-    """One agent run. Call the model with any OpenAI client at `base_url` with `api_key`, then set the result."""
+    """One agent run. Call the model with any OpenAI client at `base_url` with `api_key`, then set the result.
+
+    Setting an attribute that a run does not have raises `AttributeError`, so that a misspelt `reward` is not lost."""
 
     id: str
     model: str

@@ -66,6 +66,20 @@ def gateway_url(url: str | None) -> str:
     return found.rstrip("/").removesuffix("/v1")
 
 
+def authorization(api_key: str) -> dict[str, str]:
+    """Return the headers that send an API key, without the white space around it; none for an empty key.
+
+    Raises `ValueError`, which does not tell the key, if it holds a character that no header may hold. httpx reports
+    such a header as a transport error, which would be retried."""
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            "the API key holds a character that an HTTP header cannot: a line break, a control character or one "
+            "outside ASCII; check where the key comes from"
+        )
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def read(reply: httpx.Response) -> dict[str, Any]:
     """Return the JSON object of a response. Raises `JourneymanError` for an error or another server's answer."""
     try:

@@ -24,7 +24,7 @@ from journeyman.environments.from_openenv import OpenEnvScenarios
 from journeyman.environments.from_verifiers import VerifiersScenarios
 from journeyman.environments.scenarios import Scenario, ScenarioError, Scenarios
 from journeyman.gathering import TooManyExceptionsError
-from journeyman.statistics import mean_of
+from journeyman.statistics import mean_of_share
 from journeyman.trajectory import Trajectory
 from journeyman.transport import JourneymanError
 
@@ -68,7 +68,7 @@ async def play(args: argparse.Namespace, scenarios: Scenarios) -> dict[str, Any]
                 for name, value in run.metrics.items():
                     metrics.setdefault(name, []).append(value)
         policies = {policy["model"]: policy["version"] for policy in await client.policies()}
-    found = mean_of(rewards)
+    found = mean_of_share(rewards)
     return {
         "environment": args.name,
         "runs": len(rewards) + failed,

@@ -32,7 +32,7 @@ from journeyman.transport import JourneymanError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. Exits 1 if the evaluation failed, 2 if an argument cannot be used."""
+    """Run the command. Exits 1 if the evaluation failed or an entrant has no reward, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
     try:
         entrants = _entrants(args)
@@ -63,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(
             f"{text_table(report)}\n\n{folder}/report.md, report.html; {report.id}, {recorded}\n"
         )
+    if empty := [result.entrant.name for result in report.entrants if result.unrewarded == len(result.tasks)]:
+        sys.stderr.write(
+            f"journeyman: no task has a reward for {', '.join(empty)}: the rollout must return the reward, or set "
+            "run.reward\n"
+        )
+        raise SystemExit(1)
 
 
 async def _run(

@@ -47,7 +47,17 @@ def text_table(report: EvaluationReport) -> str:
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*(line.rstrip() for line in lines), *unrewarded(report)])
+
+
+def unrewarded(report: EvaluationReport) -> list[str]:
+    """Return one sentence for each entrant that has tasks without a reward."""
+    return [
+        f"{result.entrant.name}: {missing:,} of {len(result.tasks):,} tasks {'has' if missing == 1 else 'have'} "
+        "no reward; the mean reward leaves out such tasks."
+        for result in report.entrants
+        if (missing := result.unrewarded)
+    ]
 
 
 def _summary(report: EvaluationReport) -> str:
@@ -55,7 +65,7 @@ def _summary(report: EvaluationReport) -> str:
     return (
         f"{told.get('tasks', 0):,} tasks of {report.scenarios or 'a list'}, {told.get('attempts', 1)} attempts each, "
         f"played by {report.rollout or 'a function'}; begun {report.began}. Intervals are 95 %. Differences are to "
-        f"{report.entrants[0].entrant.name}, paired by task."
+        + " ".join([f"{report.entrants[0].entrant.name}, paired by task.", *unrewarded(report)])
     )
 
 

@@ -47,6 +47,11 @@ class EntrantResult:
         return sum(task.failed for task in self.tasks)
 
     @property
+    def unrewarded(self) -> int:
+        """Number of tasks without a reward, which the mean reward leaves out."""
+        return sum(REWARD not in task.values for task in self.tasks)
+
+    @property
     def runs(self) -> int:
         return sum(task.attempts for task in self.tasks)
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from journeyman.evaluation.entrants import Entrant
+from journeyman.transport import authorization
 
 _TIMEOUT_S = 600.0
 _CHAT = "/chat/completions"
@@ -45,8 +46,7 @@ class UrlUpstream:
         key = os.environ.get(entrant.key_env, "") if entrant.key_env else ""
         if entrant.key_env and not key:
             raise ValueError(f"{entrant.name}: the environment variable {entrant.key_env} is not set")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(headers=headers, timeout=_TIMEOUT_S)
+        self._http = httpx.Client(headers=authorization(key), timeout=_TIMEOUT_S)
 
     def ask(self, path: str, body: dict[str, Any]) -> Reply:
         """Send the call. `path` is that of the agent's request. Raises `UpstreamError`."""

@@ -154,3 +154,15 @@ def test_a_history_that_cannot_be_read_says_why(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(subprocess, "run", run)
     assert read_history("support", "runs/x") == [Recorded("a", 3, 0.5)]
     assert asked[0][:6] == [sys.executable, "-m", "pipeline", "sql", "--run-dir", "runs/x"]
+
+
+def test_a_reward_that_cannot_be_kept_is_refused() -> None:
+    tasks, untouched = taught(), taught()
+    with pytest.raises(KeyError, match="the curriculum has no task with the key 'unknown'"):
+        tasks.record("unknown", [1.0])
+    with pytest.raises(KeyError, match="the curriculum has no task with the key 'unknown'"):
+        tasks.task("unknown")
+    for reward in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"a reward of the task 'even' is (nan|inf); it must be finite"):
+            tasks.record("even", [1.0, reward])
+    assert [tasks.probability(t) for t in TASKS] == [untouched.probability(t) for t in TASKS]

@@ -21,6 +21,7 @@ from journeyman import (
     TooManyExceptionsError,
 )
 from journeyman.gathering import progress_bar
+from journeyman.statistics import wilson
 from journeyman.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -148,6 +149,25 @@ async def test_an_evaluation_is_held_out_and_pinned(stub: StubGateway) -> None:
     assert found.first.rewards == (0.0, 1.0, None, 2.5)
     assert (found.first.failed, found.second.failed) == (1, 1)
     assert (found.difference.mean, found.difference.low, found.difference.count) == (1.0, 1.0, 3)
+
+
+async def test_a_share_of_tasks_has_the_interval_of_a_share(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: float | None) -> float | None:
+        return task
+
+    async with AsyncJourneyman(stub.url) as client:
+        found = await client.evaluate("m@7", [0.0, 1.0, None, 1.0], rollout, progress=False)
+    assert found.score == wilson(2, 3)
+    assert (found.unrewarded, found.failed) == (1, 0)
+
+
+async def test_a_misspelt_reward_is_an_exception_of_the_rollout(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: int) -> None:
+        run.rewrad = 0.5  # type: ignore[attr-defined]
+
+    async with AsyncJourneyman(stub.url) as client:
+        with pytest.raises(TooManyExceptionsError, match="rewrad"):
+            await client.gather("m", [1], rollout, group_size=1, max_exceptions=0, progress=False)
 
 
 async def test_what_can_t_be_gathered_is_said_so(stub: StubGateway) -> None:

@@ -12,6 +12,7 @@ import pytest
 from journeyman import AsyncJourneyman, TooManyExceptionsError, Trajectory
 from journeyman.curriculum import Curriculum
 from journeyman.looping import LoopResult, loop
+from journeyman.statistics import wilson
 from tests.kits.stub_gateway import StubGateway
 
 pytestmark = pytest.mark.anyio
@@ -117,7 +118,7 @@ async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_rest
         opened = set(stub.opened)
         again = await run(stub, **options, **held_out)
     assert {0, 4} <= set(result.evaluations) <= {0, 2, 4}
-    assert result.evaluations[4].mean == pytest.approx(1 / 3)
+    assert result.evaluations[4] == wilson(1, 3)
     assert result.evaluations[4].count == 3
     pinned = {o["pinned"] for o in stub.opened.values() if o["split"] == "val"}
     assert pinned == {f"m@{step}" for step in result.evaluations}
@@ -211,11 +212,15 @@ async def test_the_gateway_may_restart_in_the_middle() -> None:
         {"max_staleness": -1},
         {"tries": 0},
         {"scenarios": []},
-        {"group_size": 0},
+        {"group_size": 1},
+        {"epochs": 0},
+        {"name": ""},
+        {"name": "a\nb"},
+        {"name": "n" * 151},
     ],
 )
 async def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="scenarios" if "scenarios" in options else next(iter(options))):
         await run(StubGateway(), **options)
 
 

@@ -60,3 +60,9 @@ def test_a_share_has_the_interval_of_a_share() -> None:
     assert mean_of_share([1.0] * 15 + [0.0] * 133) == wilson(15, 148)
     assert mean_of_share([0.5, 1.0]) == mean_of([0.5, 1.0])
     assert math.isnan(mean_of_share([]).mean)
+
+
+def test_wilsons_bounds_at_the_ends_are_exact() -> None:
+    for trials in range(1, 200):
+        assert wilson(0, trials).low == 0.0 < wilson(0, trials).high < 1.0
+        assert 0.0 < wilson(trials, trials).low < wilson(trials, trials).high == 1.0

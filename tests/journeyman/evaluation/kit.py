@@ -21,3 +21,7 @@ async def play(run: Any, task: str) -> float:
     text = reply.choices[0].message.content or ""
     run.metrics["short"] = float(len(text) < 40)
     return len(text) / 100
+
+
+async def forget(run: Any, task: str) -> None:
+    """Play without a reward."""

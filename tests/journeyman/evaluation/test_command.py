@@ -104,6 +104,18 @@ def test_what_can_t_be_used_is_said_so(
     assert said in capsys.readouterr().err
 
 
+def test_an_evaluation_without_a_reward_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["http://127.0.0.1:9/v1#m", "--rollout", f"{KIT}:forget", "--scenarios", f"{KIT}:held_out"]
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "--no-record", "--out", str(tmp_path)])
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert "no task has a reward for http://127.0.0.1:9/v1#m: " in told.err
+    sentence = "3 of 3 tasks have no reward"
+    assert sentence in told.out
+    assert sentence in (tmp_path / "report.md").read_text()
+
+
 def test_a_gateway_that_is_away_is_an_error_of_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,19 @@ def test_a_terminal_gets_the_means() -> None:
     assert len(lines) == 7
 
 
+def test_tasks_without_a_reward_are_told() -> None:
+    assert not any("no reward" in page for page in (text_table(report()), markdown_page(report())))
+    tasks = tuple(TaskResult(f"task {n}", {"reward": 1.0} if n else {}, 1, 0) for n in range(3))
+    played = EntrantResult(parse_entrant("m@0"), "m@0", tasks, Usage(), (), 2.0)
+    none = EntrantResult(
+        parse_entrant("m@9"), "m@9", tuple(TaskResult(t.task, {}, 1, 0) for t in tasks), Usage(), (), 2.0
+    )
+    partial = EvaluationReport("e-1", "s:tasks", "s:play", (played, none), "", {"attempts": 1, "tasks": 3})
+    for page in (text_table(partial), markdown_page(partial), html_page(partial)):
+        assert "m@0: 1 of 3 tasks has no reward;" in page
+        assert "m@9: 3 of 3 tasks have no reward;" in page
+
+
 def test_marks_are_where_the_values_are() -> None:
     plot = interval_plot(
         "t", [("a", Estimate(0.5, 0.25, 0.75, 9)), ("b", Estimate(math.nan, math.nan, math.nan, 0))]
