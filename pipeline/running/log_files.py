@@ -28,6 +28,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from pipeline.arguments import whole_number
 from pipeline.config import ConfigError
 from pipeline.running.runs import find_run
 
@@ -255,7 +256,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("services", nargs="*", metavar="service", help="gateway, trainer, …; default: all")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written from now on")
-    parser.add_argument("-n", "--lines", type=int, help="the last so many lines; default: all, with -f 50")
+    parser.add_argument(
+        "-n", "--lines", type=whole_number(0), help="the last so many lines; default: all, with -f 50"
+    )
     parser.add_argument("--level", choices=LEVELS, default=LEVELS[0], help="leave out lines below this level")
     parser.add_argument("--run-dir", help="default: the newest under runs/")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -268,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.follow and args.lines is None:
         args.lines = 50
     try:
-        logs = Logs(find_run(args.run_dir) / "logs", args.services)
+        folder = find_run(args.run_dir) / "logs"
+        if not folder.is_dir():
+            raise ConfigError(f"{folder.parent} is no run with logs: name another with --run-dir")
+        logs = Logs(folder, args.services)
     except ConfigError as error:
         sys.stderr.write(f"journeyman logs: {error}\n")
         return 2

@@ -12,6 +12,7 @@ from pipeline.names import check_name
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.schemas import EvaluationBody, Recorded
 from rollout_gateway.http.errors import unknown_model
+from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
 
 
@@ -34,5 +35,6 @@ class EvaluationRoutes:
             if event.model not in self._policies.models:
                 raise unknown_model(event.model, [n for n in self._policies.models if request.access.sees(n)])
             request.access.check_model(event.model)
-        await self._broker.publish(event)
+        ack = await self._broker.publish(event)
+        await check_repeat(self._broker, event, ack, "evaluation")
         return Recorded(evaluation=event.evaluation, position=event.position)

@@ -28,6 +28,7 @@ from rollout_gateway.api.schemas import (
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
+from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
 
 
@@ -116,7 +117,8 @@ class GroupRoutes:
             source=body.source,
             request=body.request or new_id("l"),
         )
-        await self._broker.publish(event)
+        ack = await self._broker.publish(event)
+        await check_repeat(self._broker, event, ack, "request")
         return Labeled(group=group, by=event.by, request=event.request)
 
     async def group(self, request: ControlRequest) -> GroupState:

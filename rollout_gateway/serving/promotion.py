@@ -16,6 +16,7 @@ from pipeline.events import Event, PolicyPromoted
 from pipeline.log.broker import Broker
 from pipeline.names import new_id, parse_version, version_name
 from rollout_gateway.http.errors import ApiError, unknown_model
+from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
@@ -38,7 +39,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Who decides. Used only without API keys; otherwise it is the name of the key."""
     reason: str = ""
     request: str = ""
-    """Idempotency id: the same decision under the same id is one event."""
+    """Idempotency id: the same decision under the same id is one event; another decision under it is refused."""
 
 
 class Decided(msgspec.Struct, kw_only=True):
@@ -70,7 +71,7 @@ class Promotion:
         if action == "follow":
             version = ""
         elif action == "rollback" and not version:
-            version = self._previous(model)
+            version = await self._repeated(model, decision.request) or self._previous(model)
         if action == "split":
             other, percent = decision.other, decision.percent
             await self._load(model, other, "other")
@@ -88,6 +89,7 @@ class Promotion:
             request=decision.request or new_id("d"),
         )
         ack = await self._broker.publish(event)
+        await check_repeat(self._broker, event, ack, "request")
         if not ack.duplicate:
             # At once here; the other replicas learn of it from the log.
             self._policies.models[model].decide(
@@ -95,6 +97,14 @@ class Promotion:
             )
             self._fleet.changed()
         return Decided(model=model, action=action, version=self._router.current(model), other=other or None)
+
+    async def _repeated(self, model: str, request: str) -> str:
+        """The version that the rollback with this idempotency id went to; empty if there was none."""
+        if not request:
+            return ""
+        before = await self._broker.read(PolicyPromoted, project=self._project, model=model)
+        rollbacks = (r.event for r in before if r.event.action == "rollback")
+        return next((event.version for event in rollbacks if event.request == request), "")
 
     def _previous(self, model: str) -> str:
         step = parse_version(self._router.current(model))[1]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import anyio
 
+from pipeline.arguments import whole_number
 from pipeline.config import ConfigError, with_values
 from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
@@ -38,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--host", help="address to listen on instead of ui.host; one that others reach needs keys"
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; default: {PORT}; 0: any")
+    parser.add_argument(
+        "--port",
+        type=whole_number(0, 65_535),
+        default=PORT,
+        help=f"port to listen on; default: {PORT}; 0: any",
+    )
     parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
     args = parser.parse_args(argv)
     log.configure("ui", "WARNING")

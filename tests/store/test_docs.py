@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,12 @@ import pytest
 from store import docs, sql
 from tests.store.kit import fill, run_of_one_step
 
+COMMANDS = [
+    pytest.param(shlex.split(command)[2:], id=f"{page.name}-{number}")
+    for page in (docs.FOLDER.parent / "README.md", *sorted(docs.FOLDER.glob("*.md")))
+    for number, command in enumerate(re.findall(r'journeyman sql [^"`\n]*"[^"\n]+"', page.read_text("utf-8")))
+    if "…" not in command
+]
 QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")
 
 
@@ -33,6 +41,19 @@ def test_each_question_can_be_asked(number: int, tmp_path: Path) -> None:
     with sql.connect(tmp_path) as connection:
         rows = connection.sql(docs.queries(QUESTIONS)[number]).fetchall()
     assert rows or number == 0  # this run has no held-out tasks
+
+
+def test_the_commands_of_the_pages_are_found() -> None:
+    assert len(COMMANDS) > 10
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_each_command_of_the_pages_works(
+    arguments: list[str], tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    fill(tmp_path, run_of_one_step())
+    status = sql.main([*arguments, "--run-dir", str(tmp_path)])
+    assert (status, capfdbinary.readouterr().err) == (0, b"")
 
 
 def test_answers_are_put_below_their_questions(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_services_levels_and_the_last_lines_are_chosen(run: Path, capsys: pytest
     assert "no log of gatway; there are: gateway, trainer" in capsys.readouterr().err
 
 
+def test_invalid_arguments_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--run-dir", str(tmp_path / "nope")]) == 2
+    assert f"{tmp_path / 'nope'} is no run with logs" in capsys.readouterr().err
+    for lines in ("-5", "many"):
+        with pytest.raises(SystemExit) as ended:
+            main([f"--lines={lines}"])
+        assert ended.value.code == 2
+        assert f"'{lines}' is not a whole number of at least 0" in capsys.readouterr().err
+
+
 def test_the_last_lines_of_a_long_file_are_found(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("".join(f"{i:07d} {'x' * (i % 97)}\n" for i in range(9000)))

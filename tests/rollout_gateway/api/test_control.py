@@ -61,6 +61,22 @@ async def test_decisions_hold_across_replicas_and_restarts(
         assert (events[0].by, events[0].reason) == ("me", "it was better")
 
 
+async def test_an_idempotency_id_stands_for_one_decision(
+    gateway: GatewayProcess, nats_config: NatsConfig
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish_adapter(broker, 1)
+        await serves(gateway, "tictactoe@1")
+        for _ in range(2):  # the repeat goes to the same version, not to the one before it
+            reply = await decide(gateway, "rollback", request="r1")
+            assert (reply.status_code, reply.json()["version"]) == (200, "tictactoe@0")
+        refused = await decide(gateway, "pin", version="tictactoe@1", request="r1")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
+        assert "Nothing was recorded" in refused.json()["error"]["message"]
+        events = [r.event for r in await broker.read(PolicyPromoted)]
+    assert [e.action for e in events] == ["rollback"]
+
+
 async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await publish_adapter(broker, 1)

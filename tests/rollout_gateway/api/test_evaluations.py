@@ -37,6 +37,8 @@ async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_conf
             201,
             {"object": "evaluation", "evaluation": "e-1", "position": 0},
         )
+    refused = post(gateway, runs=2)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
     assert post(gateway, position=1, kind="external", model="litellm:a/b", version="").status_code == 201
     async with Broker.connect(nats_config, name="test") as broker:
         events = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]

@@ -27,6 +27,8 @@ async def test_labels_are_recorded_once(gateway: GatewayProcess, nats_config: Na
     for _ in range(2):
         answer = label(labels=scores, by="me", source="dashboard", request="r1")
         assert answer.json() == {"group": "g/1", "object": "label", "by": "me", "request": "r1"}
+    other = label(labels=scores[:1], by="me", source="dashboard", request="r1")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "request_exists")
     refused = {
         "nobody": (404, [{"trajectory": "nobody", "score": 1}]),
         "of another group": (400, [{"trajectory": "c", "score": 1}]),
