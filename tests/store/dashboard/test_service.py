@@ -20,6 +20,7 @@ from pipeline.config import load, with_values
 from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.runs import SETTINGS
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
+from store.dashboard import command
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def test_the_command_prints_where_it_is(run_dir: Path) -> None:
 @pytest.mark.parametrize("port", ["99999", "-1", "http"])
 def test_the_command_refuses_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["ui", f"--port={port}"])
+        command.main([f"--port={port}"])
     assert ended.value.code == 2
     assert f"'{port}' is not a whole number from 0 to 65535" in capsys.readouterr().err
 
