@@ -13,6 +13,7 @@
 | `files` | writing a file whole, and syncing it |
 | `names` | identifiers and their form in NATS subjects |
 | `errors` | errors that a command prints as one line |
+| `arguments` | types of command-line arguments |
 | `backoff` | pauses between attempts |
 | `gather` | concurrent work over a list |
 | `crash` | crash points for tests |

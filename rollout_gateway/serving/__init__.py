@@ -4,6 +4,7 @@
 | --- | --- |
 | `policies` | the versions that exist, from the POLICY stream |
 | `promotion` | decisions about which version a model's name stands for |
+| `idempotency` | what a repeated request id means |
 | `command` | `journeyman policy` |
 | `policy_feed` | events of versions for subscribers |
 | `routing` | which exact version answers a call |

@@ -37,7 +37,7 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     async with Broker.connect(nats_config) as broker:
         for step in (1, 2):
             await publish_adapter(broker, step)
-        await serves(gateway, "tictactoe@2")
+            await serves(gateway, f"tictactoe@{step}")
         assert policy("list").splitlines() == [
             "tictactoe: tictactoe@2",
             "  why: the newest version that every ready server holds; nothing was decided",
