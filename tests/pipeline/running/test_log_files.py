@@ -117,7 +117,11 @@ def test_what_others_write_has_its_time() -> None:
 
 def test_the_command_follows_until_it_is_stopped(run: Path) -> None:
     command = [sys.executable, "-m", "pipeline", "logs", "-f", "-n", "1", "--run-dir", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell's background job ignores Ctrl-C, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         assert "four" in process.stdout.readline()
         path = run / "logs" / "gateway.log"
