@@ -62,6 +62,9 @@ class Trainer:
             for name, learner in learners.items()
         }
         self._consumed = Consumed()
+        self._redeliveries = 0
+        """How many messages that a trainer before this one held the server still has to deliver again."""
+        self._redelivered = anyio.Event()
         self._group_queued = anyio.Event()
         self._publishing = anyio.Lock()
         self.commits = Commits(broker, config)
@@ -87,7 +90,8 @@ class Trainer:
         info = await self.broker.consumer_info(spec)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
-        if not info.num_ack_pending:
+        self._redeliveries = int(info.num_ack_pending or 0)
+        if not self._redeliveries:
             return
         scored = await self.broker.read(GroupScored, start_seq=floor + 1)
         discarded = {
@@ -131,6 +135,17 @@ class Trainer:
                 else:
                     log.warning("event skipped: it is not a scored group", subject=delivery.subject)
                     await delivery.ack()
+                self._redeliveries -= delivery.deliveries > 1
+            self._redelivered.set()
+
+    async def until_redelivered(self, timeout_s: float) -> None:
+        """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
+        intake acknowledges what is trained already. Without this, a trainer that resumes and soon reaches `max_steps`
+        would leave such groups pending until its next start."""
+        with anyio.move_on_after(timeout_s):
+            while self._redeliveries > 0:
+                self._redelivered = anyio.Event()
+                await self._redelivered.wait()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
         if self._consumed.has(place, event.group):
@@ -353,6 +368,7 @@ async def train(config: Config, ready: Ready, process_group: ProcessGroup | None
             tg.start_soon(trainer.republish_after_reconnects)
             tg.start_soon(Retention(config, broker, learners).run)
             await trainer.run_steps()
+            await trainer.until_redelivered(2 * spec.ack_wait_s)
             tg.cancel_scope.cancel()
 
 

@@ -16,7 +16,7 @@ import torch
 from pipeline import streams
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
 from pipeline.events import DeadLettered, GroupDiscarded, TrainingBatch
-from pipeline.log.broker import Broker
+from pipeline.log.broker import Broker, Consumption, Delivery
 from tests.conftest import NatsServer
 from tests.trainer import kit
 from tests.trainer.kit import (
@@ -159,6 +159,32 @@ async def test_a_restart_resumes_and_skips_what_was_consumed(
             await all_acked(broker)
         assert [e.groups for e in events] == [("g0",), ("g1",), ("g2",)]
         assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
+
+
+async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_server_delivers_again_later(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=1)
+    stepped = anyio.Event()
+    run_steps, batch = service.Trainer.run_steps, Consumption.batch
+
+    async def then_say(self: service.Trainer) -> None:
+        await run_steps(self)
+        stepped.set()
+
+    async def after_the_last_step(self: Consumption, limit: int, wait_s: float = 1.0) -> list[Delivery]:
+        await stepped.wait()
+        return await batch(self, limit, wait_s)
+
+    monkeypatch.setattr(service.Trainer, "run_steps", then_say)
+    monkeypatch.setattr(Consumption, "batch", after_the_last_step)
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        async with broker.consume(streams.consumer("trainer")) as held:
+            assert len(await batch(held, 1, 10.0)) == 1  # the trainer before this one, which stops
+        async with running(config):
+            await steps_reach(broker, 1)
+            await all_acked(broker)
 
 
 async def test_a_lost_disk_is_rebuilt_from_the_log(

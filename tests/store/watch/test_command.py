@@ -25,9 +25,7 @@ def test_the_view_is_live_in_a_terminal(width: int, height: int, tmp_path: Path)
     make_run(run, events())
     command = [*JOURNEYMAN, "watch", "--every", "0.2", "--run-dir", str(run)]
     with Terminal(tmp_path, width, height, command) as terminal:
-        shown = terminal.until(
-            lambda text: text.split("\n")[-1].startswith("dashboard http://127.0.0.1:8701")
-        )
+        shown = terminal.until(lambda text: "\ndashboard http://127.0.0.1:8701" in text)
         assert len(shown) == height
         assert shown[0].startswith("journeyman ")
         assert "/run" in shown[0]
