@@ -20,7 +20,7 @@ from rollout_gateway.dialects.calls import RequestParams, read_fields
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.responses import ResponsesTranslation, completion_of
 from rollout_gateway.http.body import read_body
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, bad_answer
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
@@ -63,7 +63,11 @@ class AuxiliaryRoutes:
         answer = await self._forward(request.access, "POST", "/tokenize", chat["model"], fields)
         if answer.status != 200:
             return RawAnswer(answer.status, messages_error(answer.body, answer.status))
-        return RawAnswer(200, _encode({"input_tokens": msgspec.json.decode(answer.body, type=_Count).count}))
+        try:
+            count = msgspec.json.decode(answer.body, type=_Count).count
+        except msgspec.DecodeError as error:
+            raise bad_answer("/tokenize", error) from error
+        return RawAnswer(200, _encode({"input_tokens": count}))
 
     async def response(self, request: ControlRequest) -> dict[str, Any]:
         """A recorded response of the trajectory that the caller names."""

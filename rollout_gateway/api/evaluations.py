@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.events import PolicyEvaluated
+from pipeline.events import Measure, PolicyEvaluated
 from pipeline.log.broker import Broker
 from pipeline.names import check_name
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.schemas import EvaluationBody, Recorded
-from rollout_gateway.http.errors import unknown_model
+from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
 
@@ -31,6 +31,7 @@ class EvaluationRoutes:
         event = PolicyEvaluated(project=self._project, by=request.access.owner, **fields)
         check_name(event.model)
         check_name(event.evaluation)
+        _check_numbers(event)
         if event.kind == "policy":
             if event.model not in self._policies.models:
                 raise unknown_model(event.model, [n for n in self._policies.models if request.access.sees(n)])
@@ -38,3 +39,39 @@ class EvaluationRoutes:
         ack = await self._broker.publish(event)
         await check_repeat(self._broker, event, ack, "evaluation")
         return Recorded(evaluation=event.evaluation, position=event.position)
+
+
+def _check_numbers(event: PolicyEvaluated) -> None:
+    """Raise a 400 `ApiError` for numbers that no evaluation has: a count below 0, an interval without its mean."""
+    for at, task in enumerate(event.tasks):
+        if not 0 <= task.failed <= task.attempts:
+            raise _absurd(
+                f"tasks[{at}]",
+                f"failed is {task.failed} and attempts is {task.attempts}",
+                "0 <= failed <= attempts",
+            )
+    for at, measure in enumerate(event.measures):
+        where = f"measures[{at}]"
+        check_name(measure.name)
+        for name in ("count", "pairs"):
+            number = getattr(measure, name)
+            if number < 0 or (event.tasks and number > len(event.tasks)):
+                raise _absurd(where, f"{name} is {number}", "from 0 to the number of tasks")
+        _check_interval(where, measure, "mean", "low", "high")
+        _check_interval(where, measure, "difference", "difference_low", "difference_high")
+
+
+def _check_interval(where: str, measure: Measure, middle: str, low: str, high: str) -> None:
+    bounds = [getattr(measure, name) for name in (low, middle, high)]
+    known = [bound for bound in bounds if bound is not None]
+    if known != sorted(known) or (bounds[1] is None and known):
+        told = ", ".join(
+            f"{name} is {value}" for name, value in zip((low, middle, high), bounds, strict=True)
+        )
+        raise _absurd(where, told, f"{low} <= {middle} <= {high}")
+
+
+def _absurd(where: str, told: str, wanted: str) -> ApiError:
+    return ApiError(
+        400, "invalid_body", f"The body is not valid: in `{where}`, {told}; it must be {wanted}.", param=where
+    )

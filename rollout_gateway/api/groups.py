@@ -92,6 +92,8 @@ class GroupRoutes:
     async def label(self, request: ControlRequest) -> Labeled:
         """Record a person's scores of trajectories of a group."""
         group, body, access = request.values[0], request.read(GroupLabels), request.access
+        if body.request:
+            check_name(body.request)
         model = ""
         for label in body.labels:
             opened = await self._registry.opening(label.trajectory)

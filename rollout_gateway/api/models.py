@@ -90,7 +90,8 @@ class ModelRoutes:
         model = request.values[0]
         request.access.check_model(model)
         action = cast(Action, request.route.path.rpartition("/")[2])
-        return await self._promotion.decide(model, action, request.read(Decision), request.access.owner)
+        kind = cast(type[Decision], request.route.body)
+        return await self._promotion.decide(model, action, request.read(kind), request.access.owner)
 
     async def health(self, request: ControlRequest) -> Health:
         """Always `ok`, since the gateway answers. `serving` says whether calls can be answered.

@@ -12,7 +12,7 @@ from rollout_gateway.api import schemas as s
 from rollout_gateway.capture.identity import KeyKind
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.serving.promotion import Decided, Decision
+from rollout_gateway.serving.promotion import Decided, Decision, SplitDecision, VersionDecision
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
@@ -44,9 +44,9 @@ class Route:
         return re.compile(re.sub(r"\\{\w+\\}", lambda _: parameter, re.escape(self.path.strip("/"))))
 
 
-def _decision(action: str, summary: str) -> Route:
+def _decision(action: str, summary: str, body: type[Decision]) -> Route:
     path = f"/v1/policies/{{model}}/{action}"
-    return Route("POST", path, "decide", summary, Decision, Decided, (400, 404, 409, 413, 503), "operator")
+    return Route("POST", path, "decide", summary, body, Decided, (400, 404, 409, 413, 503), "operator")
 
 
 _WRITES = (400, 404, 409, 413, 503)
@@ -61,11 +61,11 @@ ROUTES = (
     Route("GET", "/v1/models/{model}", "model", "One of these names", answer=s.Model, errors=(404,), auth="call"),
     Route("GET", "/v1/policies", "policies", "What models' names stand for, and what is loaded", answer=s.PolicyList),
     Route("GET", "/v1/policies/events", "watch_policies", "Events about versions", media_type=EVENTS),
-    _decision("promote", "Serve this version under the model's name"),
-    _decision("pin", "Keep serving this version, whatever is trained"),
-    _decision("rollback", "Go back to this or the previous version"),
-    _decision("split", "Divide trajectories between two versions"),
-    _decision("follow", "Serve the newest version again"),
+    _decision("promote", "Serve this version under the model's name", VersionDecision),
+    _decision("pin", "Keep serving this version, whatever is trained", VersionDecision),
+    _decision("rollback", "Go back to this or the previous version", Decision),
+    _decision("split", "Divide trajectories between two versions", SplitDecision),
+    _decision("follow", "Serve the newest version again", Decision),
     Route(
         "POST", "/v1/trajectories", "open", "Open a trajectory", s.Opening, s.Opened, (*_WRITES, 429), status=201
     ),

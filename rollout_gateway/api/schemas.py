@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pipeline.events import PolicyEvaluated
 from pipeline.names import MAX_NAME
 from rollout_gateway.capture.registry import Completion, Numbers
+from rollout_gateway.serving.promotion import By, RequestId
 
 _CHARACTER = r"([^\p{C}\p{Z}]| )"
 Name = Annotated[str, Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{1,{MAX_NAME}}}$"})]
@@ -90,9 +91,9 @@ class GroupLabels(Body, frozen=True, kw_only=True):
 
     labels: Annotated[list[TrajectoryLabel], Meta(min_length=1, max_length=1024)]
     ranked: bool = False
-    by: str = ""
-    source: str = ""
-    request: str = ""
+    by: By = ""
+    source: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    request: RequestId = ""
 
 
 class Labeled(Struct, kw_only=True):

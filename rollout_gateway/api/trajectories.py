@@ -126,9 +126,13 @@ class TrajectoryRoutes:
         )
 
     async def check(self, completion: Completion, access: Access) -> None:
-        """Raises an `ApiError`: 400 for a reward out of range or an invalid batch, 403 if the caller may not
-        form trajectories and batches, 404 for calls of trajectories that it may not see."""
+        """Raises an `ApiError`: 400 for a reward out of range, the name of a reward or metric that can't be shown, or
+        an invalid batch, 403 if the caller may not form trajectories and batches, 404 for calls of trajectories that
+        it may not see."""
         self._check_rewards(completion)
+        for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
+            for name in numbers:
+                _check_measure(field, name)
         batch = completion.batch
         if access.trajectory and (completion.exchanges or batch is not None):
             raise ApiError(
@@ -217,6 +221,14 @@ class TrajectoryRoutes:
             if size > _PAGE_BYTES:
                 break
         return TrajectoryList(data=data, has_more=len(newest) > len(data))
+
+
+def _check_measure(field: str, name: str) -> None:
+    """Raise a 400 `ApiError` for the name of a reward or metric that would spoil tables and labels."""
+    try:
+        check_name(name)
+    except InvalidNameError as error:
+        raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
 
 
 def traceparent(headers: Headers) -> str:

@@ -13,7 +13,7 @@ from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
 from rollout_gateway.dialects.calls import Echo
-from rollout_gateway.http.errors import timed_out
+from rollout_gateway.http.errors import bad_answer, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.deadly_requests import DeadlyRequests, Trial
 from rollout_gateway.serving.replicas import Fleet, Lease, Replica, least_loaded
@@ -190,7 +190,7 @@ async def _prompt_texts(echo: Echo, lease: Lease) -> list[str]:
     """Return the prompts of a completion with `echo` as texts; the server decodes those given as token ids.
 
     A prompt that the server can't decode gives an empty text. The completion request then fails with the server's
-    error message. Raises `UpstreamError`."""
+    error message. Raises `UpstreamError`, and a 502 `ApiError` for an answer that is no detokenized text."""
     texts = []
     for prompt in echo.prompts:
         if isinstance(prompt, str):
@@ -198,5 +198,8 @@ async def _prompt_texts(echo: Echo, lease: Lease) -> list[str]:
             continue
         body = msgspec.json.encode({"model": lease.version, "tokens": prompt})
         status, answer = await lease.replica.upstream.fetch("POST", "/detokenize", body)
-        texts.append(_detokenized_decoder.decode(answer).prompt if status == 200 else "")
+        try:
+            texts.append(_detokenized_decoder.decode(answer).prompt if status == 200 else "")
+        except msgspec.DecodeError as error:
+            raise bad_answer("/detokenize", error) from error
     return texts

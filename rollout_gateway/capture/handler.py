@@ -23,7 +23,7 @@ from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import Dialect
 from rollout_gateway.dialects.streaming import StreamCapture
 from rollout_gateway.dialects.translate import StreamSink
-from rollout_gateway.http.errors import ApiError, ClientGoneError, timed_out
+from rollout_gateway.http.errors import ApiError, ClientGoneError, bad_answer, timed_out
 from rollout_gateway.http.request import ignore_flow
 from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet
@@ -257,9 +257,7 @@ def _read_answer(exchange: Exchange, body: bytes) -> Answer:
     try:
         return exchange.dialect.read_answer(body, exchange.call)
     except (msgspec.DecodeError, KeyError) as error:
-        raise ApiError(
-            502, "bad_upstream", f"The inference server's answer can't be read: {error}"
-        ) from error
+        raise bad_answer(exchange.dialect.path, error) from error
 
 
 def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:

@@ -24,6 +24,14 @@ _BLOCKS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 """By the kind of a block: its type, its fields without content, the type of its deltas, and the field of a delta."""
 
 
+_ERROR_BYTES = 500
+"""Of an answer that is no error in OpenAI's format, so many become the message."""
+
+
+class _OpenAiError(msgspec.Struct):
+    error: dict[str, Any]
+
+
 class _Block(msgspec.Struct):
     type: str
     text: str = ""
@@ -159,8 +167,14 @@ class MessagesTranslation(Translation):
 
 
 def messages_error(body: bytes, status: int) -> bytes:
-    """Convert an error from OpenAI's format to Anthropic's."""
-    return msgspec.json.encode(_error(msgspec.json.decode(body)["error"], status))
+    """Convert an error from OpenAI's format to Anthropic's.
+
+    A server that fails, or a proxy before it, may answer text: it becomes the message."""
+    try:
+        error = msgspec.json.decode(body, type=_OpenAiError).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        error = {"message": body[:_ERROR_BYTES].decode(errors="replace")}
+    return msgspec.json.encode(_error(error, status))
 
 
 def _error(error: dict[str, Any], status: int) -> dict[str, Any]:

@@ -73,3 +73,8 @@ def stopping() -> ApiError:
 def timed_out() -> ApiError:
     message = "The inference server did not answer within gateway.replicas.timeout_s."
     return ApiError(504, "upstream_timeout", message)
+
+
+def bad_answer(path: str, error: Exception) -> ApiError:
+    """The inference server answered a request to `path` with status 200 and a body that can't be decoded."""
+    return ApiError(502, "bad_upstream", f"The inference server's answer to {path} can't be read: {error}.")

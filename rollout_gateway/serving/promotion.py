@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from pipeline.events import Event, PolicyPromoted
 from pipeline.log.broker import Broker
-from pipeline.names import new_id, parse_version, version_name
+from pipeline.names import MAX_NAME, check_name, new_id, parse_version, version_name
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
@@ -26,20 +27,38 @@ _LOAD_WAIT_S = 60.0
 Action = Literal["promote", "rollback", "pin", "split", "follow"]
 
 
+Version = Annotated[str, Meta(min_length=1)]
+By = Annotated[str, Meta(max_length=MAX_NAME)]
+Reason = Annotated[str, Meta(max_length=4096)]
+RequestId = Annotated[str, Meta(max_length=MAX_NAME)]
+"""Idempotency id: the same request under the same id is one event; another request under it is refused."""
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/policies/{model}/{action}`."""
+    """Body of `POST /v1/policies/{model}/rollback` and `/follow`."""
 
     version: str = ""
     """Exact version. `rollback` goes to the one before the present one if it is empty."""
     other: str = ""
     """`split`: the version that gets the rest."""
-    percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
+    percent: Annotated[float, Meta(ge=0, le=100)] = 100.0
     """`split`: share of trajectories that goes to `version`."""
-    by: str = ""
+    by: By = ""
     """Who decides. Used only without API keys; otherwise it is the name of the key."""
-    reason: str = ""
-    request: str = ""
-    """Idempotency id: the same decision under the same id is one event; another decision under it is refused."""
+    reason: Reason = ""
+    request: RequestId = ""
+
+
+class VersionDecision(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/policies/{model}/promote` and `/pin`."""
+
+    version: Version
+
+
+class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/policies/{model}/split`."""
+
+    other: Version
 
 
 class Decided(msgspec.Struct, kw_only=True):
@@ -67,6 +86,8 @@ class Promotion:
         `ApiError`."""
         if model not in self._policies.models:
             raise unknown_model(model, list(self._policies.models))
+        if decision.request:
+            check_name(decision.request)
         version, other, percent = decision.version, "", 100.0
         if action == "follow":
             version = ""
@@ -118,10 +139,6 @@ class Promotion:
 
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until every replica holds `version`. Raises `ApiError`; a 404 one names the field `param`."""
-        if not version:
-            example = version_name(model, 1)
-            message = f"`{param}` is missing: name an exact version of {model!r}, such as {example!r}."
-            raise ApiError(404, "model_not_found", message, param=param)
         if not self._policies.offered(version) or parse_version(version)[0] != model:
             raise unknown_model(version, self._policies.names(), param)
         deadline = time.monotonic() + _LOAD_WAIT_S

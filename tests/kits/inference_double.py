@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import uvicorn
 from starlette.applications import Starlette
@@ -56,6 +56,14 @@ class RefusalError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
+def _is_message(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("role"), str)
+
+
+def _are_tokens(found: Any) -> TypeGuard[list[int]]:
+    return isinstance(found, list) and all(type(token) is int and token >= 0 for token in found)
+
+
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message as vLLM gives it to the chat template: arguments of calls are objects."""
     if not (calls := message.get("tool_calls")):
@@ -87,7 +95,7 @@ class Double:
     def prompt_of(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
             messages = body["messages"]
-            if not isinstance(messages, list) or not messages:
+            if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
                 raise RefusalError(400, "messages: a list with at least one message", param="messages")
             ids: list[int] = self.tokenizer.apply_chat_template(
                 [_with_parsed_arguments(m) for m in messages],
@@ -97,8 +105,14 @@ class Double:
                 return_dict=False,
             )
             return ids
-        prompt = body["prompt"]
-        return prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt, add_special_tokens=False)
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            encoded: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False)
+            return encoded
+        batch = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
+        if not all(map(_are_tokens, batch)) or any(i >= len(self.tokenizer) for ids in batch for i in ids):
+            raise RefusalError(400, "prompt: a text or a list of token ids of this model", param="prompt")
+        return list(prompt)
 
     def check(self, body: dict[str, Any], prompt: list[int]) -> int:
         """Return how many tokens the reply may have. Raises `RefusalError`."""
@@ -176,10 +190,12 @@ def build(double: Double) -> Starlette:
 
     async def read(request: Request) -> dict[str, Any]:
         try:
-            body: dict[str, Any] = json.loads(await request.body())
+            body = json.loads(await request.body())
         except ValueError as error:
             raise RefusalError(400, f"invalid JSON: {error}") from error
-        return body
+        if not isinstance(body, dict):
+            raise RefusalError(400, "the body is no object")
+        return dict(body)
 
     def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
@@ -308,11 +324,17 @@ def build(double: Double) -> Starlette:
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def tokenize(request: Request) -> Response:
-        tokens = double.prompt_of(await read(request))
+        body = await read(request)
+        if "messages" not in body and not isinstance(body.get("prompt"), str):
+            raise RefusalError(400, "prompt: a text", param="prompt")
+        tokens = double.prompt_of(body)
         return JSONResponse({"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens})
 
     async def detokenize(request: Request) -> Response:
-        return JSONResponse({"prompt": double.tokenizer.decode((await read(request))["tokens"])})
+        tokens = (await read(request)).get("tokens")
+        if not _are_tokens(tokens):
+            raise RefusalError(400, "tokens: a list of token ids", param="tokens")
+        return JSONResponse({"prompt": double.tokenizer.decode(tokens)})
 
     async def health(_: Request) -> Response:
         return Response()

@@ -293,6 +293,9 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
     for text in ('{"metrics": {"a": 1e999}}', '{"metrics": {"a": NaN}}', '{"rewards": {"a": -1e999}}'):
         assert httpx.post(f"{gateway.url}/v1/trajectories/r/complete", content=text).status_code == 400
+    for field in ("rewards", "metrics"):
+        unnamed = gateway.complete("r", **{field: {"a\nb": 1.0}})
+        assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, field)
     assert gateway.complete("r", reward=-10, rewards={"style": 10}).status_code == 200
 
 

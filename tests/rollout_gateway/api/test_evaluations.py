@@ -20,7 +20,7 @@ RESULT: dict[str, Any] = {
     "entrant": "tictactoe@0",
     "model": "tictactoe",
     "version": "tictactoe@0",
-    "measures": [{"name": "reward", "mean": 0.5, "low": 0.25, "high": 0.75, "count": 40}],
+    "measures": [{"name": "reward", "mean": 0.5, "low": 0.25, "high": 0.75, "count": 1}],
     "tasks": [{"task": "a", "reward": 0.5, "metrics": {"win": 1.0}, "trajectories": ["t-1"]}],
     "runs": 1,
 }
@@ -56,6 +56,13 @@ async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_conf
         ({"at": 1}, 400, "invalid_body"),
         ({"measures": [{"name": "reward"}]}, 400, "invalid_body"),
         ({"evaluation": ""}, 400, "invalid_name"),
+        ({"measures": [{"name": "reward", "mean": 0.5, "low": 0.6}]}, 400, "invalid_body"),
+        ({"measures": [{"name": "reward", "mean": 0.5, "high": 0.4}]}, 400, "invalid_body"),
+        ({"measures": [{"name": "reward", "mean": 0.5, "count": -1}]}, 400, "invalid_body"),
+        ({"measures": [{"name": "reward", "mean": 0.5, "count": 2}]}, 400, "invalid_body"),
+        ({"measures": [{"name": "reward", "mean": 0.5, "difference_low": 0.1}]}, 400, "invalid_body"),
+        ({"measures": [{"name": "re\nward", "mean": 0.5}]}, 400, "invalid_name"),
+        ({"tasks": [{"task": "a", "attempts": 1, "failed": 2}]}, 400, "invalid_body"),
     ],
 )
 def test_what_is_no_evaluation_is_refused(

@@ -39,6 +39,9 @@ async def test_labels_are_recorded_once(gateway: GatewayProcess, nats_config: Na
     }
     for what, (status, labels) in refused.items():
         assert label(labels=labels).status_code == status, what
+    for field in ("by", "source", "request"):
+        long = label(labels=scores, **{field: "x" * 201})
+        assert (long.status_code, long.json()["error"]["param"]) == (400, field)
     async with Broker.connect(nats_config) as broker:
         events = [recorded.event for recorded in await broker.read(GroupLabeled)]
     assert [(e.group, e.model, e.by, e.source) for e in events] == [("g/1", "tictactoe", "me", "dashboard")]

@@ -98,3 +98,26 @@ async def test_a_failure_at_detokenize_is_no_call_that_a_server_received(
         assert gateway.fleet.replicas[0].load == 0
         if server.held is not None:
             server.held.set()
+
+
+class GarbledDetokenize(FakeVllm):
+    """Answers /detokenize with status 200 and a body that is no answer."""
+
+    async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
+        return (200, b"oops") if path == "/detokenize" else await super()._answer(path, body)
+
+
+async def test_a_detokenized_prompt_that_cannot_be_read_is_a_502(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    async with parts(nats_config, tmp_path, [GarbledDetokenize()], wait_s=0.5) as gateway:
+        await gateway.open("t")
+        caller = Caller(await gateway.registry.find("t"))
+        with (
+            anyio.fail_after(20),
+            pytest.raises(ApiError, match="answer to /detokenize can't be read") as found,
+        ):
+            await gateway.chat.plain(COMPLETIONS, ECHO, caller)
+        assert found.value.status == 502
+        assert await exchanges(gateway.broker, "t") == []
+        assert gateway.fleet.replicas[0].load == 0

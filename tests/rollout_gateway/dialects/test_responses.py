@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_gateway.dialects.endpoints import CHAT
-from rollout_gateway.dialects.messages import MessagesTranslation
+from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.responses import TOOL_NAMES, ResponsesTranslation
 from rollout_gateway.dialects.responses_input import Tools
 from rollout_gateway.dialects.translate import TranslatedSink
@@ -141,3 +141,11 @@ def test_a_custom_tool_gets_its_text() -> None:
     said, result = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
     assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": "*** Begin\n"}
     assert (result["role"], result["content"]) == ("tool", "ok")
+
+
+@pytest.mark.parametrize(
+    "body", [b"Internal Server Error", b'{"detail": "x"}', b'{"error": "x"}', b"\xff", b""]
+)
+def test_an_error_that_is_not_in_openais_format_reads_as_anthropics(body: bytes) -> None:
+    told = json.loads(messages_error(body, 500))
+    assert told["error"] == {"type": "api_error", "message": body.decode(errors="replace")}

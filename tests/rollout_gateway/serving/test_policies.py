@@ -44,10 +44,14 @@ async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
                 assert decided == (404, "model_not_found", "version")
             split = await post("/v1/policies/tictactoe/split", version="tictactoe@0", other=name)
             assert split == (404, "model_not_found", "other")
-        for action in ("promote", "pin"):
-            reply = await client.post(f"/v1/policies/tictactoe/{action}", json={})
-            assert reply.status_code == 404
-            assert "`version` is missing" in reply.json()["error"]["message"]
+        for action, body, field in (
+            ("promote", {}, "version"), ("pin", {}, "version"), ("pin", {"version": ""}, "version"),
+            ("split", {}, "version"), ("split", {"version": "tictactoe@0"}, "other"),
+            ("follow", {"by": "x" * 201}, "by"), ("rollback", {"reason": "x" * 5000}, "reason"),
+        ):  # fmt: skip
+            assert await post(f"/v1/policies/tictactoe/{action}", **body) == (400, "invalid_body", field)
+        forged = await post("/v1/policies/tictactoe/follow", request="a\nNats-Rollup: all")
+        assert forged[:2] == (400, "invalid_name")
         reply = await client.post(
             "/v1/chat/completions",
             json={"model": "tictactoe", "messages": [{"role": "user", "content": "hi"}]},
