@@ -41,7 +41,8 @@ Result = TypeVar("Result")
 
 
 def _new_id() -> str:
-    return f"t-{secrets.token_hex(10)}"
+    """Return a random trajectory id with the present time, by which a gateway recognises an expired trajectory."""
+    return f"t-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(10)}"
 
 
 def _opening(model: str, options: OpenOptions) -> dict[str, Any]:

@@ -158,6 +158,10 @@ def streams_page() -> str:
                 for s in streams.STREAMS
             ),
         ),
+        "The age of `ROLLOUTS` is `nats.rollouts_max_age_h`; the table shows the default. It is not lowered while the "
+        "judge or the store has an older event to read. Stream "
+        f"`{streams.IDS.name}` (`{streams.IDS.subjects[0]}`, {_days(streams.IDS.max_age_s)}, {streams.IDS.share:.1%}; "
+        f"{streams.IDS.at_limit}) holds no events: {streams.IDS.purpose}.\n",
         "## Consumers\n",
         _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
         _table(

@@ -6,13 +6,17 @@ A NATS subject token must not contain `.`, `*`, `>`, white space or control char
 
 from __future__ import annotations
 
+import calendar
 import functools
 import re
 import secrets
+import time
 
 MAX_NAME = 200
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 """A step as `version_name` writes it. 18 digits fit into 64 bits."""
+_DATE = "%Y%m%dT%H%M%SZ"
+_DATED = re.compile(r"[a-z]{1,8}-([0-9]{8}T[0-9]{6}Z)-[0-9a-f]{20}")
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_\-/@:+=,~]")
 
 
@@ -73,6 +77,21 @@ def is_version(name: str) -> bool:
 def is_base_version(version: str) -> bool:
     """Whether `version`, which `parse_version` accepts, is the base model of its model."""
     return version.endswith("@0")
+
+
+def new_dated_id(prefix: str) -> str:
+    """Return a random identifier that carries the present time, such as `t-20261122T093012Z-5f1c…`. Ids of one prefix
+    sort by their time."""
+    return f"{prefix}-{time.strftime(_DATE, time.gmtime())}-{secrets.token_hex(10)}"
+
+
+def time_of_id(name: str) -> float:
+    """Return the time that an id of `new_dated_id` carries, in Unix seconds; 0 for any other name."""
+    found = _DATED.fullmatch(name)
+    try:
+        return calendar.timegm(time.strptime(found[1], _DATE)) if found else 0.0
+    except ValueError:
+        return 0.0
 
 
 def new_id(prefix: str) -> str:

@@ -26,6 +26,8 @@ class StreamSpec:
     discard: Literal["new", "old"] = "new"
     """At its byte limit the stream refuses new messages or deletes the oldest."""
     duplicate_window_s: float = 600.0
+    """How long the server recognises a message id, and holds it in memory. A publish is repeated for a shorter time
+    (`nats.publish_deadline_s`)."""
 
     @property
     def at_limit(self) -> str:
@@ -57,8 +59,9 @@ STREAMS: tuple[StreamSpec, ...] = (
         "ROLLOUTS",
         ("rollout.>",),
         "trajectories: opened, exchanges, completed",
-        max_age_s=30 * DAY_S,
+        max_age_s=2 * DAY_S,
         share=0.48,
+        duplicate_window_s=120.0,
     ),
     StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S, share=0.1),
     StreamSpec(
@@ -75,6 +78,15 @@ STREAMS: tuple[StreamSpec, ...] = (
         discard="old",
     ),
 )
+IDS = StreamSpec(
+    "IDS",
+    ("id.>",),
+    "hashes of the trajectory ids that callers chose: they stay refused after their trajectory expired",
+    max_age_s=30 * DAY_S,
+    share=0.005,
+    discard="old",
+)
+"""No events: no consumer reads it and no probe is written to it. `pipeline.log.chosen_ids` writes and reads it."""
 CLAIMS_SHARE = 0.25
 """The size of a stream's bucket of large events, as a share of the stream's own share and in addition to it."""
 
@@ -97,7 +109,7 @@ unused."""
 
 ADAPTERS_BUCKET = "ADAPTERS"
 """Object store bucket of trained adapters."""
-CLAIM_MARGIN_S = DAY_S
+CLAIM_MARGIN_S = 3600.0
 """An object is stored before its message, so it must be kept this much longer."""
 
 
@@ -139,8 +151,20 @@ def claims_bucket(stream: str) -> str:
     return f"CLAIMS_{stream}"
 
 
-def buckets() -> tuple[BucketSpec, ...]:
-    """Return every bucket. An object of a claim check is kept as long as a message of its stream, and a margin."""
+def kept(rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]:
+    """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds; 0: that of the
+    table."""
+    return tuple(
+        dataclasses.replace(s, max_age_s=rollouts_max_age_s)
+        if s.name == "ROLLOUTS" and rollouts_max_age_s
+        else s
+        for s in STREAMS
+    )
+
+
+def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
+    """Return every bucket. An object of a claim check is kept as long as a message of its stream, and a margin.
+    `specs`: the streams with their ages; empty: those of the table."""
     claims = tuple(
         BucketSpec(
             claims_bucket(s.name),
@@ -148,7 +172,7 @@ def buckets() -> tuple[BucketSpec, ...]:
             CLAIMS_SHARE * s.share,
             s.max_age_s + CLAIM_MARGIN_S if s.max_age_s else 0.0,
         )
-        for s in STREAMS
+        for s in specs or STREAMS
     )
     return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each", 0.17), *claims)
 

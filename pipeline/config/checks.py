@@ -56,6 +56,17 @@ def _check_access(config: Config) -> None:
             f"nats.max_bytes: {nats.max_bytes} is too small: with fewer than {least:,} bytes a stream could not take "
             "one message of nats.max_payload; 0 leaves the limit to Journeyman"
         )
+    window_s = min(spec.duplicate_window_s for spec in STREAMS)
+    if nats.publish_deadline_s >= window_s:
+        raise ConfigError(
+            f"nats.publish_deadline_s must be less than {window_s:g}: the log recognises a repeated event for so many "
+            "seconds"
+        )
+    if 2 * config.judge.timeout_s > nats.rollouts_max_age_s:
+        raise ConfigError(
+            f"judge.timeout_s: a group may wait at most half of nats.rollouts_max_age_h, which is "
+            f"{nats.rollouts_max_age_s / 2:g} s, else the log deletes its runs before they are scored"
+        )
     named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
     if len(named) > 1:
         raise ConfigError(f"nats: {' and '.join(named)} are set; set one of them")

@@ -34,6 +34,10 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     max_bytes: Natural = 0
     """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the
     free space for the server that `journeyman up` starts, no limit for other servers."""
+    rollouts_max_age_h: Positive = 48.0
+    """Age in hours at which the log deletes the events of runs. History is kept in the store. A trajectory that was
+    opened longer ago takes no calls, can't be completed and doesn't train, and its id is not given again. An alarm is
+    raised when half of this time has passed and the store has not written an event."""
     max_payload: Payload = 1_048_576
     """Largest message in bytes. Larger events go through the object store."""
     replicas: Copies = 1
@@ -71,6 +75,11 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """How long a publish waits for its acknowledgement before it is repeated."""
     publish_deadline_s: Positive = 60.0
     """How long a publish or a read is repeated before it fails."""
+
+    @property
+    def rollouts_max_age_s(self) -> float:
+        """`rollouts_max_age_h` in seconds."""
+        return self.rollouts_max_age_h * 3600
 
     @property
     def servers(self) -> tuple[str, ...]:

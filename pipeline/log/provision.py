@@ -7,6 +7,8 @@ nodes. Every service does this at its start, so several may do it at once.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,8 +17,12 @@ from nats.js import api
 
 from pipeline import streams
 from pipeline.errors import BrokerError
+from pipeline.log.messages import Place
 from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
+from pipeline.telemetry.logs import get_logger
+
+_log = get_logger("pipeline.log.provision")
 
 _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
@@ -30,11 +36,11 @@ async def provision(log: StreamReader) -> None:
     not answer."""
 
     async def once() -> None:
-        for spec in streams.STREAMS:
-            await _stream(log, spec)
+        specs = [await _stream(log, s) for s in streams.kept(log.config.rollouts_max_age_s)]
+        await _stream(log, streams.IDS)
         for consumer in streams.CONSUMERS:
             await _consumer(log, consumer)
-        for bucket in streams.buckets():
+        for bucket in streams.buckets(tuple(specs)):
             await _bucket(log, bucket)
 
     await _explained(log, once)
@@ -57,11 +63,13 @@ async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> 
         ) from error
 
 
-async def _stream(log: StreamReader, spec: streams.StreamSpec) -> None:
+async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.StreamSpec:
+    """Create or update a stream. Returns it with the age limit that it has now."""
+    alive = () if spec is streams.IDS else (streams.alive_subject(spec.name),)
     wanted = api.StreamConfig(
         name=spec.name,
         description=spec.purpose,
-        subjects=[*spec.subjects, streams.alive_subject(spec.name)],
+        subjects=[*spec.subjects, *alive],
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         compression=api.StoreCompression.S2,
@@ -69,7 +77,7 @@ async def _stream(log: StreamReader, spec: streams.StreamSpec) -> None:
         max_bytes=streams.byte_limit(spec.share, log.config.max_bytes),
         discard=api.DiscardPolicy(spec.discard),
         allow_msg_ttl=True,  # of probes (`pipeline.running.liveness`)
-        duplicate_window=spec.duplicate_window_s,
+        duplicate_window=min(spec.duplicate_window_s, spec.max_age_s or spec.duplicate_window_s),
         num_replicas=log.config.replicas,
         allow_direct=True,
     )
@@ -77,10 +85,12 @@ async def _stream(log: StreamReader, spec: streams.StreamSpec) -> None:
         info = await log.js.stream_info(spec.name)
     except nats.js.errors.NotFoundError:
         await log.js.add_stream(wanted)
-        return
+        return spec
     wanted.max_bytes = _byte_limit(log, spec.share, info)
+    wanted.max_age = await _age_limit(log, spec, info)
     if _differ(info.config, wanted, _STREAM_FIELDS):
         await log.js.update_stream(wanted)
+    return dataclasses.replace(spec, max_age_s=wanted.max_age)
 
 
 async def _consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
@@ -124,6 +134,39 @@ async def _bucket(log: StreamReader, spec: streams.BucketSpec) -> None:
         if spec.max_age_s:
             config.duplicate_window = min(config.duplicate_window or spec.max_age_s, spec.max_age_s)
         await log.js.update_stream(config)
+
+
+async def _age_limit(log: StreamReader, spec: streams.StreamSpec, info: api.StreamInfo) -> float:
+    """Return the age limit of a stream that exists. It is not lowered while the judge or the store has an older event
+    to read: the server would delete that event at once."""
+    now_s = info.config.max_age or 0.0
+    if not spec.max_age_s or 0 < now_s <= spec.max_age_s:
+        return spec.max_age_s
+    for consumer in streams.CONSUMERS:
+        if consumer.stream != spec.name or consumer.start == "new":
+            continue
+        oldest = await oldest_unread(log, consumer)
+        if oldest is not None and time.time() - oldest.at / 1e6 > spec.max_age_s:
+            _log.error(
+                "the stream's events are kept longer than the settings say, until this consumer has read them",
+                stream=spec.name, consumer=consumer.name, wanted_h=spec.max_age_s / 3600, kept_h=now_s / 3600,
+            )  # fmt: skip
+            return now_s
+    return spec.max_age_s
+
+
+async def oldest_unread(log: StreamReader, spec: streams.ConsumerSpec) -> Place | None:
+    """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none, or no such
+    consumer."""
+    try:
+        info = await log.js.consumer_info(spec.stream, spec.name)
+    except nats.js.errors.NotFoundError:
+        return None
+    if not (info.num_pending or info.num_ack_pending):
+        return None
+    after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
+    found = await log.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
+    return found.place if found is not None else None
 
 
 def _byte_limit(log: StreamReader, share: float, info: api.StreamInfo) -> int:

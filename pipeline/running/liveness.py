@@ -30,6 +30,7 @@ from pipeline import streams
 from pipeline.config import Config, SupervisorConfig
 from pipeline.errors import BrokerError
 from pipeline.log.broker import Broker
+from pipeline.log.unwritten import UnwrittenEvents
 from pipeline.running.service import BEAT_S
 from pipeline.telemetry.logs import get_logger
 
@@ -140,6 +141,7 @@ class LogProbe:
         self._on_alarms = on_alarms
         self._seen: set[str] = set()
         """Streams that existed once. Only they can be missing."""
+        self._unwritten = UnwrittenEvents()
         self._refused: list[str] = []
         """Alarms about streams that are at a limit, by the last write to each."""
         self.alarms: tuple[str, ...] = ()
@@ -215,8 +217,10 @@ class LogProbe:
             found.append(full)
         try:
             found += filter(None, (f.alarm() for f in await fills(broker)))
-        except BrokerError as error:
-            log.warning("the log's size is not known", error=str(error))
+            with anyio.move_on_after(self._settings.deadline_s):
+                found += await self._unwritten.alarms(broker)
+        except (BrokerError, nats.errors.Error, nats.js.errors.Error) as error:
+            log.warning("the log's size or what the store has not written is not known", error=str(error))
         for alarm in found:
             if not any(_same(alarm, a) for a in self.alarms):
                 log.error("alarm", detail=alarm)

@@ -46,6 +46,8 @@ class User:
     """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
+    remembers: bool = False
+    """Whether it writes and reads the ids that callers chose (`pipeline.log.chosen_ids`)."""
     provisions: bool = False
     """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole
     streams."""
@@ -58,6 +60,7 @@ USERS: tuple[User, ...] = (
                    "policy.evaluated.>", "group.labeled.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
+        remembers=True,
         fetches=(streams.ADAPTERS_BUCKET,),
         probes=("ROLLOUTS",),
     ),
@@ -146,6 +149,9 @@ def rights(user: User) -> Rights:
     publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
+    if user.remembers:
+        publish += streams.IDS.subjects
+        read.add(streams.IDS.name)
     for stream in sorted(read | {f"OBJ_{b}" for b in fetched | stored}):
         publish += [
             f"{api}STREAM.INFO.{stream}",

@@ -23,6 +23,7 @@ _STATUSES = {
     403: "The key does not permit this",
     404: "The resource does not exist",
     409: "Conflicts with the resource's current state",
+    410: "The trajectory expired",
     413: "The body is too large",
     415: "The content encoding is not supported",
     421: "`Host` does not name this gateway",

@@ -67,7 +67,7 @@ ROUTES = (
     _decision("split", "Divide trajectories between two versions", SplitDecision),
     _decision("follow", "Serve the newest version again", Decision),
     Route(
-        "POST", "/v1/trajectories", "open", "Open a trajectory", s.Opening, s.Opened, (*_WRITES, 429), status=201
+        "POST", "/v1/trajectories", "open", "Open a trajectory", s.Opening, s.Opened, (*_WRITES, 410, 429), status=201
     ),
     Route(
         "GET", "/v1/trajectories", "list", "Open trajectories in this gateway replica's memory, newest first",
@@ -75,11 +75,12 @@ ROUTES = (
     ),
     Route("GET", _RUN, "get", "A trajectory on the log", None, s.TrajectoryState, (400, 404, 503), "trajectory"),
     Route(
-        "POST", f"{_RUN}/complete", "complete", "Complete a trajectory", Completion, s.Completed, _WRITES, "trajectory"
+        "POST", f"{_RUN}/complete", "complete", "Complete a trajectory", Completion, s.Completed,
+        (*_WRITES, 410), "trajectory",
     ),
     Route(
         "POST", "/v1/groups/{group}/complete", "complete_group", "Complete trajectories of a group",
-        s.GroupCompletion, s.GroupCompleted, _WRITES,
+        s.GroupCompletion, s.GroupCompleted, (*_WRITES, 410),
     ),
     Route(
         "POST", "/v1/groups/{group}/label", "label", "Record a person's scores of trajectories of a group",

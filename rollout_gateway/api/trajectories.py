@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline.config import GatewayConfig
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened
-from pipeline.names import InvalidNameError, check_name, new_id, parse_version
+from pipeline.names import InvalidNameError, check_name, new_dated_id, parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.schemas import (
@@ -58,7 +58,7 @@ class TrajectoryRoutes:
         opening, access = request.read(Opening), request.access
         access.check_model(self._router.name(opening.model))
         self._check_model(opening, access)
-        trajectory = opening.id or new_id("t")
+        trajectory = opening.id or new_dated_id("t")
         group = opening.group or trajectory
         for name in (trajectory, group):
             check_name(name)

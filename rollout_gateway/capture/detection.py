@@ -23,7 +23,7 @@ import msgspec
 from pipeline.config import GatewayConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import BrokerError
-from pipeline.names import InvalidNameError, new_id
+from pipeline.names import InvalidNameError, new_dated_id
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
@@ -68,7 +68,7 @@ class TrajectoryDetector:
         group = hashlib.sha256(msgspec.msgpack.encode((model, first))).hexdigest()[:20]
         event = TrajectoryOpened(
             project=self._project,
-            trajectory=new_id(_PREFIX),
+            trajectory=new_dated_id(_PREFIX),
             model=model,
             group=f"i-{group}",
             metadata=b'{"inferred":true}',

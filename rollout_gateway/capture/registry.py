@@ -71,9 +71,10 @@ class Registry:
         return self._known.get(trajectory)
 
     async def find(self, trajectory: str) -> Trajectory:
-        """An open trajectory. Raises a 404 `ApiError` if it is unknown and a 409 one if it is completed."""
+        """An open trajectory. Raises an `ApiError`: 404 if it is unknown, 409 if it is completed, 410 if it expired."""
         if found := self._known.get(trajectory):
             return found
+        self.log.check_age(trajectory)
         task = self._loading.get(trajectory)
         if task is None:
             task = asyncio.ensure_future(self._load(trajectory))
@@ -122,6 +123,7 @@ class Registry:
             raise unknown_trajectory(trajectory)
         if await self.log.completion(found.opened) is not None:  # before the calls are read: they may be many
             raise already_completed(trajectory, "it takes no further calls")
+        self.log.check_age(trajectory, found.opened.at)
         await found.read_calls()
         return self._remember(found)
 
@@ -158,7 +160,9 @@ class Registry:
         """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
         same way, returns the trajectory that is open already.
 
-        Raises a 409 `ApiError` if the id belongs to a completed trajectory or to one that was opened differently."""
+        Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, 410
+        if it belonged to one that expired."""
+        await self.log.check_new(event.trajectory)
         traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
         reconnects = (
             self.log.reconnects
@@ -182,13 +186,14 @@ class Registry:
         """Complete a trajectory. Completing it again with the same results returns the first completion.
 
         Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its
-        calls do not end within 30 seconds."""
+        calls do not end within 30 seconds; 410 if it expired."""
         try:
             found = await self.find(trajectory)
         except ApiError as error:
             if error.code != "trajectory_completed":
                 raise
             return await self._complete_again(trajectory, completion, inferred)
+        self.log.check_age(trajectory, found.opened.at)
         await self._wait_until_idle(found)
         found.completing = True
         try:

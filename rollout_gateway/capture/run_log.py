@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker, Recorded
+from pipeline.log.chosen_ids import first_used
 from pipeline.log.subjects import stream_of, subject_filter
-from pipeline.names import name_of_token
+from pipeline.names import name_of_token, time_of_id
+from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
+_CLOCKS_DIFFER_S = 3600.0
+"""How far ahead the clock of a client that made a dated id may be."""
 
 
 class RunLog:
@@ -24,6 +30,28 @@ class RunLog:
     def reconnects(self) -> int:
         """How often the connection to the log's server was made again."""
         return int(self.broker.client.stats["reconnects"])
+
+    # -- expiry --------------------------------------------------------------------------------------------------
+
+    def check_age(self, trajectory: str, opened_at: int = 0) -> None:
+        """Raise a 410 `ApiError` if the trajectory was opened longer ago than the log keeps its events, by `opened_at`
+        (Unix microseconds) or, if that is 0, by the date in its id."""
+        config = self.broker.config
+        since = opened_at / 1e6 or time_of_id(trajectory)
+        if since and time.time() - since > config.rollouts_max_age_s:
+            raise expired_trajectory(trajectory, config.rollouts_max_age_h)
+
+    async def check_new(self, trajectory: str) -> None:
+        """Raise a 410 `ApiError` if an expired trajectory had the id of one that is about to be opened.
+
+        An id with its date is checked by the date. Any other, and one with a date in the future, is looked up and
+        remembered."""
+        self.check_age(trajectory)
+        if not 0 < time_of_id(trajectory) < time.time() + _CLOCKS_DIFFER_S:
+            used_at = await first_used(self.broker, self.project, trajectory)
+            self.check_age(trajectory, int(used_at * 1e6))
+
+    # -- reading -------------------------------------------------------------------------------------------------
 
     async def opening(self, trajectory: str) -> Recorded[TrajectoryOpened] | None:
         """The event that opened a trajectory. `None` if it was never opened."""

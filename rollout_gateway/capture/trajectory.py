@@ -125,7 +125,9 @@ class Trajectory:
     # -- calls in flight -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Count a call that begins. Raises a 409 `ApiError` if the trajectory is being completed."""
+        """Count a call that begins. Raises an `ApiError`: 409 if the trajectory is being completed, 410 if it
+        expired."""
+        self.log.check_age(self.id, self.opened.at)
         if self.completing:
             raise already_completed(self.id, "it takes no further calls")
         self.used_at = time.monotonic()

@@ -8,7 +8,8 @@ import msgspec
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
-    429: "rate_limit_error", 500: "api_error", 502: "api_error", 503: "service_unavailable_error", 504: "timeout_error",
+    410: "conflict_error", 429: "rate_limit_error", 500: "api_error", 502: "api_error",
+    503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
 """`type` in OpenAI's format, by status. Of any other status: `invalid_request_error`."""
 _RETRY_AFTER_S = {429: 1, 503: 5}
@@ -55,6 +56,15 @@ def unknown_trajectory(trajectory: str) -> ApiError:
         "Open one with POST /v1/trajectories."
     )
     return ApiError(404, "trajectory_not_found", message)
+
+
+def expired_trajectory(trajectory: str, hours: float) -> ApiError:
+    message = (
+        f"Trajectory {trajectory!r} expired: it was opened more than {hours:g} hours ago, so the log no longer holds "
+        "all of it (nats.rollouts_max_age_h). It takes no calls, it can't be completed, and its id can't be used again."
+        " Open another one."
+    )
+    return ApiError(410, "trajectory_expired", message)
 
 
 def invalid_key() -> ApiError:

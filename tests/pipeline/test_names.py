@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,10 @@ from pipeline.names import (
     is_base_version,
     is_version,
     name_of_token,
+    new_dated_id,
     parse_version,
     subject_token,
+    time_of_id,
     version_name,
 )
 
@@ -73,3 +77,13 @@ def test_what_can_not_be_a_name_says_why(bad: str) -> None:
 def test_a_version_without_a_step_says_so(bad: str) -> None:
     with pytest.raises(InvalidNameError):
         parse_version(bad)
+
+
+def test_a_dated_id_carries_its_time_and_other_names_carry_none() -> None:
+    before = int(time.time())
+    name = new_dated_id("t")
+    assert before <= time_of_id(name) <= time.time()
+    assert subject_token(name) == name
+    assert time_of_id("t-20000101T000000Z-" + "0" * 20) == 946684800
+    for other in ("mine", "t-" + "0" * 20, "t-20001399T000000Z-" + "0" * 20, "t-20000101T000000Z-x", ""):
+        assert time_of_id(other) == 0

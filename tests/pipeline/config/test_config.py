@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import docs
-from pipeline.config import Config, ConfigError, ModelConfig, load, save
+from pipeline.config import Config, ConfigError, ModelConfig, load, save, with_values
+from pipeline.config.checks import check
 
 
 @pytest.mark.parametrize(
@@ -161,3 +162,10 @@ def test_a_model_may_be_named_as_hubs_name_models() -> None:
 def test_a_certificate_of_the_server_without_its_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nats\.server_cert and nats\.server_key: set both or neither"):
         load(None, ["nats.server_cert=server.pem"])
+
+
+def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:
+    with pytest.raises(ConfigError, match=r"judge\.timeout_s: a group may wait at most half"):
+        check(with_values(Config(), {"nats.rollouts_max_age_h": 0.25, "judge.timeout_s": 600}))
+    with pytest.raises(ConfigError, match=r"nats\.publish_deadline_s must be less than 120"):
+        check(with_values(Config(), {"nats.publish_deadline_s": 120}))

@@ -30,16 +30,14 @@ async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
             await held.ack(confirmed=True)
 
     changed = tuple(
-        dataclasses.replace(s, max_age_s=5 * streams.DAY_S, share=0.5, duplicate_window_s=60.0)
-        if s.name == "ROLLOUTS"
-        else s
+        dataclasses.replace(s, share=0.5, duplicate_window_s=60.0) if s.name == "ROLLOUTS" else s
         for s in streams.STREAMS
     )
     monkeypatch.setattr(streams, "STREAMS", changed)
     consumers = tuple(dataclasses.replace(c, ack_wait_s=33.0, max_ack_pending=77) for c in streams.CONSUMERS)
     monkeypatch.setattr(streams, "CONSUMERS", consumers)
 
-    limited = msgspec.structs.replace(nats_config, max_bytes=100_000_000)
+    limited = msgspec.structs.replace(nats_config, max_bytes=100_000_000, rollouts_max_age_h=120)
     async with Broker.connect(limited) as broker:
         info = await broker.js.stream_info("ROLLOUTS")
         assert (info.config.max_age, info.config.max_bytes) == (5 * streams.DAY_S, 50_000_000)
@@ -55,16 +53,19 @@ async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
 async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = tuple(
-        dataclasses.replace(s, max_age_s=1.5, duplicate_window_s=1.0) if s.name == "ROLLOUTS" else s
-        for s in streams.STREAMS
-    )
     large = exchange(request=b'"' + b"x" * 2_000_000 + b'"')
     async with Broker.connect(nats_config) as broker:
         await broker.publish(exchange(seq=7))  # a bucket that exists gets the new age
-    monkeypatch.setattr(streams, "STREAMS", short)
+        async with broker.consume("judge") as judged, broker.consume("store-rollouts") as stored:
+            await broker.publish(completed())
+            for messages, waiting in ((judged, 1), (stored, 2)):
+                while waiting:
+                    batch = await messages.batch(2)
+                    waiting -= len(batch)
+                    for delivery in batch:
+                        await delivery.ack(confirmed=True)
     monkeypatch.setattr(streams, "CLAIM_MARGIN_S", 1.0)
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(msgspec.structs.replace(nats_config, rollouts_max_age_h=1.5 / 3600)) as broker:
         ack = await broker.publish(large)
         with anyio.fail_after(20):
             while True:
@@ -87,3 +88,20 @@ async def test_a_claimed_object_outlives_every_message_of_its_stream() -> None:
         age = ages[streams.claims_bucket(spec.name)]
         assert age > spec.max_age_s if spec.max_age_s else age == 0
     assert ages[streams.ADAPTERS_BUCKET] == 0
+
+
+async def test_a_lower_age_waits_for_the_events_that_the_store_has_not_read(nats_config: NatsConfig) -> None:
+    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=0.2 / 3600)
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(exchange())
+        await anyio.sleep(0.3)
+        async with Broker.connect(short) as other:
+            info = await other.js.stream_info("ROLLOUTS")
+            assert (info.config.max_age, info.state.messages) == (2 * streams.DAY_S, 1)
+            claims = await other.js.stream_info("OBJ_CLAIMS_ROLLOUTS")
+            assert claims.config.max_age == 2 * streams.DAY_S + streams.CLAIM_MARGIN_S
+        async with broker.consume("store-rollouts") as messages:
+            (held,) = await messages.batch(1)
+            await held.ack(confirmed=True)
+        async with Broker.connect(short) as other:
+            assert (await other.js.stream_info("ROLLOUTS")).config.max_age == pytest.approx(0.2)

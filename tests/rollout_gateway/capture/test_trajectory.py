@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, encode
+from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, encode, now_us
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
@@ -63,7 +63,7 @@ async def on_the_log(broker: Broker, name: str = "t") -> list[tuple[int, int, st
     return [(e.seq, e.choice, e.replica) for e in events if isinstance(e, ExchangeRecorded)]
 
 
-OPENED = TrajectoryOpened(project="test", trajectory="t", model="m", group="g", at=1)
+OPENED = TrajectoryOpened(project="test", trajectory="t", model="m", group="g", at=now_us())
 
 
 @pytest.mark.parametrize(("others", "choices"), [(0, 1), (1, 2), (3, 2), (5, 2), (5, 1)])

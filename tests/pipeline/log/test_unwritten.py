@@ -1,0 +1,48 @@
+"""The operator hears of events that the log deletes before the store has written them."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from pipeline.log.unwritten import UnwrittenEvents
+from tests.pipeline.log.test_broker import exchange
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_store_that_is_behind_raises_an_alarm_and_a_loss_another(nats_config: NatsConfig) -> None:
+    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=2 / 3600)
+    watched = UnwrittenEvents()
+    async with Broker.connect(short) as broker:
+        assert await watched.alarms(broker) == []
+        await broker.publish(exchange())
+        with anyio.fail_after(60):
+            while not (found := await watched.alarms(broker)):
+                await anyio.sleep(0.05)
+            while not any(text.startswith("ROLLOUTS deleted events") for text in found):
+                assert any(text.startswith("store-rollouts has not written") for text in found)
+                await anyio.sleep(0.05)
+                found = await watched.alarms(broker)
+        assert len(found) == 1
+        assert "from message 1 on" in found[0]
+        assert await watched.alarms(broker) == found  # a loss is not forgotten
+
+
+async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfig) -> None:
+    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=1 / 3600)
+    watched = UnwrittenEvents()
+    async with Broker.connect(short) as broker:
+        await broker.publish(exchange())
+        await watched.alarms(broker)
+        async with broker.consume(streams.consumer("store-rollouts")) as messages:
+            (held,) = await messages.batch(1)
+            await held.ack(confirmed=True)
+        with anyio.fail_after(60):
+            while (await broker.js.stream_info("ROLLOUTS")).state.messages:
+                await anyio.sleep(0.05)
+        assert await watched.alarms(broker) == []
