@@ -43,10 +43,14 @@ class Progress:
 
 
 class Attempts:
-    """The attempts of the loop `name`. A scenario has `size` of them; `concurrency` are under way at most."""
+    """The attempts of the loop `name` with `model`. A scenario has `size` of them; `concurrency` are under way at
+    most."""
 
-    def __init__(self, client: ReadingClient, *, name: str, size: int, tries: int, concurrency: int) -> None:
-        self._client, self._name, self._size, self._tries = client, name, size, tries
+    def __init__(
+        self, client: ReadingClient, model: str, *, name: str, size: int, tries: int, concurrency: int
+    ) -> None:
+        self._client, self._model = client, model
+        self._name, self._size, self._tries = name, size, tries
         self._reads = anyio.Semaphore(_READS)
         self._stretch = max(_STRETCH, concurrency)
 
@@ -76,7 +80,9 @@ class Attempts:
         return found
 
     async def progress(self, label: str, number: int, size: int) -> Progress:
-        """Read the attempts at a scenario (`label` is its number) or at a held-out task from the gateway."""
+        """Read the attempts at a scenario (`label` is its number) or at a held-out task from the gateway.
+
+        Raises `ValueError` if they were begun with another model or in a group of another size."""
         told = Progress(number, size)
         while told.missing and told.tries < self._tries:
             group = self.group(label, told.tries)
@@ -91,12 +97,22 @@ class Attempts:
             opened = [state for state in found if state is not None]
             if not opened:
                 break
+            self._check_same_loop(opened[0], 0 if told.tries else size)
             done = [state for state in opened if state["outcome"] != "no_result"]
             told.rewards += [state["reward"] for state in done if state["reward"] is not None]
             told.missing -= len(done)
             told.tries += 1
             told.task = opened[0]["task"]
         return told
+
+    def _check_same_loop(self, state: dict[str, Any], size: int) -> None:
+        """Raise `ValueError` if an attempt was begun with another model, or in a group of another size (0: any)."""
+        for option, wanted in (("model", self._model), ("group_size", size)):
+            if wanted and state[option] != wanted:
+                raise ValueError(
+                    f"the loop {self._name!r} was begun with {option}={state[option]!r} and cannot go on with "
+                    f"{wanted!r}: give this loop another name, or the {option} that it was begun with"
+                )
 
     async def resume(self, scenarios: int | None) -> list[Progress]:
         """Return the progress of every scenario that was started. Scenarios are started in their order, so reading ends

@@ -23,7 +23,14 @@ from typing_extensions import Unpack
 
 from journeyman import gathering
 from journeyman.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
-from journeyman.trajectory import CompleteOptions, OpenOptions, Trajectory, Usage
+from journeyman.trajectory import (
+    CompleteOptions,
+    OpenOptions,
+    Trajectory,
+    Usage,
+    checked_result,
+    parse_policy,
+)
 from journeyman.transport import (
     CONFLICT,
     RETRIED_STATUSES,
@@ -35,6 +42,7 @@ from journeyman.transport import (
     read,
     retry_after_s,
     status_problem,
+    transport_problem,
 )
 
 Result = TypeVar("Result")
@@ -46,7 +54,10 @@ def _new_id() -> str:
 
 
 def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
-    return {"model": model, "id": _new_id(), **options}
+    opening: dict[str, Any] = {"model": model, "id": _new_id(), **options}
+    if pinned := options.get("pinned"):
+        opening["pinned"] = parse_policy(pinned)[1] or pinned
+    return opening
 
 
 def _opened(body: Mapping[str, Any]) -> Trajectory:
@@ -107,8 +118,8 @@ class Journeyman:
 
     def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
-        `JourneymanError` (409)."""
-        return self._request("POST", _path(trajectory, "/complete"), {**result})
+        `JourneymanError` (409). Raises `TypeError` or `ValueError` for a result that cannot be sent."""
+        return self._request("POST", _path(trajectory, "/complete"), {**checked_result(result)})
 
     def get(self, trajectory: str) -> dict[str, Any]:
         return self._request("GET", _path(trajectory))
@@ -225,7 +236,7 @@ class Journeyman:
             try:
                 reply = self._http.request(method, path, json=body)
             except httpx.TransportError as error:
-                last_problem = str(error) or type(error).__name__
+                last_problem = transport_problem(error)
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)
@@ -255,8 +266,8 @@ class AsyncJourneyman:
 
     async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
-        `JourneymanError` (409)."""
-        return await self._request("POST", _path(trajectory, "/complete"), {**result})
+        `JourneymanError` (409). Raises `TypeError` or `ValueError` for a result that cannot be sent."""
+        return await self._request("POST", _path(trajectory, "/complete"), {**checked_result(result)})
 
     async def get(self, trajectory: str) -> dict[str, Any]:
         return await self._request("GET", _path(trajectory))
@@ -355,7 +366,7 @@ class AsyncJourneyman:
             try:
                 reply = await self._http.request(method, path, json=body)
             except httpx.TransportError as error:
-                last_problem = str(error) or type(error).__name__
+                last_problem = transport_problem(error)
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)

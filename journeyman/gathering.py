@@ -21,7 +21,7 @@ import anyio
 from typing_extensions import Unpack
 
 from journeyman.statistics import Estimate, mean_of_share, paired_difference
-from journeyman.trajectory import OpenOptions, Trajectory
+from journeyman.trajectory import OpenOptions, Trajectory, parse_policy
 
 Task = TypeVar("Task")
 Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
@@ -221,12 +221,16 @@ async def evaluate(
     attempts: int = 1,
     **options: Unpack[GatherOptions],
 ) -> Evaluation:
-    """Run held-out tasks with a model or a pinned version (`support@12`; `support@0` is the base model).
+    """Run held-out tasks with a model or a pinned version (`support@12`; `support@0` or `support@base` is the base
+    model).
 
-    The trajectories have the split `val`, so they are never trained on. `options` are those of `gather`."""
-    name, at, _ = model.partition("@")
+    The trajectories have the split `val`, so they are never trained on. `options` are those of `gather`. Raises as
+    `gather` does, and `ValueError` for a model that is no policy or `attempts` below 1."""
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, not {attempts}")
+    name, pinned = parse_policy(model)
     groups = await gather(
-        client, name, tasks, rollout, group_size=attempts, split="val", pinned=model if at else "", **options
+        client, name, tasks, rollout, group_size=attempts, split="val", pinned=pinned, **options
     )
     means = tuple(sum(g.rewards) / len(g.rewards) if g.rewards else None for g in groups)
     failed = sum(len(g.exceptions) for g in groups)

@@ -23,7 +23,7 @@ from journeyman.curriculum import Curriculum, Recorded
 from journeyman.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
 from journeyman.statistics import Estimate, mean_of_share
 from journeyman.trajectory import Trajectory
-from journeyman.transport import NOT_FOUND, JourneymanError
+from journeyman.transport import NOT_FOUND, JourneymanError, plain_errors
 
 _MAX_NAME = 150
 """Characters of a loop's name. The gateway takes 200 for an id, which also holds the attempt's place."""
@@ -80,7 +80,9 @@ class _Loop(Generic[Task]):
         poll_s: float,
     ) -> None:
         self._client, self._model, self._rollout = client, model, rollout
-        self.attempts = Attempts(client, name=name, size=group_size, tries=tries, concurrency=concurrency)
+        self.attempts = Attempts(
+            client, model, name=name, size=group_size, tries=tries, concurrency=concurrency
+        )
         self._steps = steps
         self._ahead = (max_staleness + 1) * groups_per_step
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
@@ -274,9 +276,11 @@ async def loop(
     `gather`; after more than `max_exceptions` exceptions of rollouts, `TooManyExceptionsError` ends the loop. `poll_s`
     is how often the gateway is asked for its step, in seconds.
 
-    Raises `JourneymanError` if the gateway refuses a request or stays away, in an `ExceptionGroup` as
-    `TooManyExceptionsError` is, and `ValueError` for a value out of range: a name that is empty, too long or not
-    printable, `group_size` below 2, another number below 1, or `max_staleness` or `evaluate_every` below 0."""
+    Raises `JourneymanError` if the gateway refuses a request or stays away, and `TooManyExceptionsError`. Raises
+    `ValueError` for a value out of range (a name that is empty, too long or not printable, `group_size` below 2,
+    another number below 1, `max_staleness` or `evaluate_every` below 0), for `evaluate_every` without `evaluation`, and
+    for a loop that was begun under this name with another model, group size or, if `describe` is given, other
+    scenarios."""
     _check_name(name)
     if group_size < 2:
         raise ValueError(
@@ -289,6 +293,10 @@ async def loop(
         raise ValueError(
             "steps, groups_per_step, concurrency, tries and epochs must be at least 1, max_staleness and "
             "evaluate_every at least 0"
+        )
+    if evaluate_every and not evaluation:
+        raise ValueError(
+            f"evaluate_every is {evaluate_every}, but `evaluation` is empty: give it the held-out tasks"
         )
     curriculum = scenarios if isinstance(scenarios, Curriculum) else None
     if curriculum is not None and (epochs is not None or describe is None):
@@ -313,7 +321,8 @@ async def loop(
         poll_s=poll_s,
     )
     result = running.result
-    known = await running.attempts.resume(total)
+    with plain_errors(Exception):
+        known = await running.attempts.resume(total)
     result.resumed = sum(group_size - told.missing for told in known)
     result.step = await running.served_step()
 
@@ -337,20 +346,28 @@ async def loop(
         if told.missing:
             result.incomplete.append(told.number)
 
+    if curriculum is None and describe is not None:
+        for told in known:
+            if told.task and told.task != describe(task_of(told)):
+                raise ValueError(
+                    f"scenario {told.number} was {told.task!r} when the loop {name!r} began, and is "
+                    f"{describe(task_of(told))!r} now: give a loop over other scenarios another name"
+                )
     if curriculum is not None:
         curriculum.restore(Recorded(told.task, result.step, r) for told in known for r in told.rewards)
     result.incomplete += [told.number for told in known if told.missing and told.tries >= tries]
-    async with anyio.create_task_group() as watching:
-        watching.start_soon(running.watch)
-        async with anyio.create_task_group() as evaluating:
-            if evaluate_every and evaluation:
-                evaluating.start_soon(running.evaluations, evaluate_every, evaluation)
-            async with anyio.create_task_group() as playing:
-                for told in rest():
-                    if not await running.may_start():
-                        break
-                    running.begin(told)
-                    playing.start_soon(one, told, task_of(told))
-            running.end()
-        watching.cancel_scope.cancel()
+    with plain_errors(JourneymanError, TooManyExceptionsError, ValueError):
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(running.watch)
+            async with anyio.create_task_group() as evaluating:
+                if evaluate_every:
+                    evaluating.start_soon(running.evaluations, evaluate_every, evaluation)
+                async with anyio.create_task_group() as playing:
+                    for told in rest():
+                        if not await running.may_start():
+                            break
+                        running.begin(told)
+                        playing.start_soon(one, told, task_of(told))
+                running.end()
+            watching.cancel_scope.cancel()
     return result

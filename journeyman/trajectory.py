@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,17 +100,62 @@ class Trajectory:
     def result(self) -> CompleteOptions:
         """Return how the run went, as `complete` takes it. Numbers may be bools or NumPy scalars.
 
-        Raises `TypeError` or `ValueError` for a reward or metric that is no finite number."""
-        return {
-            "reward": None if self.reward is None else _number("reward", self.reward),
-            "rewards": {name: _number(f"rewards[{name!r}]", value) for name, value in self.rewards.items()},
-            "metrics": {name: _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()},
-            "metadata": self.metadata,
-            "outcome": self.outcome,
-        }
+        Raises `TypeError` or `ValueError` for a reward or metric that is no finite number, and for metadata that JSON
+        cannot hold."""
+        return checked_result(
+            {
+                "reward": self.reward,
+                "rewards": self.rewards,
+                "metrics": self.metrics,
+                "metadata": self.metadata,
+                "outcome": self.outcome,
+            }
+        )
 
 
-def _number(where: str, value: object) -> float:
+def checked_result(result: CompleteOptions) -> CompleteOptions:
+    """Return a result with all numbers as floats. Raises `TypeError` or `ValueError` that names the field."""
+    checked: CompleteOptions = {**result}
+    if (reward := result.get("reward")) is not None:
+        checked["reward"] = finite_number("reward", reward)
+    if "rewards" in result:
+        checked["rewards"] = _numbers("rewards", result["rewards"], "; the reward of the run is `reward`")
+    if "metrics" in result:
+        checked["metrics"] = _numbers("metrics", result["metrics"])
+    if "metadata" in result:
+        try:
+            json.dumps(result["metadata"], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"metadata must be what JSON can hold: {error}") from error
+    return checked
+
+
+def _numbers(field: str, values: object, hint: str = "") -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{field} must be a dict of numbers by name, not {values!r}{hint}")
+    for name in values:
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise ValueError(f"a name in {field} must be printable text, not {name!r}")
+    return {name: finite_number(f"{field}[{name!r}]", value) for name, value in values.items()}
+
+
+def parse_policy(text: str) -> tuple[str, str]:
+    """Return the model that `<model>` or `<model>@<step>` names, and the policy version or an empty string.
+
+    `<model>@base` is the base model, as `<model>@0` is. Raises `ValueError` for any other step."""
+    model, at, step = text.rpartition("@")
+    if not at:
+        model, step = text, ""
+    if step == "base":
+        step = "0"
+    if not model or (at and not (step.isascii() and step.isdigit())):
+        raise ValueError(f"{text!r} is no policy: write <model>, <model>@<step> or <model>@base")
+    return model, f"{model}@{step}" if at else ""
+
+
+def finite_number(where: str, value: object) -> float:
+    """Return `value` as a float. Raises `TypeError` or `ValueError`, which names it as `where`."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"{where} must be a number, not {value!r}")
     number = float(value)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -57,13 +60,56 @@ def status_problem(reply: httpx.Response) -> str:
 
 
 def gateway_url(url: str | None) -> str:
-    """Return the URL without `/v1`. Raises `ValueError` if it is missing or has no scheme."""
+    """Return the URL without `/v1`. Raises `ValueError` if it is missing, or is no HTTP URL with a host."""
     found = url or os.environ.get("JOURNEYMAN_URL")
     if not found:
         raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYMAN_URL")
     if not found.startswith(("http://", "https://")):
-        raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://")
+        written = f": write 'http://{found}'" if "://" not in found else ""
+        raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://{written}")
+    try:
+        host = httpx.URL(found).host
+    except httpx.InvalidURL as error:
+        raise ValueError(f"the gateway URL {found!r} is not valid: {error}") from error
+    if not host:
+        raise ValueError(f"the gateway URL {found!r} names no host: write http://<host>:<port>")
     return found.rstrip("/").removesuffix("/v1")
+
+
+def transport_problem(error: httpx.TransportError) -> str:
+    """Return the message of an error that another attempt may not meet.
+
+    Raises `JourneymanError` for one that every attempt meets: a request that cannot be sent, or a certificate that is
+    not trusted."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError):
+        raise JourneymanError(f"the request cannot be sent: {text}") from error
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            raise JourneymanError(
+                f"the gateway's certificate is not trusted: {text}. Name the file of its certificate authority in the "
+                "environment variable SSL_CERT_FILE"
+            ) from error
+        cause = cause.__cause__ or cause.__context__
+    return text
+
+
+@contextmanager
+def plain_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise the first error of an `ExceptionGroup` in place of the group, if all its errors are of `kinds`.
+
+    A task group cancels the other tasks after the first error: what they raise is of no further use."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        expected, others = group.split(kinds)
+        if expected is None or others is not None:
+            raise
+        first: BaseException = expected
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from first.__cause__
 
 
 def authorization(api_key: str) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
+import importlib
 import json
-import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Literal, overload
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -80,17 +81,18 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 # -- listening to httpx --------------------------------------------------------------------------------------------
 
 
+_MODULES = ("httpx", "httpx2")
+"""Newer versions of OpenAI's client bring a copy of httpx under the name httpx2."""
+
+
 @functools.cache
 def _listen() -> None:
     """Patch httpx so that every client of this process adds its answers to the current trajectory.
 
-    Done at the first use, not at import.
-
-    Newer versions of OpenAI's client bring a copy of httpx under the name httpx2."""
-    for name in ("httpx", "httpx2"):
-        module = sys.modules.get(name)
-        if module is not None:
-            _listen_to(module)
+    Done at the first use, not at import. A module that is installed is imported: the coroutine may import it later."""
+    for name in _MODULES:
+        with contextlib.suppress(ImportError):
+            _listen_to(importlib.import_module(name))
 
 
 def _listen_to(module: Any) -> None:
@@ -100,6 +102,14 @@ def _listen_to(module: Any) -> None:
     # httpx accepts only streams of its own classes, and each module has its own.
     tee = type("Tee", (_Tee, module.SyncByteStream), {})
     async_tee = type("AsyncTee", (_AsyncTee, module.AsyncByteStream), {})
+
+    def capture_end(trajectory: Trajectory, request_body: dict[str, Any], encoding: str, body: bytes) -> None:
+        """Add what a stream brought, which may be compressed."""
+        try:
+            decoded = module.Response(200, headers={"content-encoding": encoding}, content=body).content
+        except module.DecodingError:
+            return  # it was cut off
+        _add_answer(trajectory, request_body, decoded)
 
     def capture(response: Any, request: Any, tee_class: Any) -> Any:
         trajectory = _current.get()
@@ -112,7 +122,10 @@ def _listen_to(module: Any) -> None:
         if response.is_closed:
             _add_answer(trajectory, request_body, response.content)
         else:
-            response.stream = tee_class(response.stream, trajectory, request_body)
+            encoding = response.headers.get("content-encoding", "")
+            response.stream = tee_class(
+                response.stream, functools.partial(capture_end, trajectory, request_body, encoding)
+            )
         return response
 
     @functools.wraps(send_original)
@@ -179,10 +192,10 @@ def read_stream(body: bytes) -> ChatCompletion | None:
 
 
 class _Tee:
-    """Passes a stream on, and adds its content to the trajectory when it is closed."""
+    """Passes a stream on, and hands its content to `at_end` when it is closed."""
 
-    def __init__(self, stream: Any, trajectory: Trajectory, request_body: dict[str, Any]) -> None:
-        self._stream, self._trajectory, self._request_body = stream, trajectory, request_body
+    def __init__(self, stream: Any, at_end: Callable[[bytes], None]) -> None:
+        self._stream, self._at_end = stream, at_end
         self._parts: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
@@ -193,15 +206,15 @@ class _Tee:
     def close(self) -> None:
         parts, self._parts = self._parts, []
         if parts:
-            _add_answer(self._trajectory, self._request_body, b"".join(parts))
+            self._at_end(b"".join(parts))
         self._stream.close()
 
 
 class _AsyncTee:
     """As `_Tee`, for asynchronous clients."""
 
-    def __init__(self, stream: Any, trajectory: Trajectory, request_body: dict[str, Any]) -> None:
-        self._stream, self._trajectory, self._request_body = stream, trajectory, request_body
+    def __init__(self, stream: Any, at_end: Callable[[bytes], None]) -> None:
+        self._stream, self._at_end = stream, at_end
         self._parts: list[bytes] = []
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -212,5 +225,5 @@ class _AsyncTee:
     async def aclose(self) -> None:
         parts, self._parts = self._parts, []
         if parts:
-            _add_answer(self._trajectory, self._request_body, b"".join(parts))
+            self._at_end(b"".join(parts))
         await self._stream.aclose()

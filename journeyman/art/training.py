@@ -14,7 +14,8 @@ import httpx
 from journeyman.art.captured import is_captured, references_of
 from journeyman.art.gateway import Batch, Gateway, Member
 from journeyman.art.trajectories import Trajectory, TrajectoryGroup
-from journeyman.transport import GatewayUnavailableError
+from journeyman.trajectory import finite_number
+from journeyman.transport import RETRIED_STATUSES, GatewayUnavailableError, JourneymanError, plain_errors
 
 log = logging.getLogger("journeyman.art")
 
@@ -59,19 +60,20 @@ def trains(group: TrajectoryGroup) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > _EQUAL
 
 
-def _number(value: float | int | bool) -> float:
-    return float(value)
-
-
 def _member(trajectory: Trajectory, name: str, where: str) -> Member:
+    """Return a trajectory as the gateway takes it. `where` names it in errors. Raises `NotCapturedError`, and
+    `ValueError` for a reward or metric that is not finite."""
     metadata: dict[str, Any] = dict(trajectory.metadata)
     if trajectory.logs:
         metadata["logs"] = list(trajectory.logs)
     return Member(
         id=name,
         exchanges=references_of(trajectory, where),
-        reward=float(trajectory.reward),
-        metrics={name: _number(value) for name, value in trajectory.metrics.items()},
+        reward=finite_number(f"{where}: reward", trajectory.reward),
+        metrics={
+            metric: finite_number(f"{where}: metrics[{metric!r}]", value)
+            for metric, value in trajectory.metrics.items()
+        },
         metadata=metadata,
     )
 
@@ -79,15 +81,26 @@ def _member(trajectory: Trajectory, name: str, where: str) -> Member:
 async def _send(
     gateway: Gateway, model: str, groups: dict[str, list[Member]], tasks: dict[str, str], split: str
 ) -> None:
+    """Complete groups of trajectories by name. Raises `TrainingError` if the gateway refuses one."""
     limiter = anyio.CapacityLimiter(_CONCURRENT)
 
     async def one(name: str, members: list[Member]) -> None:
         async with limiter:
-            await gateway.complete_group(name, model, members, task=tasks[name], split=split)
+            try:
+                await gateway.complete_group(name, model, members, task=tasks[name], split=split)
+            except GatewayUnavailableError:
+                raise
+            except JourneymanError as error:
+                where = f"group {name.rpartition('-')[2]}"
+                for at, member in enumerate(members):
+                    if repr(member["id"]) in str(error):
+                        where = f"trajectory {at} of {where}"
+                raise TrainingError(f"the gateway refused {where}: {error}") from error
 
-    async with anyio.create_task_group() as sending:
-        for name, members in groups.items():
-            sending.start_soon(one, name, members)
+    with plain_errors(Exception):
+        async with anyio.create_task_group() as sending:
+            for name, members in groups.items():
+                sending.start_soon(one, name, members)
 
 
 async def train_groups(
@@ -96,7 +109,8 @@ async def train_groups(
     """Train one step on `groups`, and return once the new version is served.
 
     Groups without two different rewards are recorded and not trained. If no other is left, no step is taken.
-    Raises `NotCapturedError` before anything is sent, and `TrainingError`."""
+    Raises `NotCapturedError` and `ValueError` (a reward or metric that is not finite) before anything is sent, and
+    `TrainingError`, also for a group that the gateway refuses, such as for a reward out of its range."""
     batch_id = f"art-{secrets.token_hex(6)}"
     members: dict[str, list[Member]] = {}
     tasks: dict[str, str] = {}
@@ -120,9 +134,17 @@ async def train_groups(
     await _send(gateway, model, members, tasks, "train")
     policy = await gateway.policy(model)
     if not batch["groups"]:
-        log.warning("no step was trained: in none of the %d groups do the rewards differ", len(groups))
+        log.warning("no step was trained: %s", _why_nothing_trains(groups))
         return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
     return await _served(gateway, model, batch["groups"])
+
+
+def _why_nothing_trains(groups: Sequence[TrajectoryGroup]) -> str:
+    if not groups:
+        return "there are no groups"
+    if not any(group.trajectories for group in groups):
+        return f"the {len(groups)} groups hold no trajectories, only exceptions"
+    return f"no group has two trajectories with different rewards ({len(groups)} groups were given)"
 
 
 async def record_groups(gateway: Gateway, model: str, groups: Iterable[TrajectoryGroup]) -> None:
@@ -133,7 +155,10 @@ async def record_groups(gateway: Gateway, model: str, groups: Iterable[Trajector
         name = f"{prefix}-{number}"
         captured = [t for t in group.trajectories if is_captured(t)]
         if captured:
-            members[name] = [_member(t, f"{name}-{at}", f"trajectory {at}") for at, t in enumerate(captured)]
+            members[name] = [
+                _member(t, f"{name}-{at}", f"trajectory {at} of group {number}")
+                for at, t in enumerate(captured)
+            ]
     await _send(gateway, model, members, dict.fromkeys(members, ""), "val")
 
 
@@ -182,6 +207,10 @@ async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepRe
             async for _ in gateway.watch():
                 if result := await settled():
                     return result
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in RETRIED_STATUSES:
+                raise TrainingError(f"whether the groups were trained is not known: {error}") from error
+            log.info("the gateway is overloaded: %s", error)
         except (httpx.HTTPError, GatewayUnavailableError) as error:
             log.info("the connection to %s broke: %s", gateway.url, error)
         await anyio.sleep(_PAUSE_S)

@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 
+from journeyman.arguments import at_least_one, not_negative
 from journeyman.client import AsyncJourneyman
 from journeyman.environments.from_openenv import OpenEnvScenarios
 from journeyman.environments.from_verifiers import VerifiersScenarios
@@ -123,9 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="variable with the gateway's API key",
     )
-    add("--tasks", type=int, default=32, help="number of tasks (default: 32)")
-    add("--group-size", type=int, default=8, help="attempts at each task (default: 8)")
-    add("--passes", type=int, default=1, help="how often the tasks are played (default: 1)")
+    add("--tasks", type=at_least_one, default=32, help="number of tasks (default: 32)")
+    add("--group-size", type=at_least_one, default=8, help="attempts at each task (default: 8)")
+    add("--passes", type=at_least_one, default=1, help="how often the tasks are played (default: 1)")
     add("--held-out", action="store_true", help="play the held-out tasks once, without training")
     add(
         "--pinned",
@@ -133,10 +134,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="VERSION",
         help="the policy version that answers; default: the served one",
     )
-    add("--concurrency", type=int, default=64, help="attempts at once (default: 64)")
+    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
     add(
         "--max-exceptions",
-        type=float,
+        type=not_negative,
         default=0.1,
         help="count, or share below 1, of attempts that may raise",
     )
@@ -149,7 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--args", default="", metavar="JSON", help="verifiers: arguments of the environment")
     add("--prompt", default="", help="OpenEnv: system prompt")
     add("--action-field", default="", help="OpenEnv: field of the action that the reply fills")
-    add("--max-steps", type=int, default=20, help="OpenEnv: steps of an episode at most (default: 20)")
+    add(
+        "--max-steps",
+        type=at_least_one,
+        default=20,
+        help="OpenEnv: steps of an episode at most (default: 20)",
+    )
     add("--json", action="store_true", help="print one JSON object")
     return parser
 

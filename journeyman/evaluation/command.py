@@ -21,6 +21,7 @@ from typing import Any
 
 import anyio
 
+from journeyman.arguments import at_least_one, not_negative
 from journeyman.client import AsyncJourneyman
 from journeyman.evaluation.entrants import Entrant, parse_entrant, parse_price
 from journeyman.evaluation.loading import load_rollout, load_scenarios
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         entrants = _entrants(args)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
+        if args.out:
+            _make_folder(Path(args.out))
         url = (
             _gateway(args)
             if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"journeyman: {error}\n")
         raise SystemExit(1) from error
     folder = Path(args.out or f"evaluations/{report.id}")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)  # a folder given with --out was made before
     (folder / "report.md").write_text(markdown_page(report), "utf-8")
     (folder / "report.html").write_text(html_page(report), "utf-8")
     if args.json:
@@ -93,13 +96,29 @@ async def _run(
 def _entrants(args: argparse.Namespace) -> list[Entrant]:
     """Return the entrants with their settings. Raises `ValueError` or `OSError`."""
     prices = dict(parse_price(text) for text in args.price)
-    prompt = Path(args.prompt).read_text("utf-8") if args.prompt else ""
+    prompt = _read_prompt(args.prompt) if args.prompt else ""
+    if args.key_env and not os.environ.get(args.key_env):
+        raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
     found = [parse_entrant(text) for text in args.entrants]
     if unknown := prices.keys() - {entrant.name for entrant in found}:
         raise ValueError(f"--price names no entrant: {', '.join(sorted(unknown))}")
     return [
         with_settings(e, price=prices.get(e.name), system_prompt=prompt, key_env=args.key_env) for e in found
     ]
+
+
+def _read_prompt(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {error.strerror}") from error
 
 
 def _gateway(args: argparse.Namespace) -> str:
@@ -137,10 +156,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULE:NAME|FILE",
         help="a list, a function that returns one, or JSONL",
     )
-    add("--attempts", type=int, default=1, help="runs of each task (default: 1)")
-    add("--limit", type=int, default=0, help="only the first N tasks")
-    add("--concurrency", type=int, default=64, help="runs at once (default: 64)")
-    add("--max-exceptions", type=float, default=0.1, help="count, or share below 1, of runs that may raise")
+    add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
+    add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
+    add("--concurrency", type=at_least_one, default=64, help="runs at once (default: 64)")
+    add(
+        "--max-exceptions",
+        type=not_negative,
+        default=0.1,
+        help="count, or share below 1, of runs that may raise",
+    )
     add("--url", default="", help="the gateway; default: $JOURNEYMAN_URL, else that of the run")
     add("--run-dir", default="", help="a run of `journeyman up`; default: the newest under runs/")
     add(
@@ -168,7 +192,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ENTRANT=PROMPT/COMPLETION",
         help="USD per million tokens",
     )
-    add("--usd-per-hour", type=float, default=0.0, help="price of the machine that serves the policies")
+    add(
+        "--usd-per-hour", type=not_negative, default=0.0, help="price of the machine that serves the policies"
+    )
     add("--out", default="", metavar="DIR", help="where the pages go; default: evaluations/<id>")
     add("--no-record", action="store_true", help="send no results to the log")
     add("--json", action="store_true", help="print one JSON object")

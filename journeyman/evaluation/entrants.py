@@ -11,8 +11,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from journeyman.trajectory import parse_policy
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,12 @@ def parse_entrant(text: str) -> Entrant:
         if not (mark and model):
             raise ValueError(f"{text!r} names no model: write {url}#<model>")
         return Entrant(text, "external", model, url=url.rstrip("/"))
-    model, at, step = text.rpartition("@")
-    if not at:
-        model, step = text, ""
-    if step == "base":
-        step = "0"
-    if not model or (at and not (step.isascii() and step.isdigit())):
+    try:
+        return Entrant(text, "policy", *parse_policy(text))
+    except ValueError:
         raise ValueError(
             f"{text!r} is no entrant: write <model>, <model>@<step>, litellm:<provider>/<model> or <url>#<model>"
-        )
-    return Entrant(text, "policy", model, f"{model}@{step}" if at else "")
+        ) from None
 
 
 def parse_price(text: str) -> tuple[str, Price]:
@@ -73,7 +72,10 @@ def parse_price(text: str) -> tuple[str, Price]:
     name, _, prices = text.rpartition("=")
     prompt, _, completion = prices.partition("/")
     try:
-        return name, Price(float(prompt), float(completion))
+        price = Price(float(prompt), float(completion))
+        if not all(0 <= dollars < math.inf for dollars in (price.prompt, price.completion)):
+            raise ValueError
+        return name, price
     except ValueError:
         raise ValueError(
             f"{text!r} is no price: write ENTRANT=PROMPT/COMPLETION in USD per million tokens, such as m@0=0.1/0.4"

@@ -41,8 +41,8 @@ def load_rollout(text: str) -> Any:
     return found
 
 
-def load_scenarios(text: str, limit: int = 0) -> list[Any]:
-    """Return the first `limit` tasks (0: all) of a list, of a function that returns one, or of a JSONL file.
+def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
+    """Return the first `limit` tasks (`None`: all) of a list, of a function that returns one, or of a JSONL file.
 
     Raises `ValueError`."""
     if text.endswith((".jsonl", ".json")):
@@ -52,7 +52,7 @@ def load_scenarios(text: str, limit: int = 0) -> list[Any]:
         tasks = found() if callable(found) else found
         if isinstance(tasks, str) or not isinstance(tasks, Iterable):
             raise ValueError(f"{text!r} is no list of tasks but {type(tasks).__name__}")
-    return list(itertools.islice(tasks, limit or None))
+    return list(itertools.islice(tasks, limit))
 
 
 def _read(path: Path) -> list[Any]:

@@ -50,16 +50,20 @@ async def play(
 ) -> EvaluationReport:
     """Let every entrant play `attempts` runs of each task, and return the results.
 
-    The first entrant is the baseline of the differences. `client` may be `None` if no entrant is a policy. `name`
-    returns the name of a task (default: `task_name`). `scenarios` and `rollout_name` are recorded. `usd_per_hour` is
-    the price of the machine that serves the policies. `record` sends the results of each entrant to the log, if there
-    is a client. `baseline` is an entrant that has played these tasks before: it is entrant 0 and does not play again.
-    Raises `ValueError` if there is no entrant or no task, or two entrants have one name;
-    `TooManyExceptionsError` and `JourneymanError` as `gather`."""
+    The first entrant is the baseline of the differences. A policy plays with one version: the one that is named, or the
+    one that the model's name stood for when the evaluation began, however long others play before it. `client` may be
+    `None` if no entrant is a policy. `name` returns the name of a task (default: `task_name`). `scenarios` and
+    `rollout_name` are recorded. `usd_per_hour` is the price of the machine that serves the policies. `record` sends the
+    results of each entrant to the log, if there is a client. `baseline` is an entrant that has played these tasks
+    before: it is entrant 0 and does not play again.
+    Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
+    gateway has no such model; `TooManyExceptionsError` and `JourneymanError` as `gather`."""
     listed, played = list(tasks), [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
     given = [entrant.name for entrant in played]
     if not played or len(set(given)) < len(given):
         raise ValueError(f"an evaluation needs entrants with different names, not {given}")
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, not {attempts}")
     if not listed:
         raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
     if client is None and any(entrant.kind == "policy" for entrant in played):
@@ -67,13 +71,13 @@ async def play(
     evaluation = f"e-{secrets.token_hex(6)}"
     began = datetime.now(UTC).isoformat(timespec="seconds")
     names = [name(task) if name else task_name(task, n) for n, task in enumerate(listed)]
+    versions = await _versions(client, played)
     results: list[EntrantResult] = [] if baseline is None else [baseline]
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
-    for position, entrant in enumerate(played, len(results)):
-        version, groups, wall_s = await _play(
-            client, entrant, _Tasks(listed, names, f"{evaluation}-{position}"), rollout, attempts, options
-        )
+    for position, (entrant, version) in enumerate(zip(played, versions, strict=True), len(results)):
+        numbered = _Tasks(listed, names, f"{evaluation}-{position}")
+        groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
         results.append(result_of(entrant, version, groups, names, wall_s, usd_per_hour))
     report = EvaluationReport(
         evaluation,
@@ -114,35 +118,41 @@ class _Tasks(Generic[Task]):
 async def _play(
     client: AsyncJourneyman | None,
     entrant: Entrant,
+    version: str,
     tasks: _Tasks[Task],
     rollout: Rollout[Task],
     attempts: int,
     options: PlayOptions,
-) -> tuple[str, list[TaskGroup[int]], float]:
-    """Return the version that played, the groups, and the seconds that it took."""
+) -> tuple[list[TaskGroup[int]], float]:
+    """Return the groups that an entrant played, and the seconds that it took."""
 
-    async def gather(by: gathering.Client, version: str = "") -> tuple[str, list[TaskGroup[int]], float]:
+    async def gather(by: gathering.Client) -> tuple[list[TaskGroup[int]], float]:
         start = time.monotonic()
         groups = await gathering.gather(
             by, entrant.model, range(len(tasks.tasks)), tasks.rollout(rollout), group_size=attempts, split="val",
             pinned=version, name=tasks.group, describe=tasks.names.__getitem__, **options,
         )  # fmt: skip
-        return version, groups, time.monotonic() - start
+        return groups, time.monotonic() - start
 
     if entrant.kind == "policy":
         assert client is not None
-        return await gather(client, entrant.version or await _served(client, entrant.model))
+        return await gather(client)
     external = ExternalClient(entrant)
     with external.serving():
         return await gather(external)
 
 
-async def _served(client: AsyncJourneyman, model: str) -> str:
-    """Return the version that a model's name stands for now. Raises `ValueError` if the gateway has no such model."""
-    policies = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
-    if model not in policies:
-        raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(policies)}")
-    return policies[model]
+async def _versions(client: AsyncJourneyman | None, entrants: Sequence[Entrant]) -> list[str]:
+    """Return the version that each entrant plays with; empty for one that is no policy.
+
+    Raises `ValueError` if the gateway does not have the model of a policy."""
+    if client is None or all(entrant.kind != "policy" for entrant in entrants):
+        return [""] * len(entrants)
+    served = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
+    for entrant in entrants:
+        if entrant.kind == "policy" and entrant.model not in served:
+            raise ValueError(f"the gateway has no model {entrant.model!r}; it has: {', '.join(served)}")
+    return [e.version or served[e.model] if e.kind == "policy" else "" for e in entrants]
 
 
 def task_name(task: object, number: int) -> str:

@@ -77,6 +77,7 @@ class LitellmUpstream:
             import litellm
         except ImportError as error:
             raise ValueError(f"{entrant.name}: litellm is not installed: pip install litellm") from error
+        litellm.suppress_debug_info = True  # else it prints advertisements at each error
         self._litellm: Any = litellm
 
     def ask(self, path: str, body: dict[str, Any]) -> Reply:

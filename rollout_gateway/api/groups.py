@@ -46,7 +46,11 @@ class GroupRoutes:
         rest."""
         group, body, access = request.values[0], request.read(GroupCompletion), request.access
         for member in body.trajectories:
-            await self._trajectories.check(member, access)
+            try:
+                await self._trajectories.check(member, access)
+            except ApiError as error:
+                error.message = f"Trajectory {member.id!r}: {error.message}"
+                raise
             opened = await self._registry.opening(member.id)
             if opened is None and member.exchanges:
                 self._check_opening(group, body, access)

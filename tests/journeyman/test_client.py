@@ -60,8 +60,18 @@ async def test_no_gateway_is_said_so() -> None:
 @pytest.mark.parametrize("client", [Journeyman, AsyncJourneyman])
 def test_a_url_without_a_scheme_fails_at_once(client: type[Journeyman] | type[AsyncJourneyman]) -> None:
     """httpx reports such a URL as a transport error, which would be retried for `wait_s`."""
-    with pytest.raises(ValueError, match=r"'localhost:8000' must begin with http:// or https://"):
-        client("localhost:8000")
+    for url, said in (
+        (
+            "localhost:8000",
+            r"'localhost:8000' must begin with http:// or https://: write 'http://localhost:8000'",
+        ),
+        ("ftp://gateway", "must begin with http:// or https://$"),
+        ("http://", "'http://' names no host"),
+        ("http://:8000", "names no host"),
+        ("http://localhost:80a", "is not valid: Invalid port: '80a'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            client(url)
 
 
 async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,3 +359,20 @@ def test_a_bar_is_shown_on_a_terminal(with_rich: bool, monkeypatch: pytest.Monke
             count()
             count()
         assert ("2/2" in stream.getvalue()) == shown
+
+
+async def test_the_base_model_has_one_name_everywhere(stub: StubGateway) -> None:
+    async with AsyncJourneyman(stub.url) as client:
+        await client.compare("m@base", "m@7", ["a"], lambda run, task: 1.0, progress=False)
+        await client.gather("m", ["a"], lambda run, task: 1.0, group_size=1, pinned="m@base", progress=False)
+        for wrong, said in (
+            ({"model": "m@x"}, "'m@x' is no policy"),
+            ({"attempts": 0}, "attempts must be at least 1"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                await client.evaluate(
+                    **{"model": "m", "tasks": ["a"], "rollout": lambda run, task: 1.0, **wrong}
+                )
+        with pytest.raises(ValueError, match="reward must be finite, not nan"):
+            await client.complete(next(iter(stub.opened)), reward=float("nan"))
+    assert [b["pinned"] for b in stub.opened.values()] == ["m@0", "m@7", "m@0"]

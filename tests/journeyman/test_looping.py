@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from journeyman import AsyncJourneyman, TooManyExceptionsError, Trajectory
+from journeyman import AsyncJourneyman, JourneymanError, TooManyExceptionsError, Trajectory
 from journeyman.curriculum import Curriculum
 from journeyman.looping import LoopResult, loop
 from journeyman.statistics import wilson
@@ -26,7 +26,7 @@ async def play(run: Trajectory, task: str) -> float:
 
 
 async def run(
-    stub: StubGateway, rollout: Any = play, scenarios: Any = SCENARIOS, **options: Any
+    stub: StubGateway, rollout: Any = play, scenarios: Any = SCENARIOS, model: str = "m", **options: Any
 ) -> LoopResult:
     """A loop named `night`, one epoch long, on a gateway whose trainer is far away."""
     chosen = {
@@ -34,7 +34,7 @@ async def run(
         "describe": str, "poll_s": 0.01, **options,
     }  # fmt: skip
     async with AsyncJourneyman(stub.url) as client:
-        return await loop(client, "m", scenarios, rollout, **chosen)
+        return await loop(client, model, scenarios, rollout, **chosen)
 
 
 def played(stub: StubGateway, split: str = "train") -> Counter[str]:
@@ -160,10 +160,31 @@ async def test_too_many_exceptions_end_the_loop() -> None:
 
     stub = StubGateway()
     async with stub.serving():
-        with pytest.raises(ExceptionGroup) as failure:
+        with pytest.raises(TooManyExceptionsError, match="the tool is away"):
             await run(stub, never, max_exceptions=3)
-    found = failure.value.subgroup(TooManyExceptionsError)
-    assert found is not None
+
+
+async def test_a_refused_request_is_a_plain_error() -> None:
+    stub = StubGateway(retired={""})
+    async with stub.serving():
+        with pytest.raises(JourneymanError, match="no such version"):
+            await run(stub)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"group_size": 2}, "begun with group_size=4 and cannot go on with 2"),
+        ({"model": "other"}, "begun with model='m' and cannot go on with 'other'"),
+        ({"scenarios": ["a", "x"]}, "scenario 1 was 'b' when the loop 'night' began, and is 'x' now"),
+    ],
+)
+async def test_a_loop_does_not_go_on_as_another_one(options: dict[str, Any], said: str) -> None:
+    stub = StubGateway()
+    async with stub.serving():
+        await run(stub)
+        with pytest.raises(ValueError, match=said):
+            await run(stub, **options)
 
 
 async def test_a_curriculum_chooses_the_scenarios_and_is_restored_from_the_gateway() -> None:
@@ -217,6 +238,7 @@ async def test_the_gateway_may_restart_in_the_middle() -> None:
         {"name": ""},
         {"name": "a\nb"},
         {"name": "n" * 151},
+        {"evaluate_every": 2},
     ],
 )
 async def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:

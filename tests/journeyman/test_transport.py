@@ -1,11 +1,14 @@
-"""The headers of a request."""
+"""The headers of a request, and which errors are tried again."""
 
 from __future__ import annotations
 
+import ssl
+
+import httpx
 import pytest
 
-from journeyman import AsyncJourneyman, Journeyman
-from journeyman.transport import authorization
+from journeyman import AsyncJourneyman, Journeyman, JourneymanError
+from journeyman.transport import authorization, plain_errors, transport_problem
 
 
 def test_white_space_around_a_key_is_removed() -> None:
@@ -23,3 +26,24 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_told(
     with pytest.raises(ValueError, match="the API key holds a character") as refused:
         client("http://gateway", api_key=key)
     assert "cret" not in str(refused.value)
+
+
+def test_an_error_that_every_attempt_meets_is_not_tried_again() -> None:
+    assert transport_problem(httpx.ReadError("reset")) == "reset"
+    assert transport_problem(httpx.ConnectTimeout("")) == "ConnectTimeout"
+    for error in (httpx.UnsupportedProtocol("no scheme"), httpx.LocalProtocolError("bad header")):
+        with pytest.raises(JourneymanError, match=f"cannot be sent: {error}"):
+            transport_problem(error)
+    untrusted = httpx.ConnectError("[SSL]")
+    untrusted.__cause__ = ssl.SSLCertVerificationError("self-signed")
+    with pytest.raises(JourneymanError, match="SSL_CERT_FILE"):
+        transport_problem(untrusted)
+
+
+def test_a_group_of_expected_errors_becomes_the_first_of_them() -> None:
+    first = JourneymanError("first")
+    with pytest.raises(JourneymanError) as found, plain_errors(JourneymanError):
+        raise ExceptionGroup("", [ExceptionGroup("", [first]), JourneymanError("second")])
+    assert found.value is first
+    with pytest.raises(ExceptionGroup), plain_errors(JourneymanError):
+        raise ExceptionGroup("", [first, KeyError("a fault of the program")])

@@ -205,5 +205,6 @@ async def _ask(model: str, messages: list[dict[str, str]], params: dict[str, Any
             'extra_litellm_params={"api_base": ..., "api_key": ...}',
             name="litellm",
         ) from missing
+    litellm.suppress_debug_info = True  # else it prints advertisements at each error
     reply = await litellm.acompletion(model=model, **options)
     return str(reply.choices[0].message.content or "")

@@ -20,7 +20,7 @@ class Scripted:
 
     url = "http://gateway"
 
-    def __init__(self, *moments: dict[str, Any], breaks: bool = False) -> None:
+    def __init__(self, *moments: dict[str, Any], breaks: Exception | None = None) -> None:
         self._moments, self._now, self._breaks = list(moments), dict[str, Any](), breaks
 
     async def watch(self) -> AsyncIterator[dict[str, Any]]:
@@ -28,7 +28,7 @@ class Scripted:
             self._now = self._moments.pop(0)
             yield {}
             if self._breaks:
-                raise httpx.ReadError("gone")
+                raise self._breaks
         raise AssertionError("train still waits")
 
     async def group_state(self, group: str, model: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Scripted:
         return {**known, "version": version, "step": step, **self._now.get("policy", {})}
 
 
-async def served(*moments: dict[str, Any], breaks: bool = False) -> StepResult:
+async def served(*moments: dict[str, Any], breaks: Exception | None = None) -> StepResult:
     return await _served(cast(Gateway, Scripted(*moments, breaks=breaks)), "m", ["a", "b"])
 
 
@@ -86,4 +86,13 @@ async def test_groups_that_cannot_be_trained_are_an_error() -> None:
 
 async def test_a_connection_that_breaks_is_made_again() -> None:
     both = {"a": TRAINED, "b": TRAINED}
-    assert (await served({}, {**both, "served": 1}, breaks=True)).step == 1
+    assert (await served({}, {**both, "served": 1}, breaks=httpx.ReadError("gone"))).step == 1
+
+
+async def test_a_key_that_was_revoked_ends_the_wait() -> None:
+    request = httpx.Request("GET", "http://gateway/v1/policies/events")
+    refused = httpx.HTTPStatusError(
+        "401 for url", request=request, response=httpx.Response(401, request=request)
+    )
+    with pytest.raises(art.TrainingError, match="whether the groups were trained is not known: 401"):
+        await served({}, breaks=refused)

@@ -92,6 +92,15 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
         (["m", "--price", "x=1/2"], "--price names no entrant: x"),
         (["m", "--run-dir", "nowhere"], "nowhere/state.json names no gateway"),
         (["m", "--run-dir", "nowhere", "--no-record"], "nowhere/state.json names no gateway"),
+        (["m", "--limit", "-1"], "--limit: it must be a whole number of at least 1, not '-1'"),
+        (["m", "--limit", "0"], "--limit: it must be a whole number of at least 1, not '0'"),
+        (["m", "--attempts", "0"], "--attempts: it must be a whole number of at least 1, not '0'"),
+        (["m", "--usd-per-hour", "-1"], "--usd-per-hour: it must be a number of at least 0, not '-1'"),
+        (["m", "--price", "m=-1/2"], "'m=-1/2' is no price"),
+        (["m", "--prompt", "nofile"], "--prompt nofile: No such file or directory"),
+        (["m", "--key-env", "NOT_SET"], "--key-env NOT_SET: this environment variable is not set"),
+        (["m", "--out", "README.md/pages"], "--out README.md/pages: Not a directory"),
+        (["m", "--url", "localhost:8000"], "'localhost:8000' must begin with http:// or https://: write"),
     ],
 )
 def test_what_can_t_be_used_is_said_so(

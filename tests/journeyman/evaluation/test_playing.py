@@ -68,6 +68,19 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
     assert "difference" not in stub.evaluations[0]["measures"][0]
 
 
+async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway) -> None:
+    """The fault that was: while the first entrant played, the name of the second moved on to another version."""
+
+    def rollout(run: Trajectory, task: int) -> float:
+        stub.step = 9
+        return 1.0
+
+    async with AsyncJourneyman(stub.url) as client:
+        report = await play(client, ["m@base", "m"], [1], rollout, progress=False)
+    assert [entrant.version for entrant in report.entrants] == ["m@0", "m@3"]
+    assert [b["pinned"] for b in stub.opened.values()] == ["m@0", "m@3"]
+
+
 @pytest.mark.parametrize(
     ("entrants", "tasks", "said"),
     [
