@@ -162,6 +162,10 @@ def streams_page() -> str:
         "judge or the store has an older event to read. Stream "
         f"`{streams.IDS.name}` (`{streams.IDS.subjects[0]}`, {_days(streams.IDS.max_age_s)}, {streams.IDS.share:.1%}; "
         f"{streams.IDS.at_limit}) holds no events: {streams.IDS.purpose}.\n",
+        f"Stream `{streams.TIMERS.name}` ({_names(streams.TIMERS.subjects)}) holds {streams.TIMERS.purpose} and has no "
+        f"limits. A judge sets a timer on `{streams.TIMER_SET}.>` with the headers `Nats-Schedule` and "
+        f"`Nats-Schedule-Target` (NATS 2.12 or newer), and the server moves it to `{streams.TIMER_DUE}.>` when it is "
+        "due. An acknowledged timer is deleted. A timer holds the event that its delivery publishes.\n",
         "## Consumers\n",
         _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
         _table(

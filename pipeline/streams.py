@@ -14,7 +14,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A stream with file storage, S2 compression and limits retention."""
+    """A stream with file storage, S2 compression and limits retention (timers: work-queue retention)."""
 
     name: str
     subjects: tuple[str, ...]
@@ -28,6 +28,8 @@ class StreamSpec:
     duplicate_window_s: float = 600.0
     """How long the server recognises a message id, and holds it in memory. A publish is repeated for a shorter time
     (`nats.publish_deadline_s`)."""
+    timers: bool = False
+    """Whether its messages are timers: the server delivers each at its time and deletes it once it is acknowledged."""
 
     @property
     def at_limit(self) -> str:
@@ -87,12 +89,25 @@ IDS = StreamSpec(
     discard="old",
 )
 """No events: no consumer reads it and no probe is written to it. `pipeline.log.chosen_ids` writes and reads it."""
+TIMERS = StreamSpec(
+    # The server keeps no timers in a stream that refuses new messages at its limit, so they have one of their own.
+    "TIMERS",
+    ("timer.>",),
+    "deadlines of open groups",
+    discard="old",
+    timers=True,
+)
+"""Timers are no events: they end, and nothing keeps them. They have no byte limit, because a deleted timer would leave
+its group open."""
+TIMER_SET, TIMER_DUE = "timer.set", "timer.due"
+"""Prefixes of the subjects of a timer that is set, and of one that is due."""
 CLAIMS_SHARE = 0.25
 """The size of a stream's bucket of large events, as a share of the stream's own share and in addition to it."""
 
 CONSUMERS: tuple[ConsumerSpec, ...] = (
-    ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>",), "groups and scores", max_deliver=50,
+    ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>", "rollout.moved.>"), "groups and scores", max_deliver=50,
                  max_ack_pending=100_000),
+    ConsumerSpec("judge-timers", "TIMERS", (f"{TIMER_DUE}.>",), "closes groups whose time is up", max_deliver=50),
     ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50),
     ConsumerSpec("store-rollouts", "ROLLOUTS", ("rollout.>",), "Parquet", max_ack_pending=200_000),
     ConsumerSpec("store-groups", "GROUPS", ("group.>",), "Parquet", max_ack_pending=200_000),
@@ -180,7 +195,7 @@ def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
 def stream_of(subject: str) -> str:
     """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none
     does."""
-    for spec in STREAMS:
+    for spec in (*STREAMS, TIMERS):
         if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
             return spec.name
     raise KeyError(f"no stream takes {subject!r}")
@@ -209,7 +224,7 @@ def trainer_consumer(branch: str) -> ConsumerSpec:
 
 def stream(name: str) -> StreamSpec:
     """Return the stream called `name`."""
-    return next(s for s in STREAMS if s.name == name)
+    return next(s for s in (*STREAMS, TIMERS) if s.name == name)
 
 
 def consumer(name: str) -> ConsumerSpec:

@@ -173,12 +173,16 @@ class Rejudge:
             ):
                 return at
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
-        found = await self._broker.read(
-            TrajectoryCompleted, project=event.project, model=event.model, trajectory=trajectory
+        found = await self._broker.read_last(
+            TrajectoryCompleted,
+            project=event.project,
+            model=event.model,
+            group_key=event.group,
+            trajectory=trajectory,
         )
-        if not found:
+        if found is None:
             raise HistoryGoneError(f"the end of trajectory {trajectory}")
-        return found[0]
+        return found
 
     async def _publish(self, seq: int, event: GroupScored) -> None:
         await self._broker.publish(

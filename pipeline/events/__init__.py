@@ -47,5 +47,12 @@ from pipeline.events.policy import (
     PolicyRetired,
     PolicyUnloaded,
 )
-from pipeline.events.rollout import ExchangeRecorded, TrainingBatch, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events.rollout import (
+    ExchangeRecorded,
+    GroupTimedOut,
+    TrainingBatch,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+    group_key,
+)
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, StreamSeqs, TokenIds, TokenMask

@@ -18,7 +18,7 @@ from pipeline.events.policy import (
     PolicyRetired,
     PolicyUnloaded,
 )
-from pipeline.events.rollout import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events.rollout import ExchangeRecorded, GroupTimedOut, TrajectoryCompleted, TrajectoryOpened
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
@@ -37,6 +37,7 @@ AnyEvent = (
     TrajectoryOpened
     | ExchangeRecorded
     | TrajectoryCompleted
+    | GroupTimedOut
     | GroupScored
     | GroupDiscarded
     | GroupLabeled

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import msgspec
 
 from pipeline.events.base import Event
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, TokenIds, TokenMask
+from pipeline.names import InvalidNameError, check_name
+
+
+def group_key(group: str, trajectory: str) -> str:
+    """Return the name of a trajectory's group in subjects and in events about the group. Without a group id the
+    trajectory is a group of its own; an id that no subject can hold is hashed."""
+    if not group:
+        return trajectory
+    try:
+        return check_name(group)
+    except InvalidNameError:
+        return "hashed-" + hashlib.sha256(group.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +122,8 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
 class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.completed"):
     """An agent run ended, once."""
 
-    subject_fields = ("project", "model", "trajectory")
+    subject_fields = ("project", "model", "group_key", "trajectory")
+    former_subject_fields = ("project", "model", "trajectory")
     unique_subject = True
 
     trajectory: str
@@ -145,5 +159,29 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     calls_s: float = 0.0
     """Seconds that the run's model calls took, added up."""
 
+    @property
+    def group_key(self) -> str:
+        """The name of its group, as `group.scored` has it."""
+        return group_key(self.group, self.trajectory)
+
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/completed"
+
+
+class GroupTimedOut(Event, frozen=True, kw_only=True, tag="rollout.timeout"):
+    """The time of a group was up before it was full. Trajectories that completed before this event are the group's;
+    those that completed after it are late."""
+
+    subject_fields = ("project", "model", "group")
+    last_subject_field = ("split", "train")
+    unique_subject = True
+
+    group: str
+    """The group, as in `group.scored`."""
+    model: str
+    split: Split = "train"
+    timeout_s: float = 0.0
+    """Time that the group had, from its first completed trajectory."""
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.model}/{self.group}/{self.split}/timeout"

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 
 import anyio
 import msgspec
@@ -264,6 +265,22 @@ class Broker(Reader):
         await self.put_object(bucket, digest, payload)
         crash.point("broker.after_claim")
         return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=event, bucket=bucket))
+
+    # -- timers --------------------------------------------------------------------------------------------------
+
+    async def set_timer(self, event: Event, at: float) -> None:
+        """Have the server deliver `event` to the consumers of due timers at `at` (Unix seconds), at once if that is
+        past. A timer that is set for an event of the same subject is replaced. Retries as `publish` does."""
+        headers = {
+            "Nats-Schedule": f"@at {datetime.fromtimestamp(at, UTC).isoformat()}",
+            "Nats-Schedule-Target": f"{streams.TIMER_DUE}.{event.subject()}",
+        }
+        await self._publish_until_acked(f"{streams.TIMER_SET}.{event.subject()}", encode(event), headers)
+
+    async def cancel_timer(self, event: Event) -> None:
+        """Remove the timer of an event, if it is set. Nothing is awaited: a lost request leaves the timer set."""
+        headers = {"Nats-Rollup": "sub", "Nats-TTL": "1s"}
+        await self.client.publish(f"{streams.TIMER_SET}.{event.subject()}", b"", headers=headers)
 
     async def put_object(self, bucket: str, name: str, data: bytes) -> None:
         """Store `data` under `name`; the same name and content again has no effect. Retries as `publish` does."""

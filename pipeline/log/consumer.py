@@ -203,6 +203,13 @@ class Delivery(Recorded[AnyEvent]):
         counts.done[self._consumption.spec.name] += 1
         crash.point("broker.after_ack")
 
+    async def give_back(self, delay_s: float) -> None:
+        """Let the server deliver it again, to any process, after `delay_s` seconds."""
+        assert self._consumption is not None
+        delay = msgspec.json.encode({"delay": int(delay_s * 1e9)})
+        await self._consumption.reader.client.publish(self.reply, Msg.Ack.Nak + b" " + delay)
+        self._consumption.held.discard(self)
+
     async def _is_on_log(self) -> bool:
         """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
         cut, the acknowledgement would be another message's, and no consumer would get that message."""

@@ -26,7 +26,7 @@ _log = get_logger("pipeline.log.provision")
 
 _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
-    "allow_direct", "allow_msg_ttl",
+    "allow_direct", "allow_msg_ttl", "allow_msg_schedules",
 )  # fmt: skip
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
@@ -38,6 +38,7 @@ async def provision(log: StreamReader) -> None:
     async def once() -> None:
         specs = [await _stream(log, s) for s in streams.kept(log.config.rollouts_max_age_s)]
         await _stream(log, streams.IDS)
+        await _stream(log, streams.TIMERS)
         for consumer in streams.CONSUMERS:
             await _consumer(log, consumer)
         for bucket in streams.buckets(tuple(specs)):
@@ -65,28 +66,31 @@ async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> 
 
 async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.StreamSpec:
     """Create or update a stream. Returns it with the age limit that it has now."""
-    alive = () if spec is streams.IDS else (streams.alive_subject(spec.name),)
+    probed = spec not in (streams.IDS, streams.TIMERS)
+    alive = (streams.alive_subject(spec.name),) if probed else ()
     wanted = api.StreamConfig(
         name=spec.name,
         description=spec.purpose,
         subjects=[*spec.subjects, *alive],
-        retention=api.RetentionPolicy.LIMITS,
+        retention=api.RetentionPolicy.WORK_QUEUE if spec.timers else api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         compression=api.StoreCompression.S2,
         max_age=spec.max_age_s,
-        max_bytes=streams.byte_limit(spec.share, log.config.max_bytes),
+        max_bytes=streams.byte_limit(spec.share, log.config.max_bytes) if spec.share else -1,
         discard=api.DiscardPolicy(spec.discard),
         allow_msg_ttl=True,  # of probes (`pipeline.running.liveness`)
         duplicate_window=min(spec.duplicate_window_s, spec.max_age_s or spec.duplicate_window_s),
         num_replicas=log.config.replicas,
         allow_direct=True,
+        allow_msg_schedules=spec.timers,
     )
     try:
         info = await log.js.stream_info(spec.name)
     except nats.js.errors.NotFoundError:
         await log.js.add_stream(wanted)
         return spec
-    wanted.max_bytes = _byte_limit(log, spec.share, info)
+    if spec.share:
+        wanted.max_bytes = _byte_limit(log, spec.share, info)
     wanted.max_age = await _age_limit(log, spec, info)
     if _differ(info.config, wanted, _STREAM_FIELDS):
         await log.js.update_stream(wanted)

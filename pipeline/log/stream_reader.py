@@ -13,7 +13,7 @@ subclasses.
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +35,8 @@ LAST_SEQ = 2**63 - 1
 """The highest possible sequence."""
 _BATCH = 1000
 _PAGE_BYTES = 8 * 1024 * 1024
+_TOO_MANY = "413"
+"""Status of a direct get whose subjects are too many for the server."""
 _NO_MESSAGE = 10037
 _NO_STREAM = 10059
 
@@ -47,6 +49,10 @@ class _Stored(msgspec.Struct):
     time: str
     data: str = ""
     hdrs: str = ""
+
+
+class _TooManySubjectsError(BrokerError):
+    """The server does not look up so many subjects in one request (1,024)."""
 
 
 class _Answer(msgspec.Struct):
@@ -141,6 +147,24 @@ class StreamReader:
         page, more = await self._direct_get(stream, request)
         return page, more and bool(page)
 
+    async def newest_messages(self, stream: str, subjects: Sequence[str]) -> list[StoredMessage]:
+        """Return the newest message of every subject within `subjects` (wildcards allowed), in stream order.
+
+        They are as one replica holds them: it may lag, but what it holds has no gaps. So if the result holds a certain
+        message, it holds everything before that message."""
+        request: dict[str, Any] = {"multi_last": list(subjects), "batch": _BATCH, "max_bytes": _PAGE_BYTES}
+        found: list[StoredMessage] = []
+        more = True
+        try:
+            while more:
+                first = found[-1].seq + 1 if found else 1
+                page, more = await self._direct_get(stream, request | {"seq": first})
+                found += page
+        except _TooManySubjectsError:
+            found = [m for subject in subjects async for m in self.messages(stream, subject=subject)]
+            found.sort(key=lambda m: m.seq)
+        return found
+
     async def next_of_leader(self, stream: str, subject: str, first: int) -> list[StoredMessage]:
         """Return the first message that the leader holds on `subject` from sequence `first` on, as a list of at most
         one."""
@@ -174,6 +198,8 @@ class StreamReader:
                     return out, int(headers.get("Nats-Num-Pending", "0")) > 0
                 if status in ("404", "503"):
                     return out, False
+                if status == _TOO_MANY:
+                    raise _TooManySubjectsError(stream)
                 if status is not None:
                     raise BrokerError(
                         f"a direct get from {stream} failed: {status} {headers.get('Description', '')}"

@@ -48,6 +48,8 @@ class User:
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
     remembers: bool = False
     """Whether it writes and reads the ids that callers chose (`pipeline.log.chosen_ids`)."""
+    sets_timers: bool = False
+    """Whether it may set and cancel timers of groups."""
     provisions: bool = False
     """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole
     streams."""
@@ -66,8 +68,9 @@ USERS: tuple[User, ...] = (
     ),
     User(
         "judge", "scores groups",
-        publishes=("group.>",),
-        consumes=("judge",),
+        publishes=("group.>", "rollout.timeout.>", "rollout.moved.>"),
+        consumes=("judge", "judge-timers"),
+        sets_timers=True,
         reads=("ROLLOUTS", "GROUPS"),
     ),
     User(
@@ -136,7 +139,9 @@ def rights(user: User) -> Rights:
     publish = [*user.publishes, *(streams.alive_subject(s) for s in user.probes), f"{api}STREAM.NAMES"]
     deny: list[str] = []
     consumed = [streams.consumer(name) for name in user.consumes]
-    read = {*user.reads, *(c.stream for c in consumed)}
+    if user.sets_timers:
+        publish.append(f"{streams.TIMER_SET}.>")
+    read = {*user.reads, *(c.stream for c in consumed if c.stream in EVENT_STREAMS)}
     fetched = {*user.fetches, *user.stores, *(streams.claims_bucket(s) for s in read)}
     stored = {*user.stores, *(streams.claims_bucket(streams.stream_of(s)) for s in user.publishes)}
     if not user.provisions:

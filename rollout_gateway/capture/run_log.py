@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.chosen_ids import first_used
 from pipeline.log.subjects import stream_of, subject_filter
@@ -60,7 +60,11 @@ class RunLog:
     async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
         """The event that completed a trajectory. `None` if it is open."""
         recorded = await self.broker.read_last(
-            TrajectoryCompleted, project=self.project, model=opened.model, trajectory=opened.trajectory
+            TrajectoryCompleted,
+            project=self.project,
+            model=opened.model,
+            trajectory=opened.trajectory,
+            group_key=group_key(opened.group, opened.trajectory),
         )
         return recorded.event if recorded is not None else None
 

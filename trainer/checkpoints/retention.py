@@ -27,6 +27,7 @@ from pipeline.events import (
     PolicyUnloaded,
     TrajectoryCompleted,
     TrajectoryOpened,
+    group_key,
 )
 from pipeline.log import objects
 from pipeline.log.broker import Broker, BrokerError, Recorded
@@ -93,8 +94,8 @@ class Retention:
     def _reset(self) -> None:
         """Forget what was read from the log: a power cut may have taken its end."""
         self._holdings: dict[str, Holdings] = {name: Holdings() for name in self._learners}
-        self._pinned: dict[str, tuple[str, str]] = {}
-        """For each open trajectory, its model and the version that it is pinned to."""
+        self._pinned: dict[str, TrajectoryOpened] = {}
+        """The openings of the trajectories that were pinned to a version and may be open."""
         self._next_policy = self._next_rollout = 1
         """Next sequence to read of each stream."""
 
@@ -217,22 +218,26 @@ class Retention:
             page = await self._broker.read_page(TrajectoryOpened, self._next_rollout, project=self._project)
             for opened in page.events:
                 if opened.event.pinned:
-                    self._pinned[opened.event.trajectory] = opened.event.model, opened.event.pinned
+                    self._pinned[opened.event.trajectory] = opened.event
             self._next_rollout, more = page.last + 1, page.more
 
     async def _pins(self, name: str) -> set[str]:
         """The versions that open trajectories of a model are pinned to."""
         out: set[str] = set()
-        for trajectory, (model, version) in list(self._pinned.items()):
-            if model != name:
+        for trajectory, opened in list(self._pinned.items()):
+            if opened.model != name:
                 continue
             keys: dict[str, Any] = {"project": self._project, "trajectory": trajectory}
-            if await self._broker.read_last(TrajectoryCompleted, **keys, model=model) is not None:
+            group = group_key(opened.group, trajectory)
+            completed = await self._broker.read_last(
+                TrajectoryCompleted, **keys, model=opened.model, group_key=group
+            )
+            if completed is not None:
                 del self._pinned[trajectory]
             elif await self._broker.read_last(TrajectoryOpened, **keys) is None:
                 del self._pinned[trajectory]  # removed by the stream's retention
             else:
-                out.add(version)
+                out.add(opened.pinned)
         return out
 
     # -- tidying -------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ import pytest
 from nats.aio.msg import Msg
 
 from pipeline.config import NatsConfig
-from pipeline.events import ExchangeRecorded
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, encode
 from pipeline.log.broker import Broker
-from tests.pipeline.log.test_broker import exchange
+from pipeline.log.subjects import keys_of
+from tests.pipeline.log.test_broker import completed, exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -67,3 +68,37 @@ async def test_who_knows_how_many_there_are_spares_the_leaders_word(
         monkeypatch.setattr(broker, "_direct_get", Lagging(broker, 3))
         assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
         assert asked
+
+
+@pytest.mark.parametrize("server_limit", [False, True])
+async def test_the_newest_message_of_each_subject_in_pages(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, server_limit: bool
+) -> None:
+    monkeypatch.setattr("pipeline.log.stream_reader._BATCH", 1000 if server_limit else 3)
+    async with Broker.connect(nats_config) as broker:
+        for number in range(1030 if server_limit else 8):  # the server looks up 1,024 subjects at once
+            await broker.client.publish(f"rollout.completed.p.m.g.t{number}", b"x")
+        await broker.client.flush()
+        for seq in range(2):
+            await broker.publish(exchange("one", seq=seq))
+        wanted = ["rollout.exchange.p.one", "rollout.completed.p.m.g.>", "rollout.completed.p.m.none.>"]
+        found = [m.seq for m in await broker.newest_messages("ROLLOUTS", wanted)]
+        last = (await broker.stream_info("ROLLOUTS")).state.last_seq
+        if server_limit:
+            assert found == [*range(1, last + 1)]
+        else:
+            assert found == [*range(1, 9), last]
+
+
+async def test_a_completion_of_an_earlier_version_is_found_under_its_former_subject(
+    nats_config: NatsConfig,
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        old, new = completed("old"), completed("new")
+        await broker.client.publish("rollout.completed.p.m.old", encode(old))
+        await broker.publish(new)
+        for event in (old, new):
+            found = await broker.read_last(TrajectoryCompleted, **keys_of(event))
+            assert found is not None
+            assert found.event == event
+        assert len(await broker.read(TrajectoryCompleted, project="p")) == 2

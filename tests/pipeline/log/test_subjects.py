@@ -16,11 +16,12 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
+    GroupTimedOut,
     PolicyRetired,
     TrajectoryCompleted,
     wire_name,
 )
-from pipeline.log.subjects import keys_of, stream_of, subject_filter
+from pipeline.log.subjects import former_subject_filter, keys_of, stream_of, subject_filter
 
 
 def made(cls: type[Event], **fields: Any) -> Event:
@@ -33,7 +34,8 @@ def made(cls: type[Event], **fields: Any) -> Event:
 PUBLISHED_TO = {
     "rollout.opened": "N.N",
     "rollout.exchange": "N.N",
-    "rollout.completed": "N.N.N",
+    "rollout.completed": "N.N.N.N",
+    "rollout.timeout": "N.N.N",
     "group.scored": "N.N.N.N.main",
     "group.discarded": "N.N.N.main",
     "group.measured": "N.N.N",
@@ -64,7 +66,11 @@ def test_subjects_stay(cls: type[Event]) -> None:
         )
 
 
-OPTIONAL = {GroupScored: {"split": "val"}, CheckpointPublished: {"branch": "other.one"}}
+OPTIONAL = {
+    GroupScored: {"split": "val"},
+    GroupTimedOut: {"split": "val"},
+    CheckpointPublished: {"branch": "other.one"},
+}
 
 
 @pytest.mark.parametrize("cls", EVENTS, ids=lambda cls: cls.__name__)
@@ -80,7 +86,9 @@ def test_keys_of_an_event_give_its_subject(cls: type[Event]) -> None:
         (ExchangeRecorded, {}, "rollout.exchange.>"),
         (ExchangeRecorded, {"project": "p"}, "rollout.exchange.p.>"),
         (ExchangeRecorded, {"project": "p", "trajectory": "t.1"}, "rollout.exchange.p.t%2E1"),
-        (TrajectoryCompleted, {"project": "p", "trajectory": "t"}, "rollout.completed.p.*.t"),
+        (TrajectoryCompleted, {"project": "p", "trajectory": "t"}, "rollout.completed.p.*.*.t"),
+        (TrajectoryCompleted, {"project": "p", "model": "m", "group_key": "g"}, "rollout.completed.p.m.g.>"),
+        (GroupTimedOut, {"project": "p", "model": "m", "group": "g"}, "rollout.timeout.p.m.g"),
         (GroupDiscarded, {"project": "p", "model": "m", "group": "g"}, "group.discarded.p.m.g.>"),
         (CheckpointPublished, {"project": "p", "model": "m"}, "policy.checkpoint.p.m.>"),
         (CheckpointPublished, {"project": "p", "model": "m", "branch": "main"}, "policy.checkpoint.p.m.*"),
@@ -97,3 +105,27 @@ def test_keys_that_are_left_out_match_anything(cls: type[Event], keys: dict[str,
 def test_a_key_that_is_not_in_the_subject_is_refused() -> None:
     with pytest.raises(TypeError, match=r"rollout\.exchange has no group"):
         subject_filter(ExchangeRecorded, group="g")
+
+
+def test_the_former_subject_of_a_completion_needs_all_keys_that_it_had() -> None:
+    keys = {"project": "p", "model": "m.1", "trajectory": "t"}
+    assert former_subject_filter(TrajectoryCompleted, **keys, group_key="g") == "rollout.completed.p.m%2E1.t"
+    assert former_subject_filter(TrajectoryCompleted, project="p", trajectory="t") == ""
+    assert former_subject_filter(ExchangeRecorded, project="p", trajectory="t") == ""
+
+
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [
+        ("g", "g"),
+        ("", "t"),
+        ("two\nlines", "hashed-edc8c1284585"),
+        ("x" * 201, "hashed-"),
+        ("\ud800", "hashed-"),
+    ],
+)
+def test_every_group_id_has_a_name_that_a_subject_can_hold(group: str, key: str) -> None:
+    event = TrajectoryCompleted(project="p", trajectory="t", model="m", group=group)
+    assert event.group_key.startswith(key)
+    assert (event.group_key == key) == (not key.startswith("hashed"))
+    assert event.subject() == f"rollout.completed.p.m.{event.group_key}.t"

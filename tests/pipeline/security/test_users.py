@@ -47,7 +47,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         f"{API}INFO",
     ),
     "judge": (
-        CHECKPOINT, "policy.promoted.default.m", "rollout.completed.default.m.t", "rollout.exchange.default.t",
+        CHECKPOINT, "policy.promoted.default.m", "rollout.completed.default.m.g.t", "rollout.exchange.default.t",
+        "timer.due.rollout.timeout.p.m.g",
         f"{API}STREAM.PURGE.GROUPS", f"{API}STREAM.DELETE.GROUPS", f"{API}CONSUMER.CREATE.ROLLOUTS.mine",
         f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "$O.ADAPTERS.C.x",
         f"{API}DIRECT.GET.POLICY", f"{API}DIRECT.GET.OBJ_ADAPTERS",
