@@ -8,6 +8,7 @@ The project's README says how to train and how to evaluate.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -26,20 +27,25 @@ class InitError(Exception):
 def write_project(name: str, folder: Path, base: str = "") -> list[Path]:
     """Write the project `name` into `folder` and return its files. `base` is the base model in the settings.
 
-    Raises `InitError` if the name cannot be that of a model, or the folder has files already."""
+    Raises `InitError` if the name cannot be that of a model, or the folder has files already or cannot be made."""
     if not _NAME.fullmatch(name):
         raise InitError(
             f"{name!r} cannot be a project: use up to 64 letters, digits, `-` and `_`, a letter first"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise InitError(f"{folder} is a file: choose another name, or a folder with --dir")
+    if folder.exists() and any(folder.iterdir()):
         raise InitError(f"{folder} exists and is not empty: choose another name, or a folder with --dir")
     template = resources.files("journeyman.starter").joinpath("template")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InitError(f"{folder} cannot be made: {error.strerror}; choose a folder with --dir") from error
     written = []
     for file in FILES:
         text = template.joinpath(file).read_text("utf-8").replace(_PLACEHOLDER, name)
         if base and file == "journeyman.toml":
-            text = text.replace('base = "Qwen/Qwen3-4B"', f"base = '{base}'")
+            text = text.replace('base = "Qwen/Qwen3-4B"', f"base = {json.dumps(base, ensure_ascii=False)}")
         (folder / file).write_text(text, "utf-8")
         written.append(folder / file)
     return written

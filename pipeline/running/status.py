@@ -32,11 +32,15 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
     for service in state["services"].values():
         if service["state"] != "stopped" and not _alive(service["pid"]):
             service["state"] = "gone"
-    try:
-        config = run_settings(run_dir, sections=("nats", "signing"))
-        state |= anyio.run(of_log, log_of(config), Trust(config.signing))
-    except BrokerError as error:
-        state["log"] = str(error)
+    state["running"] = _alive(state["pid"])
+    if state["services"].get("nats", {}).get("state") == "stopped":
+        state["log"] = "it was stopped with the run"  # another run's log may have its port now
+    else:
+        try:
+            config = run_settings(run_dir, sections=("nats", "signing"))
+            state |= anyio.run(of_log, log_of(config), Trust(config.signing))
+        except BrokerError as error:
+            state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
     for row in state.get("lag", ()):  # a consumer's name begins with the service that takes from it
         row["off"] = row["consumer"].partition("-")[0] not in running
@@ -59,7 +63,10 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
         held = []
         for spec in streams.STREAMS:
             info = await broker.stream_info(spec.name)
-            held.append({"stream": spec.name, "messages": info.state.messages, "bytes": info.state.bytes})
+            probes = await broker.count_messages(spec.name, streams.alive_subject(spec.name))
+            held.append(
+                {"stream": spec.name, "messages": info.state.messages - probes, "bytes": info.state.bytes}
+            )
         lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
         policies = {}
         for recorded in await broker.read(CheckpointPublished):
@@ -88,9 +95,15 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
 
 
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
-    console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
-    if ui := state["urls"].get("ui"):
-        console.print(f"dashboard {ui}")
+    if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
+        console.print(
+            f"run directory {run_dir}: stopped. `journeyman up` with the same settings goes on with it; "
+            "`journeyman ui` and `journeyman sql` show its history"
+        )
+    else:
+        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
+        if ui := state["urls"].get("ui"):
+            console.print(f"dashboard {ui}")
     table = Table("service", "state", "pid", "restarts", box=None)
     for name, service in state["services"].items():
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))

@@ -81,7 +81,12 @@ def _parser() -> argparse.ArgumentParser:
 def _path(args: argparse.Namespace) -> Path:
     if args.file is not None:
         return Path(args.file)
-    return find_run(args.run_dir) / GatewayConfig().keys_file
+    folder, name = find_run(args.run_dir), GatewayConfig().keys_file
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no run: name another with --run-dir. For keys before its first start: --file {folder / name}"
+        )
+    return folder / name
 
 
 def _new_key(args: argparse.Namespace) -> tuple[str, KeyConfig]:
@@ -165,6 +170,8 @@ def _make(args: argparse.Namespace) -> None:
 
 def _revoke(args: argparse.Namespace) -> None:
     path = _path(args)
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}")
     with _editing(path) as keys:
         matching = [
             k for k in keys if (name_of(k) == args.name if args.name else k.sha256.startswith(args.sha256))
@@ -180,7 +187,10 @@ def _revoke(args: argparse.Namespace) -> None:
 
 def _list(args: argparse.Namespace) -> None:
     path = _path(args)
-    for key in read_keys(path) if path.exists() else ():
+    if not path.exists():
+        sys.stderr.write(f"no keys: there is no file {path}\n")
+        return
+    for key in read_keys(path):
         projects = [f"project {project}" for project in key.projects]
         scope = [*key.models, *projects, *(["calls only"] if key.calls_only else [])]
         columns = (

@@ -155,8 +155,15 @@ class Access:
                 request.headers.get("sec-fetch-site") == "same-origin" or "authorization" in request.headers
             )
         )
-        if not own:
+        if own:
+            return
+        if origin or request.headers.get("sec-fetch-site"):
             raise PageError(403, "This request comes from another web page: use the dashboard's own pages.")
+        raise PageError(
+            403,
+            "A request that changes something must say where it comes from. A program sends an operator's key as "
+            f"bearer token, or, if the run has no keys, the header `Origin: {request.url.scheme}://{host}`.",
+        )
 
     def key(self, request: Request) -> str | None:
         """The key of the request's user; empty where the run has no keys; `None` where the user must sign in. Raises

@@ -17,6 +17,7 @@ from pipeline.config import ConfigError, with_values
 from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs as log
+from store.dashboard.errors import ListenError
 from store.dashboard.server import SECTIONS
 from store.dashboard.service import serve
 from store.target import StoreError
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         error: Exception = raised
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        if not isinstance(error, ConfigError | StoreError | OSError):
+        if not isinstance(error, ConfigError | StoreError | ListenError | OSError):
             raise
         sys.stderr.write(f"journeyman ui: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

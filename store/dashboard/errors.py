@@ -1,4 +1,4 @@
-"""The dashboard's error that a user sees."""
+"""The dashboard's errors that a user sees."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class PageError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class ListenError(Exception):
+    """The dashboard cannot listen on its address. The message says why, and what to do."""

@@ -6,6 +6,7 @@ written as `FROM`, `WITH`, `DESCRIBE`, `SUMMARIZE` or `EXPLAIN`)."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -138,6 +139,10 @@ def _lock_down(connection: duckdb.DuckDBPyConnection, config: Config) -> None:
 
 
 def _cell(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return (
+            "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        )  # JSON has no such numbers
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value.hex() if isinstance(value, bytes) else str(value)

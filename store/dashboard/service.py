@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import uvicorn
 from pipeline.config import Config
 from pipeline.running.service import Ready
 from store.dashboard.access import Access
+from store.dashboard.errors import ListenError
 from store.dashboard.server import make_app
 
 _STOP_S = 2
@@ -31,12 +33,20 @@ def check(config: Config) -> None:
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Answer until cancelled; `ready` is called with the URL. Raises `ConfigError`, `StoreError`, and `OSError` where
-    the address is taken."""
+    """Answer until cancelled; `ready` is called with the URL. Raises `ConfigError`, `StoreError`, and `ListenError`
+    where the address is taken."""
     app = make_app(config)
     host = config.ui.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, config.ui.port), family=family) as listener:
+    try:
+        opened = socket.create_server((host, config.ui.port), family=family)
+    except OSError as error:
+        raise ListenError(
+            f"the dashboard cannot listen on {host}:{config.ui.port}: {os.strerror(error.errno or 0)}. Another "
+            "dashboard may run there already; choose another port (ui.port, --port; 0: any free one) or another address "
+            "(ui.host, --host)"
+        ) from error
+    with opened as listener:
         server = _Server(
             uvicorn.Config(app, log_config=None, access_log=False, server_header=False, date_header=False,
                            lifespan="on", timeout_graceful_shutdown=_STOP_S)

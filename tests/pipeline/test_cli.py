@@ -21,6 +21,7 @@ from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.running import plan
 from pipeline.running.supervisor import Supervisor
+from pipeline.streams import alive_subject
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -101,6 +102,7 @@ async def provision(config: NatsConfig) -> None:
             await broker.publish(
                 AlarmChanged(project="p", alarm="kl_rise", state=state, model=model, detail="it is far")  # type: ignore[arg-type]
             )
+        await broker.js.publish(alive_subject("DEAD"), b"")
 
 
 def test_status_says_what_runs_what_waits_and_what_serves(
@@ -120,6 +122,9 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3"}
     assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 4
+    assert {row["stream"]: row["messages"] for row in said["streams"]}["DEAD"] == 0, (
+        "a check of the log is no letter"
+    )
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     assert said["services"]["judge"]["state"] == "gone"
     state["services"]["judge"]["pid"] = os.getpid()  # type: ignore[index]
@@ -133,6 +138,27 @@ def test_status_says_what_runs_what_waits_and_what_serves(
         ["0"],
         ["4", "(off)"],
     ]
+
+
+def test_status_of_a_stopped_run_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = {"nats": "nats://127.0.0.1:1", "gateway": "http://127.0.0.1:1", "vllm": []}
+    stopped = {"pid": 2**22 + 1, "state": "stopped", "restarts": 0}
+    state = {
+        "pid": 2**22 + 1,
+        "ready": False,
+        "urls": urls,
+        "services": {"nats": stopped, "gateway": stopped},
+    }
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(SystemExit) as caught:
+        main(["status", "--run-dir", str(tmp_path)])
+    assert caught.value.code == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stopped. `journeyman up` with the same settings goes on with it" in said
+    assert "http://127.0.0.1:1" not in said
+    assert "log: it was stopped with the run" in said
 
 
 @pytest.mark.parametrize(

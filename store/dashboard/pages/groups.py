@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+from pipeline.events import GroupDiscarded
 from store.dashboard.errors import PageError
 from store.dashboard.history import History
 from store.dashboard.pages.chat import reply
@@ -12,6 +13,10 @@ from store.dashboard.pages.lists import Query, as_step, branch_of, listed, numbe
 _COLUMNS = {
     "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
     "mean": "reward_mean", "lowest": "reward_min", "highest": "reward_max", "spread": "reward_max - reward_min",
+}  # fmt: skip
+_CHOICES = {
+    "status": ("scored", "discarded"), "split": ("train", "val"), "signal": ("yes", "no"),
+    "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
 }  # fmt: skip
 _TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
@@ -23,9 +28,9 @@ def groups(history: History, query: Query) -> dict[str, Any]:
     if step and as_step(step) is None:
         raise PageError(400, f"step={step[:40]!r}: write the number of a policy step.")
     return listed(
-        history, query, "groups", _COLUMNS, model="model = $model", branch="branch = $branch", split="split = $split",
-        status="status = $status", reason="reason = $reason", signal="has_signal = ($signal = 'yes')", task=_TEXT,
-        step=_AT_STEP,
+        history, query, "groups", _COLUMNS, choices=_CHOICES, model="model = $model", branch="branch = $branch",
+        split="split = $split", status="status = $status", reason="reason = $reason",
+        signal="has_signal = ($signal = 'yes')", task=_TEXT, step=_AT_STEP,
     )  # fmt: skip
 
 

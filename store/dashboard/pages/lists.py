@@ -17,14 +17,22 @@ _LAST_PAGE = 199
 
 
 def listed(
-    history: History, query: Query, source: str, columns: Mapping[str, str], key: str = "", **conditions: str
+    history: History,
+    query: Query,
+    source: str,
+    columns: Mapping[str, str],
+    key: str = "",
+    choices: Mapping[str, Collection[str]] | None = None,
+    **conditions: str,
 ) -> Row:
     """Rows of `source`, SQL text of this program that can follow FROM.
 
     `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
-    names none. `key`: a column that tells rows apart; then only it is sorted, and the rest read afterwards.
+    names none. `key`: a column that tells rows apart; then only it is sorted, and the rest read afterwards. `choices`:
+    the values that a filter can have, for filters that have few.
     `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
-    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`."""
+    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
+    Raises a 400 `PageError` for a parameter with another value."""
     sort = query.get("sort") or "-" + next(iter(columns))
     name, down = sort.removeprefix("-"), sort.startswith("-")
     if name not in columns:
@@ -32,6 +40,9 @@ def listed(
             400, f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{name[:40]} and so on."
         )
     used = {one: value for one in conditions if (value := query.get(one, "").strip())}
+    for one, allowed in (choices or {}).items():
+        if one in used and used[one] not in allowed:
+            raise PageError(400, f"{one}={used[one][:40]!r}: choose one of {', '.join(allowed)}.")
     where = " AND ".join(conditions[one] for one in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"

@@ -17,6 +17,7 @@ _COLUMNS = {
     "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
     "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
 }  # fmt: skip
+_CHOICES = {"outcome": ("scored", "no_result", "masked", "open"), "split": ("train", "val")}
 _TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 CALLS = 20
 """Calls of a trajectory that one page shows."""
@@ -30,8 +31,8 @@ def trajectories(history: History, query: Query) -> dict[str, Any]:
     if step and as_step(step) is None:
         raise PageError(400, f"step={step[:40]!r}: write the number of a policy step.")
     return listed(
-        history, query, "trajectories", _COLUMNS, "trajectory", model="model = $model", split="split = $split",
-        outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
+        history, query, "trajectories", _COLUMNS, "trajectory", _CHOICES, model="model = $model",
+        split="split = $split", outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
         step="last_step = try_cast($step AS BIGINT)",
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ def test_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ended.value.code == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "support").write_text("a file")
+    with pytest.raises(InitError, match="support is a file"):
+        write_project("support", tmp_path / "support")
+    with pytest.raises(InitError, match="support/agent cannot be made: Not a directory"):
+        write_project("support", tmp_path / "support" / "agent")
+
+
+def test_a_base_model_in_an_oddly_named_folder_is_a_valid_setting(tmp_path: Path) -> None:
+    base = '/models/it\'s "new"\\v1'
+    write_project("support", tmp_path / "p", base)
+    settings = tomllib.loads((tmp_path / "p" / "journeyman.toml").read_text())
+    assert settings["models"][0]["base"] == base
 
 
 @pytest.mark.slow

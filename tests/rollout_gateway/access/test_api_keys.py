@@ -225,3 +225,24 @@ def test_keys_come_and_go_while_the_gateway_runs(
     assert call() == 401
     for path in (f"/v1/trajectories/{opened['id']}", "/v1/models", "/version", "/v1/responses/resp_x"):
         assert get(opened["api_key"], path) == 401, path
+
+
+@pytest.mark.parametrize("command", [["add", "--name", "k"], ["list"], ["revoke", "--name", "k"]])
+def test_a_run_that_does_not_exist_gets_no_keys(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typo = tmp_path / "rnus"
+    with pytest.raises(SystemExit) as ended:
+        keys_cli.main([*command, "--run-dir", str(typo)])
+    assert ended.value.code == 2
+    assert f"{typo} is no run: name another with --run-dir" in capsys.readouterr().err
+    assert not typo.exists()
+
+
+def test_a_run_without_keys_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys_cli.main(["list", "--run-dir", str(tmp_path)])
+    assert capsys.readouterr().err == f"no keys: there is no file {tmp_path / 'keys.toml'}\n"
+    with pytest.raises(SystemExit):
+        keys_cli.main(["revoke", "--name", "k", "--run-dir", str(tmp_path)])
+    assert "there is no file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

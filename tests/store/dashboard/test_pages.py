@@ -94,12 +94,19 @@ def test_two_runs_are_compared(client: TestClient, run_dir: Path) -> None:
         ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400), ("groups?step=x", 400),
         ("trajectories?step=x", 400), ("trajectory/t0?from=x", 400), ("event/group.scored/99", 404),
         ("event/groups/1", 404), ("event/sqlite_master/1", 404),
-        ("trajectories?page=99999999999", 400),
+        ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400), ("groups?split=test", 400),
+        ("groups?signal=maybe", 400), ("groups?reason=boring", 400), ("groups?reason=no_variance", 200),
         ("compare?run_b=../here", 404), ("compare?run_b=none", 404), ("static/../server.py", 404),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
     assert client.get(f"/{path}").status_code == status
+
+
+def test_a_value_that_no_row_can_have_is_told_with_those_that_are_possible(client: TestClient) -> None:
+    answer = client.get("/groups.json?status=xyz")
+    assert answer.status_code == 400
+    assert answer.json()["message"] == "status='xyz': choose one of scored, discarded."
 
 
 def test_filters_and_texts_are_data(client: TestClient) -> None:

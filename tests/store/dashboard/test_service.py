@@ -93,10 +93,12 @@ def test_the_command_refuses_a_port_that_is_none(port: str, capsys: pytest.Captu
 def test_the_command_says_that_an_address_is_taken(run_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         command = [sys.executable, "-m", "store.dashboard.command", "--run-dir", str(run_dir), "--port"]
-        ended = subprocess.run([*command, str(other.getsockname()[1])], capture_output=True, text=True)
+        port = other.getsockname()[1]
+        ended = subprocess.run([*command, str(port)], capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "journeyman ui: " in ended.stderr
-    assert "ddress already in use" in ended.stderr
+    said = f"journeyman ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
+    assert ended.stderr.startswith(said)
+    assert "--port; 0: any free one" in ended.stderr
 
 
 def test_up_starts_it_unless_it_is_off(tmp_path: Path) -> None:
