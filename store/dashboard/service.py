@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 
@@ -41,10 +40,10 @@ async def serve(config: Config, ready: Ready) -> None:
     try:
         opened = socket.create_server((host, config.ui.port), family=family)
     except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address
         raise ListenError(
-            f"the dashboard cannot listen on {host}:{config.ui.port}: {os.strerror(error.errno or 0)}. Another "
-            "dashboard may run there already; choose another port (ui.port, --port; 0: any free one) or another address "
-            "(ui.host, --host)"
+            f"the dashboard cannot listen on {host}:{config.ui.port}: {why}. Another dashboard may run there already; "
+            "choose another port (ui.port, --port; 0: any free one) or another address (ui.host, --host)"
         ) from error
     with opened as listener:
         server = _Server(
