@@ -60,6 +60,7 @@ lock:
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
+	$(LOCK) requirements/trackers.in -o requirements/trackers.txt
 
 clean:
-	rm -rf $(VENV) .venv-compat tests/rollout_gateway/agents/node/node_modules runs build *.egg-info
+	rm -rf $(VENV) .venv-* tests/rollout_gateway/agents/node/node_modules runs build *.egg-info

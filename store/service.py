@@ -14,15 +14,18 @@ from store.alarms.webhook import Webhook, webhook_url
 from store.catalog import Catalog
 from store.compaction import Compactor
 from store.curves.task import Curves
+from store.curves.trackers import check_trackers
 from store.location import open_target
 from store.repair import repair
 from store.writer import Writer, store_consumers
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if `store.dir` names no place or `alarms.webhook` no address."""
+    """Raise `ConfigError` if `store.dir` names no place, `alarms.webhook` no address, or `curves.trackers` a library
+    that is not installed."""
     open_target(config)
     webhook_url(config)
+    check_trackers(config)
 
 
 async def serve(config: Config, ready: Ready) -> None:

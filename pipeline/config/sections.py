@@ -223,13 +223,18 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
 
 class CurvesConfig(Section, frozen=True, kw_only=True):
-    """Curves of the training steps, in `curves/` of the run folder: a line of `metrics.jsonl` per step
+    """Curves of the training steps and evaluations, in `curves/` of the run folder: a line of `metrics.jsonl` for each
     (docs/curves.md)."""
 
     enabled: bool = True
     """Whether the store service writes them."""
     tensorboard: bool = True
     """Whether it also writes TensorBoard's event files, in `curves/tensorboard/`."""
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
+    """Trackers that get the points too. Each needs the extra of its name where the store service runs. Its address and
+    login come from its own environment variables (docs/curves.md)."""
+    tracker_project: str = ""
+    """Project, for MLflow the experiment, that the runs belong to at the trackers. Empty: `project`."""
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: a line per training step, in the order of the log.
+"""`metrics.jsonl`: a line per training step and per evaluation of a policy version, in the order of the log.
 
 The file itself says what it holds. A line that a kill cut off is removed at the next start, and its step is written
-again, so every step is in the file once.
+again, so each is in the file once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A checkpoint as a row of figures."""
+"""A checkpoint, or the evaluation of a policy version, as a row of figures."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 
-from pipeline.events import CheckpointPublished
+from pipeline.events import CheckpointPublished, PolicyEvaluated
 from pipeline.log.messages import Place, Recorded
+from pipeline.names import parse_version
 
 ALIASES = {
     "loss": "loss/train",
@@ -24,11 +26,11 @@ ALIASES = {
 }
 """ART's names of the trainer's metrics."""
 
-Key = tuple[str, str, int]
-"""Model, branch, step."""
+Key = tuple[str, str, int, str]
+"""Model, branch, step, evaluation."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of `metrics.jsonl`."""
 
     model: str
@@ -36,17 +38,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     version: str
     at: float
-    """Time of the checkpoint, in seconds since the Unix epoch."""
+    """Time of the checkpoint or the evaluation, in seconds since the Unix epoch."""
     log_seq: int
     log_at: int
     """Where its event lies in stream POLICY: sequence, and time in microseconds."""
     metrics: dict[str, float | None]
-    """The trainer's metrics as `trainer/<name>`, and those that ART has a name for under that name too. `null`: no
-    number."""
+    """The trainer's metrics as `trainer/<name>`, and those that ART has a name for under that name too; of an
+    evaluation, its measures as `eval/<tasks>/<name>`. `null`: no number."""
+    evaluation: str = ""
+    """`<id>/<position>` of an evaluation and its entrant. Empty for a training step."""
 
     @property
     def key(self) -> Key:
-        return (self.model, self.branch, self.step)
+        return (self.model, self.branch, self.step, self.evaluation)
 
     @property
     def place(self) -> Place:
@@ -59,9 +63,32 @@ def named(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return found | {ALIASES[name]: value for name, value in metrics.items() if name in ALIASES}
 
 
-def make_row(recorded: Recorded[CheckpointPublished]) -> Row:
+def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row | None:
+    """Return the row of an event; `None` for an evaluation of something that has no training step: a model of somebody
+    else, or versions that changed while they were evaluated."""
     event, place = recorded.event, recorded.place
+    if isinstance(event, CheckpointPublished):
+        return Row(
+            model=event.model, branch=event.branch, step=event.step, version=event.version, at=event.at / 1e6,
+            log_seq=place.seq, log_at=place.at, metrics=named(event.metrics),
+        )  # fmt: skip
+    if event.kind != "policy" or not event.version:
+        return None
     return Row(
-        model=event.model, branch=event.branch, step=event.step, version=event.version, at=event.at / 1e6,
-        log_seq=place.seq, log_at=place.at, metrics=named(event.metrics),
+        model=event.model, branch="main", step=parse_version(event.version)[1], version=event.version,
+        at=event.at / 1e6, log_seq=place.seq, log_at=place.at, metrics=_measured(event),
+        evaluation=f"{event.evaluation}/{event.position}",
     )  # fmt: skip
+
+
+def _measured(event: PolicyEvaluated) -> dict[str, float | None]:
+    """Return an evaluation's measures, each with the ends of its interval, by the names of curves."""
+    scenarios = re.sub(r"[^A-Za-z0-9_.-]+", ".", event.scenarios).strip(
+        "."
+    )  # MLflow takes few other characters
+    tasks = f"eval/{scenarios}" if scenarios else "eval"
+    found: dict[str, float | None] = {}
+    for measure in event.measures:
+        name = f"{tasks}/{measure.name}"
+        found |= {name: measure.mean, f"{name}_low": measure.low, f"{name}_high": measure.high}
+    return found | {f"{tasks}/failed_runs": float(event.failed), f"{tasks}/run_p50_s": event.run_p50_s}

@@ -27,24 +27,17 @@ class TensorBoard:
         for old in self._folder.glob("*/events.out.tfevents.*"):
             old.unlink()
         for row in rows:
-            self._put(row)
-        self._flush()
+            self.add(row)
 
     def add(self, row: Row) -> None:
-        self._put(row)
-        self._flush()
-
-    def _put(self, row: Row) -> None:
+        """Write a row; it is in the file within two seconds."""
         name = row.model if row.branch == "main" else f"{row.model}+{row.branch}"
         if name not in self._writers:
-            self._writers[name] = SummaryWriter(str(self._folder / name))
+            # A thread of the library writes. Its `flush` leaves out what that thread has not taken yet.
+            self._writers[name] = SummaryWriter(str(self._folder / name), flush_secs=1)
         for metric, value in row.metrics.items():
             if value is not None:
                 self._writers[name].add_scalar(metric, value, row.step, walltime=row.at)
-
-    def _flush(self) -> None:
-        for writer in self._writers.values():
-            writer.flush()
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -13,24 +13,13 @@ from tensorboardX.proto.event_pb2 import Event
 
 from journeyman.art.training import METRICS
 from pipeline.config import Config, CurvesConfig, NatsConfig
-from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from store.curves.history import NAME, History
 from store.curves.rows import ALIASES, Row
 from store.curves.task import Curves
+from tests.store.curves.kit import checkpoint, evaluation
 
 pytestmark = pytest.mark.anyio
-
-
-def checkpoint(
-    step: int, *, branch: str = "main", model: str = "m", loss: float = 0.5
-) -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p", model=model, step=step, version=f"{model}@{step}", parent=f"{model}@{step - 1}",
-        batch_id=str(step), groups=(), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1,
-        branch=branch, at=step * 1_000_000,
-        metrics={"loss": loss, "reward_mean_all": step / 10, "kl_sampler": 0.001},
-    )  # fmt: skip
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
@@ -112,6 +101,33 @@ async def test_branches_and_models_have_curves_of_their_own(nats_config: NatsCon
     await run_until(config, lambda: len(lines(tmp_path)) >= 3)
     found = {name: points(tmp_path, name, "loss/train")[0][1] for name in ("m", "m+try", "n")}
     assert found == {"m": 0.5, "m+try": 0.25, "n": 0.75}
+
+
+async def test_evaluations_of_versions_are_points_at_their_step(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    config = Config(project="p", run_dir=str(tmp_path), nats=nats_config)
+    async with Broker.connect(nats_config) as broker:
+        for event in (
+            checkpoint(1),
+            evaluation("m@1", 0.75),
+            evaluation("gpt", 0.5, name="other", kind="external"),
+            evaluation("", 0.5, name="moving"),  # the version changed meanwhile
+            checkpoint(2),
+            evaluation("m@1", 0.5, name="again"),
+        ):
+            await broker.publish(event)
+    await run_until(config, lambda: len(points(tmp_path, "m", "eval/games.agent.held_out/reward")) >= 2)
+    found = lines(tmp_path)
+    assert [(row["step"], row.get("evaluation")) for row in found] == [
+        (1, None), (1, "e/0"), (2, None), (1, "again/0"),
+    ]  # fmt: skip
+    assert found[1]["metrics"] == {
+        "eval/games.agent.held_out/reward": 0.75, "eval/games.agent.held_out/reward_low": 0.5,
+        "eval/games.agent.held_out/reward_high": None, "eval/games.agent.held_out/failed_runs": 0.0,
+        "eval/games.agent.held_out/run_p50_s": None,
+    }  # fmt: skip
+    assert points(tmp_path, "m", "eval/games.agent.held_out/reward") == [(1, 0.75, 9.0), (1, 0.5, 9.0)]
 
 
 async def test_without_tensorboard_there_is_the_jsonl_file(nats_config: NatsConfig, tmp_path: Path) -> None:
