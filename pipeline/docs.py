@@ -85,7 +85,9 @@ def events_page() -> str:
         tag = events.wire_name(cls)
         parts.append(f"## `{tag}`\n")
         unique = " Its subject holds one event only, ever." if cls.unique_subject else ""
-        parts.append(f"{_doc(cls)}\n\nClass `{cls.__name__}`, stream `{streams.stream_of(tag)}`.{unique}\n")
+        parts.append(
+            f"{_doc(cls)}\n\nClass `{cls.__name__}`, stream `{streams.stream_of_subject(tag)}`.{unique}\n"
+        )
         parts.append(_fields(cls))
     parts.append("## Structs inside events\n")
     for struct in _structs():

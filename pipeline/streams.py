@@ -192,7 +192,7 @@ def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
     return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each", 0.17), *claims)
 
 
-def stream_of(subject: str) -> str:
+def stream_of_subject(subject: str) -> str:
     """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none
     does."""
     for spec in (*STREAMS, TIMERS):

@@ -188,7 +188,7 @@ class Catalog:
         do."""
         table = columns.table(tag, events, seqs, ats, traces)
         first = min(range(len(seqs)), key=seqs.__getitem__)
-        name = FileName(streams.stream_of(tag), seqs[first], max(seqs), ats[first])
+        name = FileName(streams.stream_of_subject(tag), seqs[first], max(seqs), ats[first])
         self.target.write(tag, str(name), [table], {"journeyman.event": tag})
 
     def add(self, stream: str, seqs: Sequence[int]) -> None:
@@ -212,7 +212,7 @@ class Catalog:
         """(sequence, stream time) of the rows that have one of these sequences."""
         found: set[tuple[int, int]] = set()
         for tag in schema.tables():
-            if streams.stream_of(tag) != stream:
+            if streams.stream_of_subject(tag) != stream:
                 continue
             for name in live(self.target, tag):
                 parsed = FileName.parse(name)

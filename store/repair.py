@@ -64,4 +64,4 @@ async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIt
 def _write(catalog: Catalog, tag: str, rows: list[Recorded[AnyEvent]]) -> None:
     seqs, ats = [r.seq for r in rows], [r.place.at for r in rows]
     catalog.write(tag, [r.event for r in rows], seqs, ats, [r.headers.get("traceparent", "") for r in rows])
-    catalog.add(streams.stream_of(tag), seqs)
+    catalog.add(streams.stream_of_subject(tag), seqs)

@@ -22,8 +22,9 @@ from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Registry
-from tests.crash_kit import SEED, guarded, play, settings, violations
-from tests.crash_nursery import quick_consumers
+from tests.kits.crash.agents import SEED
+from tests.kits.crash.fork_server import quick_consumers
+from tests.kits.crash.matrix import run_matrix, server_users, settings, violations
 from tests.kits.log import read_stream
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.pipeline.log.test_broker import completed, exchange
@@ -48,7 +49,7 @@ def cluster(tmp_path: Path) -> Iterator[NatsCluster]:
 @pytest.fixture
 def guarded_cluster(tmp_path: Path) -> Iterator[NatsCluster]:
     """One whose servers have users."""
-    made = NatsCluster(tmp_path / "nats", max_payload=32_768, extra=guarded(tmp_path))
+    made = NatsCluster(tmp_path / "nats", max_payload=32_768, extra=server_users(tmp_path))
     made.start()
     yield made
     made.stop()
@@ -225,7 +226,7 @@ async def test_changed_settings_are_applied_to_existing_streams(
 
 KILLS = int(os.environ.get("JOURNEYMAN_NODE_KILLS", "0"))
 """Nodes killed in the crash matrix: by default a few; 100 is what docs/operations.md reports."""
-LIVES = (
+DEATHS = (
     {"gateway": 48, "judge": 40, "trainer": 52, "store": 48}
     if KILLS
     else {"gateway": 10, "judge": 8, "trainer": 12, "store": 10}
@@ -266,7 +267,7 @@ async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
                     await cluster.healthy()
         return kills
 
-    matrix = await play(config, LIVES, kill_nodes, least=(150, 10) if KILLS else (40, 10))
-    assert not matrix.deaths.gave_up
-    assert len(matrix.deaths) >= sum(LIVES.values()) + kills
+    matrix = await run_matrix(config, DEATHS, kill_nodes, least=(150, 10) if KILLS else (40, 10))
+    assert not matrix.endings.gave_up
+    assert len(matrix.endings) >= sum(DEATHS.values()) + kills
     assert [line for node in cluster.nodes for line in violations(node.log)] == []

@@ -15,13 +15,14 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from tests.conftest import NatsServer
-from tests.crash_kit import SEED, guarded, play, points_of, settings, violations
-from tests.crash_nursery import SERVICES, quick_consumers
+from tests.kits.crash.agents import SEED
+from tests.kits.crash.fork_server import SERVICES, quick_consumers
+from tests.kits.crash.matrix import points_of, run_matrix, server_users, settings, violations
 from tests.trainer import kit
 
 pytestmark = pytest.mark.anyio
 
-LIVES = {"gateway": 48, "judge": 40, "trainer": 52, "store": 48}
+DEATHS = {"gateway": 48, "judge": 40, "trainer": 52, "store": 48}
 KILLS = 20
 
 
@@ -36,7 +37,7 @@ async def test_over_200_crash_schedules_of_all_services(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
-    server = start_nats(max_payload=32_768, extra=guarded(tmp_path))
+    server = start_nats(max_payload=32_768, extra=server_users(tmp_path))
     config = settings(
         NatsConfig(url=server.url, publish_deadline_s=60, ack_timeout_s=2.0), tiny_base, tmp_path
     )
@@ -50,17 +51,17 @@ async def test_over_200_crash_schedules_of_all_services(
         return KILLS
 
     # A start that finds no server gives up, as a supervisor expects: that is no service's fault here.
-    matrix = await play(config, LIVES, kill_servers, may_give_up=KILLS)
-    assert len(matrix.deaths) >= 200
-    missed = {(s, p) for s in SERVICES for p in points_of(s)} - set(matrix.deaths.at)
-    assert not missed, f"no life died at {missed}"
-    assert matrix.deaths.at.total() >= 200, f"not reached: {matrix.deaths.elsewhere}"
+    matrix = await run_matrix(config, DEATHS, kill_servers, may_give_up=KILLS)
+    assert len(matrix.endings) >= 200
+    missed = {(s, p) for s in SERVICES for p in points_of(s)} - set(matrix.endings.at)
+    assert not missed, f"no process died at {missed}"
+    assert matrix.endings.at.total() >= 200, f"not reached: {matrix.endings.elsewhere}"
     assert violations(server.log) == []
 
 
 async def test_the_server_logs_what_it_refuses(start_nats: Callable[..., NatsServer], tmp_path: Path) -> None:
     """What the crash matrix looks for in the server's log."""
-    server = start_nats(extra=guarded(tmp_path))
+    server = start_nats(extra=server_users(tmp_path))
     config = NatsConfig(url=server.url, users=str(tmp_path / "keys"), provision=False)
     async with Broker.connect(config, name="store") as broker:
         await broker.client.publish("policy.checkpoint.p.m.1", b"forged")

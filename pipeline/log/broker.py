@@ -241,7 +241,7 @@ class Broker(Reader):
     async def _existing(self, subject: str, headers: dict[str, str], replace_undecodable: bool) -> Ack | None:
         """Return an acknowledgement of the message that was on the subject before ours. None if there is none that
         counts: then the expected last sequence in `headers` is corrected, and the publish can be repeated."""
-        stream, expected = streams.stream_of(subject), int(headers[_EXPECTED])
+        stream, expected = streams.stream_of_subject(subject), int(headers[_EXPECTED])
         found: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
@@ -261,7 +261,7 @@ class Broker(Reader):
     async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:
         """Store a payload that exceeds the server's limit as an object; return its claim check."""
         digest = hashlib.sha256(payload).hexdigest()
-        bucket = streams.claims_bucket(streams.stream_of(subject))
+        bucket = streams.claims_bucket(streams.stream_of_subject(subject))
         await self.put_object(bucket, digest, payload)
         crash.point("broker.after_claim")
         return encode(ClaimCheck(object=digest, sha256=digest, size=len(payload), event=event, bucket=bucket))

@@ -11,7 +11,7 @@ from pipeline.names import subject_token
 
 def stream_of(event: type[Event]) -> str:
     """Return the name of the stream that holds events of a class."""
-    return streams.stream_of(wire_name(event))
+    return streams.stream_of_subject(wire_name(event))
 
 
 def subject_filter(event: type[Event], **keys: str | int) -> str:

@@ -143,7 +143,7 @@ def rights(user: User) -> Rights:
         publish.append(f"{streams.TIMER_SET}.>")
     read = {*user.reads, *(c.stream for c in consumed if c.stream in EVENT_STREAMS)}
     fetched = {*user.fetches, *user.stores, *(streams.claims_bucket(s) for s in read)}
-    stored = {*user.stores, *(streams.claims_bucket(streams.stream_of(s)) for s in user.publishes)}
+    stored = {*user.stores, *(streams.claims_bucket(streams.stream_of_subject(s)) for s in user.publishes)}
     if not user.provisions:
         # It publishes dead letters under its own name, and reads whether one exists already.
         for name in sorted({user.name, READER, *user.consumes}):

@@ -16,7 +16,7 @@ log = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
 _TTL_S = 60
-_STREAM = streams.stream_of("rollout.exchange")
+_STREAM = streams.stream_of_subject("rollout.exchange")
 
 
 class LogHealth:

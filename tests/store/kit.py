@@ -137,14 +137,16 @@ def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
     counts: dict[str, int] = {}
     for event in events:
         tag = wire_name(event)
-        stream = streams.stream_of(tag)
+        stream = streams.stream_of_subject(tag)
         counts[stream] = counts.get(stream, 0) + 1
         by_tag.setdefault(tag, []).append((counts[stream], event))
     for tag, rows in by_tag.items():
         seqs = [s for s, _ in rows]
         trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
         table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
-        target.write(tag, str(FileName(streams.stream_of(tag), seqs[0], seqs[-1], seqs[0])), [table], {})
+        target.write(
+            tag, str(FileName(streams.stream_of_subject(tag), seqs[0], seqs[-1], seqs[0])), [table], {}
+        )
     return target
 
 
@@ -176,7 +178,7 @@ def stored_events(target: Target) -> Counter[tuple[str, int]]:
     for tag in schema.tables():
         for name in live(target, tag):
             seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
-            found.update((streams.stream_of(tag), s) for s in seqs)
+            found.update((streams.stream_of_subject(tag), s) for s in seqs)
     return found
 
 

@@ -77,7 +77,7 @@ OPTIONAL = {
 def test_keys_of_an_event_give_its_subject(cls: type[Event]) -> None:
     for event in (made(cls), made(cls, **OPTIONAL.get(cls, {}))):
         assert subject_filter(cls, **keys_of(event)) == event.subject()
-        assert stream_of(cls) == streams.stream_of(event.subject())
+        assert stream_of(cls) == streams.stream_of_subject(event.subject())
 
 
 @pytest.mark.parametrize(

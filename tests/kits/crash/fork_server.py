@@ -1,11 +1,11 @@
-"""Services for the crash matrix, each a process of its own, forked from one that has imported everything: a life of
-the trainer begins in milliseconds instead of ten seconds.
+"""A fork server for the crash matrix: it has imported every service, so that a trainer starts in milliseconds instead
+of ten seconds.
 
-Reads a JSON line per life on stdin, `{"id": 3, "service": "judge", "config": …, "crash": "judge.before_publish:2"}`.
-Answers `{"id": 3, "ready": true}` from the life itself, and `{"id": 3, "status": …}` once it is over (a signal's
-number, negative). The line `{"id": 3, "signal": 9}` sends a signal to a life that is not over. Only this process can
-do so safely: it decides when a life is reaped, so the process id can't be another's. The end of stdin kills all
-lives."""
+It reads a JSON line for each process to start on stdin, `{"id": 3, "service": "judge", "config": …, "crash":
+"judge.before_publish:2"}`. The process itself answers `{"id": 3, "ready": true}`, and the fork server `{"id": 3,
+"status": …}` once it has ended (a signal's number, negative). The line `{"id": 3, "signal": 9}` sends a signal to a
+process that has not ended. Only the fork server can do so safely: it decides when a process is reaped, so the process
+id can't be another's. The end of stdin kills all processes."""
 
 from __future__ import annotations
 
@@ -31,49 +31,47 @@ SERVICES = ("gateway", "judge", "trainer", "store")
 
 
 def quick_consumers() -> tuple[streams.ConsumerSpec, ...]:
-    """The real ones, but what a dead process held comes again at once; and no redelivery makes a dead letter here."""
+    """Return the consumers with a short acknowledgement time, so that what a dead process held is delivered again at
+    once, and without an end of redeliveries, so that none makes a dead letter."""
     return tuple(
         dataclasses.replace(c, ack_wait_s=ACK_WAIT_S, max_deliver=1_000_000) for c in streams.CONSUMERS
     )
 
 
 def tell(**facts: int | bool) -> None:
-    """One line in one write: lives and nursery share the pipe."""
+    """Write one line in one write: the fork server and its processes share the pipe."""
     os.write(1, json.dumps(facts).encode() + b"\n")
 
 
-def live(life: dict[str, Any]) -> None:
-    name = life["service"]
-    config = configuration.load(life["config"])
+def serve(order: dict[str, Any]) -> None:
+    """Run a service until a signal or its stop point ends it."""
+    name = order["service"]
+    config = configuration.load(order["config"])
     log.configure(name, "WARNING", config.path(f"{name}.log").open("a"))
     streams.CONSUMERS = quick_consumers()
-    crash.arm(life["crash"])
+    crash.arm(order["crash"])
 
     def ready(**_: str | int | float) -> None:
-        tell(id=life["id"], ready=True)
+        tell(id=order["id"], ready=True)
 
-    serve = importlib.import_module(f"{plan.SERVICES[name]}.service").serve
-    anyio.run(service.until_signalled, serve, config, ready, backend_options={"use_uvloop": True})
+    entry = importlib.import_module(f"{plan.SERVICES[name]}.service").serve
+    anyio.run(service.until_signalled, entry, config, ready, backend_options={"use_uvloop": True})
 
 
-def fork(life: dict[str, Any]) -> int:
+def fork(order: dict[str, Any]) -> int:
+    """Start a process; return its id."""
     pid = os.fork()
     if pid:
         return pid
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.close(0)
-        live(life)
-    except BaseException:  # noqa: BLE001 - a forked life must not return into the loop of its parent
+        serve(order)
+    except BaseException:  # noqa: BLE001 - a forked process must not return into the loop of its parent
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)
-
-
-def begin(life: dict[str, Any]) -> int:
-    """Return a descriptor of the new life's process."""
-    return os.pidfd_open(fork(life))
 
 
 def main() -> None:
@@ -81,7 +79,7 @@ def main() -> None:
         importlib.import_module(f"{plan.SERVICES[name]}.service")
     tell(id=0, ready=True)
     alive: dict[int, int] = {}
-    """Descriptor of a life's process to the life's id."""
+    """Descriptor of a process to the id in its order."""
     buffer, more = b"", True
     while more or alive:
         readable, _, _ = select.select([*([0] if more else []), *alive], [], [])
@@ -93,7 +91,7 @@ def main() -> None:
                 for line in lines:
                     order = json.loads(line)
                     if "signal" not in order:
-                        alive[begin(order)] = order["id"]
+                        alive[os.pidfd_open(fork(order))] = order["id"]
                         continue
                     for process, number in alive.items():
                         if number == order["id"]:

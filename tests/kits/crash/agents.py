@@ -1,0 +1,87 @@
+"""Agents that work while services die: they know nothing but HTTP, and repeat what was not answered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+
+from pipeline.config import Config
+
+SEED = 20261121
+GROUP, TURNS, LANES = 2, 2, 4
+"""Attempts of a group, calls of an attempt, groups that are played at the same time."""
+
+
+class Agents:
+    """Agents in groups, with two turns each. They repeat every call until it is answered."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self._url, self._client = url, client
+        self.rng = random.Random(SEED + 1)
+        self.replies: dict[tuple[str, int], str] = {}
+        """(trajectory, turn) to the id of the reply that the agent got."""
+        self.finished: set[str] = set()
+        self.stopping = False
+        self.repeated = 0
+
+    async def post(self, path: str, body: dict[str, Any], key: str = "none") -> dict[str, Any]:
+        tries = 0
+        while True:
+            # What openai's clients send with a repeated request.
+            headers = {"authorization": f"Bearer {key}", "x-stainless-retry-count": str(tries)}
+            try:
+                reply = await self._client.post(f"{self._url}{path}", json=body, headers=headers)
+            except httpx.TransportError:
+                reply = None
+            if reply is not None and reply.status_code < 300:
+                answer: dict[str, Any] = reply.json()
+                return answer
+            # The gateway is dead, has no log for the moment, or paces.
+            assert reply is None or reply.status_code in (429, 502, 503), reply.text
+            tries += 1
+            self.repeated += 1
+            await anyio.sleep(0.05)
+
+    async def work(self, lane: int) -> None:
+        index = 0
+        while not self.stopping:
+            async with anyio.create_task_group() as tg:
+                for attempt in range(GROUP):
+                    tg.start_soon(self.run, f"g{lane}.{index}", attempt)
+            index += 1
+
+    async def run(self, group: str, attempt: int) -> None:
+        name = f"{group}-{attempt}"
+        # Now and then an event that exceeds the payload limit.
+        padding = {"user": "x" * 40_000} if self.rng.random() < 0.1 else {}
+        opened = await self.post(
+            "/v1/trajectories", {"model": "tiny", "group": group, "attempt": attempt, "id": name}
+        )
+        messages: list[dict[str, str]] = [{"role": "user", "content": group}]
+        for turn in range(TURNS):
+            body = {"model": "tiny", "messages": messages, "max_tokens": 3, **padding}
+            reply = await self.post(f"/t/{name}/v1/chat/completions", body, opened["api_key"])
+            self.replies[name, turn] = reply["id"]
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": "and?"}]
+        # One group in eight has equal rewards: it is discarded.
+        reward = 0.5 if self.rng.random() < 0.1 else attempt + self.rng.random()
+        await self.post(f"/v1/trajectories/{name}/complete", {"reward": reward})
+        self.finished.add(name)
+
+
+@asynccontextmanager
+async def working(config: Config) -> AsyncIterator[Agents]:
+    """Let agents work while the block runs; at its end they finish what they began."""
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        made = Agents(f"http://127.0.0.1:{config.gateway.port}", client)
+        async with anyio.create_task_group() as tg:
+            for lane in range(LANES):
+                tg.start_soon(made.work, lane)
+            yield made
+            made.stopping = True

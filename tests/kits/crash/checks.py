@@ -1,0 +1,115 @@
+"""What must hold after the deaths: the log, the files and the agents agree."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import anyio
+
+from pipeline import streams
+from pipeline.config import Config
+from pipeline.events import (
+    CheckpointPublished,
+    DeadLettered,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    PolicyLoaded,
+    TrajectoryCompleted,
+    decode,
+    unpack_ids,
+)
+from pipeline.log.broker import Broker
+from pipeline.security import signing
+from store import sql
+from store.local import LocalTarget
+from tests.kits.crash.agents import GROUP, TURNS, Agents
+from tests.kits.log import read_stream
+from tests.kits.upstream import Upstream
+from tests.store.kit import stored_events
+
+GARBAGE = b"\xc1"
+"""The payload of messages that are no events."""
+
+
+async def settled(broker: Broker) -> None:
+    """Until every event is acknowledged, but for groups that are too few for a step."""
+    while True:
+        groups = await read_stream(broker, "GROUPS")
+        done = {r.event.group for r in groups if isinstance(r.event, GroupDiscarded)}
+        done |= {g for c in await checkpoints(broker) for g in c.groups}
+        scored = {r.event.group for r in groups if isinstance(r.event, GroupScored)}
+        waiting = await broker.lag("store-") + await broker.lag("judge")
+        if not waiting and len(scored - done) < 2:
+            return
+        await anyio.sleep(0.2)
+
+
+async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
+    history = await broker.read(CheckpointPublished)
+    return [r.event for r in history]
+
+
+async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
+    """(stream, sequence) and payload of every message that is an event."""
+    found: dict[tuple[str, int], bytes] = {}
+    for spec in streams.STREAMS:
+        info = await broker.js.stream_info(spec.name)
+        async for seq, _, _, payload in broker.messages(spec.name, 1, info.state.last_seq):
+            if payload != GARBAGE:
+                decode(payload)
+                found[spec.name, seq] = payload
+    return found
+
+
+async def check(
+    broker: Broker, config: Config, agents: Agents, upstream: Upstream, least: tuple[int, int]
+) -> None:
+    """Check that log and files agree with each other and with what the agents received."""
+    log = await in_log(broker)
+    found = stored_events(LocalTarget(config.path("store")))
+    assert {k: n for k, n in found.items() if n != 1} == {}
+    assert set(found) == set(log)
+    assert not list(config.path("store").glob("*/.tmp-*"))
+    events = [await broker.decode(payload) for payload in log.values()]
+
+    # What agents were answered is on the log, once, with the tokens that were sampled.
+    exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]
+    assert Counter((e.trajectory, e.seq) for e in exchanges) == Counter(agents.replies.keys())
+    for e in exchanges:
+        reply = agents.replies[e.trajectory, e.seq]
+        assert json.loads(e.response)["id"] == reply
+        assert unpack_ids(e.sampled_ids).tolist() == upstream.said[reply]
+    completed = Counter(e.trajectory for e in events if isinstance(e, TrajectoryCompleted))
+    assert completed == Counter(agents.finished)
+    assert len(agents.finished) > least[0]
+
+    # Each group is scored once with all its members; it is trained once, discarded once, or waits for another.
+    scored = [e for e in events if isinstance(e, GroupScored)]
+    assert Counter(m.trajectory for e in scored for m in e.members) == completed
+    assert Counter(e.group for e in scored) == Counter({t.rpartition("-")[0] for t in agents.finished})
+    steps = sorted((e for e in events if isinstance(e, CheckpointPublished)), key=lambda e: e.step)
+    assert [e.step for e in steps] == list(range(1, len(steps) + 1)), "a step is missing or doubled"
+    assert [e.parent for e in steps] == [f"tiny@{i}" for i in range(len(steps))]
+    ends = Counter(g for e in steps for g in e.groups)
+    ends.update(e.group for e in events if isinstance(e, GroupDiscarded))
+    assert set(ends.values()) == {1}, "a group trained twice, or trained and discarded"
+    assert len({e.group for e in scored} - set(ends)) < 2
+    assert len(steps) > least[1]
+    trust = signing.Trust(config.signing)
+    assert trust.checks
+    assert [objection for e in steps if (objection := trust.objection(e))] == []
+    assert {e.reason for e in events if isinstance(e, DeadLettered)} <= {"undecodable"}
+
+    # The newest version is served, and its delivery is on the log.
+    assert f"tiny@{len(steps)}" in upstream.adapters
+    assert any(isinstance(e, PolicyLoaded) and e.step == len(steps) for e in events)
+
+    # SQL says the same.
+    with sql.connect(config) as connection:
+        counted = connection.sql("SELECT count(*), count(DISTINCT trajectory) FROM trajectories").fetchall()
+        assert counted == [(len(agents.finished), len(agents.finished))]
+        trained = connection.sql("SELECT count(*), count(DISTINCT group_id) FROM lineage").fetchall()
+        groups = sum(len(e.groups) for e in steps)
+        assert trained == [(groups * GROUP * TURNS, groups)]

@@ -1,0 +1,78 @@
+"""The test's side of the fork server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+
+class ForkServer:
+    """Starts processes of services through `tests.kits.crash.fork_server`."""
+
+    def __init__(self, config: Path) -> None:
+        command = [sys.executable, "-m", "tests.kits.crash.fork_server"]
+        self._config = str(config)
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._processes: dict[int, ServiceProcess] = {0: ServiceProcess(self, 0, "")}
+
+    async def listen(self) -> None:
+        """Read what the fork server and its processes write, until it ends. Raises `RuntimeError` then."""
+        assert self._server.stdout is not None
+        while line := await anyio.to_thread.run_sync(self._server.stdout.readline, abandon_on_cancel=True):
+            facts = json.loads(line)
+            process = self._processes[facts["id"]]
+            if "ready" in facts:
+                process.ready.set()
+            if "status" in facts:
+                process.status = facts["status"]
+                process.ended.set()
+        raise RuntimeError("the fork server ended: see its output")
+
+    async def imported(self) -> None:
+        """Wait until every service is imported."""
+        await self._processes[0].ready.wait()
+
+    def start(self, service: str, where: str = "") -> ServiceProcess:
+        """Start a process that dies at the stop point `where`, `<point>:<passage>`; empty: at none."""
+        process = ServiceProcess(self, len(self._processes), where)
+        self._processes[process.number] = process
+        self.order({"id": process.number, "service": service, "config": self._config, "crash": where})
+        return process
+
+    def order(self, order: dict[str, str | int]) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(order).encode() + b"\n")
+        self._server.stdin.flush()
+
+    def close(self) -> None:
+        """Kill all running processes."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(20)
+        self._server.stdout.close()
+
+
+@dataclass(eq=False)
+class ServiceProcess:
+    """One process of a service."""
+
+    fork_server: ForkServer
+    number: int
+    where: str
+    status: int | None = None
+    ready: anyio.Event = field(default_factory=anyio.Event)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+    async def end(self, number: int) -> int:
+        """Send a signal, unless the process has ended; return its exit status once it has."""
+        self.fork_server.order({"id": self.number, "signal": number})
+        await self.ended.wait()
+        assert self.status is not None
+        return self.status
