@@ -9,6 +9,7 @@ request's one `Cancellation` ends the wait for the server, never a record.
 | room | what lives there; each imports only those above it |
 | --- | --- |
 | `http` | HTTP/1.1 server and client, errors, cancellation |
+| `workers` | several processes on one port |
 | `dialects` | the APIs: what is asked of vLLM, what is removed from its reply, translations, streams |
 | `access` | API keys and trajectory tokens |
 | `serving` | policy versions and the inference servers that hold them |

@@ -172,7 +172,7 @@ class App:
             request.answer(route.status, _encode(answer))
 
     async def metrics(self, _: ControlRequest) -> RawAnswer:
-        return RawAnswer(200, self._metrics.text(), CONTENT_TYPE)
+        return RawAnswer(200, await self._metrics.page(), CONTENT_TYPE)
 
     async def openapi(self, _: ControlRequest) -> RawAnswer:
         return RawAnswer(200, openapi.encoded())

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config, ConfigError, with_values
 from pipeline.events import CheckpointPublished, Event, GroupDiscarded, PolicyLoaded, wire_name
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
@@ -42,6 +44,8 @@ from rollout_gateway.serving.policy_feed import PolicyFeed
 from rollout_gateway.serving.promotion import Promotion, shown_fields
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
+from rollout_gateway.workers.owner import Owner
+from rollout_gateway.workers.siblings import Siblings
 
 log = get_logger("rollout_gateway")
 
@@ -113,12 +117,42 @@ def check(config: Config) -> None:
     api_key(config)
 
 
-async def serve(config: Config, ready: Ready) -> None:
-    """Serve until cancelled. `ready` is called once the gateway listens and knows the policies.
+async def serve(config: Config, ready: Ready, siblings: Siblings, command: Sequence[str]) -> None:
+    """Serve until cancelled, in this process or, with `gateway.workers`, in several. `ready` is called once the gateway
+    listens and knows the policies.
 
-    Calls wait for inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
+    `siblings`: this process's place if it is a worker. `command` starts a gateway with these settings. Calls wait for
+    inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls: name at least one inference server")
+    if config.gateway.workers > 1 and not siblings.number:
+        check(config)
+        with _listen(config.gateway.host, config.gateway.port) as listener:
+            await Owner(config, listener, command).run(ready, _url(listener))
+    else:
+        await _serve(share_limits(config), ready, siblings)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+def share_limits(config: Config) -> Config:
+    """Return the settings of one worker: its part of the limits that hold for all workers together."""
+    gateway, workers = config.gateway, config.gateway.workers
+    part = {
+        "max_calls": math.ceil(gateway.max_calls / workers),
+        "http.max_connections": math.ceil(gateway.http.max_connections / workers),
+        "http.max_buffered_bytes": max(
+            gateway.http.max_body_bytes, gateway.http.max_buffered_bytes // workers
+        ),
+    }
+    return with_values(config, {f"gateway.{name}": value for name, value in part.items()})
+
+
+async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
+    """Serve in this process: the connections that the owner of the port hands over, or those of a port of its own."""
     api_keys = ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
     origins = OriginPolicy(config.gateway)
     trust = Trust(config.signing)
@@ -127,7 +161,10 @@ async def serve(config: Config, ready: Ready) -> None:
             "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",
         )
-    listener = _listen(config.gateway.host, config.gateway.port)
+    listener = siblings.connections or _listen(config.gateway.host, config.gateway.port)
+    facts: dict[str, str | int] = (
+        {"url": _url(listener)} if isinstance(listener, socket.socket) else {"worker": siblings.number}
+    )
     async with Broker.connect(config.nats, name="gateway") as broker:
         policies = Policies(config.project, (m.name for m in config.models), trust)
         await policies.rebuild(broker)
@@ -139,7 +176,7 @@ async def serve(config: Config, ready: Ready) -> None:
         await pacing.mark_position(broker)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
-        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
+        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, siblings), LogHealth()
         calls = CallHandler(config.gateway, fleet, router)
         detector = None
         if config.gateway.detection.enabled:
@@ -147,7 +184,7 @@ async def serve(config: Config, ready: Ready) -> None:
             calls.on_answered.append(detector.answered)
         identity = Identity(config.project, api_keys, registry, router, detector)
         trajectories = TrajectoryRoutes(
-            config.project, config.gateway, policies, registry, router, pacing, origins
+            config.project, config.gateway, policies, registry, router, pacing, origins, siblings
         )
         controllers = (
             trajectories,
@@ -174,6 +211,7 @@ async def serve(config: Config, ready: Ready) -> None:
         adapters.on_loaded.append(loaded)
         try:
             async with anyio.create_task_group() as tg:
+                tg.start_soon(siblings.run)
                 tg.start_soon(adapters.run)
                 tg.start_soon(log_health.run, broker)
                 tg.start_soon(api_keys.watch)
@@ -190,13 +228,12 @@ async def serve(config: Config, ready: Ready) -> None:
                     admit=app.admit,
                     cut_off=app.cut_off,
                 ):
-                    host, port = listener.getsockname()[:2]
                     # Objects that exist now stay. Collections look at those of calls only, and seldom: few of them are
                     # in cycles.
                     gc.collect()
                     gc.freeze()
                     gc.set_threshold(50_000, 20, 20)
-                    ready(url=f"http://{host}:{port}")
+                    ready(**facts)
                     try:
                         await anyio.sleep_forever()
                     finally:

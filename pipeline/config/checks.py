@@ -125,11 +125,20 @@ def check_trainer(config: TrainerConfig) -> None:
         )
 
 
+def _check_gateway(config: Config) -> None:
+    if config.gateway.workers > 1 and config.gateway.capture == "async":
+        raise ConfigError(
+            'gateway.workers: with capture = "async" a completion waits for records that only its own process knows; '
+            'use one worker, or capture = "acked"'
+        )
+
+
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
     _check_urls(config)
     _check_access(config)
     _check_names(config)
+    _check_gateway(config)
     tables = {
         "judge.request.params": config.judge.request.params,
         "judge.request.model_params": config.judge.request.model_params,

@@ -20,7 +20,7 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     metrics."""
     calls_per_minute: Natural = 0
     """Calls per minute with the key, and with the keys of trajectories that it opened. 0: no limit. Each gateway
-    replica counts by itself."""
+    process counts by itself."""
     models: tuple[str, ...] = ()
     """Models that the key may call and open trajectories for. Empty: all."""
     projects: tuple[str, ...] = ()
@@ -102,6 +102,10 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Address to listen on. Beyond the loopback interface keys are required."""
     port: Port = 0
     """Port to listen on. 0: any free one."""
+    workers: Count = 1
+    """Processes of this gateway. They share the port, and each can serve every call; more than one use more than one
+    core. Connections are divided evenly. `max_calls`, `http.max_connections` and `http.max_buffered_bytes` are limits
+    of all together, and each worker gets its part. More than one need `capture` to be `acked` or `off`."""
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty: the
     scheme and host of the request, or those that a trusted proxy reports."""

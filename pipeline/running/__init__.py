@@ -6,6 +6,7 @@
 | `supervisor` | starts the processes, restarts them, stops them in order |
 | `liveness` | the checks that a running process still works |
 | `service` | how a service process starts, reports readiness and stops |
+| `child` | starts a process that ends with its parent, and ends one that hangs |
 | `environment` | the environment variables that each process gets |
 | `prepare` | the command `journeyman prepare`: keys and settings for containers |
 | `runs` | which run a command means, and how to reach its log |

@@ -10,10 +10,11 @@ SIGTERM and SIGINT cancel `serve`; the exit code is then 0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -101,14 +102,25 @@ def _unusable_settings(error: BaseException) -> list[str]:
     return [str(error)] if isinstance(error, ConfigError) else []
 
 
-def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda config: None) -> None:
+def main(
+    name: str,
+    serve: Serve,
+    check: Callable[[Config], None] = lambda config: None,
+    *,
+    argv: Sequence[str] | None = None,
+    has_page: Callable[[Config], bool] = lambda config: True,
+    **marks: int,
+) -> None:
     """Run `serve` in this process; with `--check`, only `check`, which raises `ConfigError` for settings with which
-    `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
+    `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash.
+
+    `argv`: the arguments; `None`: those of the process. `has_page`: whether this process serves the page of
+    `metrics.ports` by itself. `marks`: fields of every line of its log."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--ready-fd", type=int, default=None)
     parser.add_argument("--check", action="store_true", help="check the settings only")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         config = load(args.config)
         if args.check:
@@ -117,10 +129,11 @@ def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda confi
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
-    log.configure(name, config.log_level)
+    log.configure(name, config.log_level, marks=marks)
     os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
-        with metrics.served(config, name):
+        page = metrics.served(config, name) if has_page(config) else contextlib.nullcontext()
+        with page:
             anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
     except Exception as error:
         if settings := _unusable_settings(error):

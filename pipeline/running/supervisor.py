@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from pipeline.backoff import Backoff
 from pipeline.config import Config, save
 from pipeline.files import write_whole
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
-from pipeline.running import environment, liveness
+from pipeline.running import child, environment, liveness
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.run_lock import private
 from pipeline.security import signing
@@ -39,14 +37,7 @@ GIVE_UP_AFTER = 5
 """Failed starts in a row after which a process that never worked ends the installation."""
 PROBE_EVERY_S = 0.1
 DRAIN_S = 60.0
-_LAST_WORDS_S = 1.0
 STOP_ORDER = ("ui", "gateway", "judge", "trainer", "telemetry", "store", "vllm", "nats")
-
-# PR_SET_PDEATHSIG, then become the command: a killed supervisor leaves no orphan.
-_LAUNCH = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,15);"
-    "os.getppid()==int(sys.argv[1]) or sys.exit(1);os.execv(sys.argv[2],sys.argv[2:])"
-)
 
 
 class SupervisorError(Exception):
@@ -163,15 +154,10 @@ class Supervisor:
             # Enables the fault handler before the imports, which may hang too (`_await_start`).
             "PYTHONFAULTHANDLER": "1",
         }
-        read_end, write_end = os.pipe()
-        argv = list(spec.argv) + ([] if spec.probe else ["--ready-fd", str(write_end)])
         with (self._logs / f"{spec.name}.log").open("ab") as sink:
-            process = await anyio.open_process(
-                [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv],
-                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env, start_new_session=True,
-                pass_fds=(write_end, *self._inherit), umask=0o077,
-            )  # fmt: skip
-        os.close(write_end)
+            process, read_end = await child.launch(
+                spec.argv, env=env, sink=sink, handles=self._inherit, reports=not spec.probe
+            )
         watched.process, watched.pid = process, process.pid
         self._change(watched, "starting")
         try:
@@ -222,9 +208,7 @@ class Supervisor:
         log.error("process does not respond; killing it", process=watched.spec.name, reason=reason)
         self._change(watched, "failed")
         if watched.spec.name != "nats":  # a Python process writes the stacks of its threads to its log
-            process.send_signal(signal.SIGABRT)
-            with anyio.move_on_after(_LAST_WORDS_S):
-                await process.wait()
+            await child.abort(process)
         _kill_group(process.pid)
 
     async def _await_start(self, watched: Watched, fd: int) -> None:
@@ -241,9 +225,8 @@ class Supervisor:
             if watched.spec.name == "nats":
                 await self._provision()
         else:
-            await anyio.wait_readable(fd)
-            if not os.read(fd, 65536):
-                return  # closed before readiness: the process ended
+            if not await child.is_ready(fd):
+                return  # the process ended
         watched.ever_ready = True
         self._change(watched, "ready")
         watched.ready.set()

@@ -55,8 +55,9 @@ def registry() -> CollectorRegistry:
 
 
 @contextmanager
-def served(config: Config, name: str) -> Iterator[None]:
-    """Serve the metrics of service `name`, in a thread, if `metrics.ports` names a port for it.
+def served(config: Config, name: str, make: Callable[[], CollectorRegistry] = registry) -> Iterator[None]:
+    """Serve the metrics of service `name`, in a thread, if `metrics.ports` names a port for it. `make` returns what
+    the page shows.
 
     Raises `ConfigError` if the port can't be used."""
     process = _PROCESSES.get(name, name)
@@ -65,7 +66,7 @@ def served(config: Config, name: str) -> Iterator[None]:
         yield
         return
     try:
-        server, thread = start_http_server(port, config.metrics.host, registry())
+        server, thread = start_http_server(port, config.metrics.host, make())
     except OSError as error:
         raise ConfigError(
             f"metrics.ports.{process}: {config.metrics.host}:{port} can't be used: {error}; name another port"

@@ -12,18 +12,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from pipeline.telemetry.metrics import registry as process_metrics
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
+from rollout_gateway.workers import pages
+from rollout_gateway.workers.siblings import Siblings
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
+async def _process_page(_: bytes) -> bytes:
+    """The metrics of this process beside those of the gateway."""
+    return generate_latest(process_metrics())
+
+
 class Metrics(Collector):
     """The gateway's counters."""
 
-    def __init__(self, fleet: Fleet, registry: Registry) -> None:
-        self._fleet, self._registry = fleet, registry
+    def __init__(self, fleet: Fleet, registry: Registry, siblings: Siblings) -> None:
+        self._fleet, self._registry, self._siblings = fleet, registry, siblings
         self._calls: Counter[tuple[str, int]] = Counter()
         """Number of requests by endpoint and status."""
         self._buckets = [0] * (len(_BOUNDS_S) + 1)
@@ -32,14 +40,24 @@ class Metrics(Collector):
         """Adapters loaded."""
         self._collectors = CollectorRegistry()
         self._collectors.register(self)
+        siblings.on("metrics", self._own_page)
+        siblings.on("process", _process_page)
 
     def count_call(self, endpoint: str, status: int, seconds: float) -> None:
         self._calls[endpoint, status] += 1
         self._buckets[bisect_left(_BOUNDS_S, seconds)] += 1
         self._seconds += seconds
 
+    async def page(self) -> bytes:
+        """All metrics in Prometheus' text format. With workers, those of all workers, each series with the label
+        `worker`."""
+        return pages.merged(await self._siblings.ask("metrics")) if self._siblings.number else self.text()
+
+    async def _own_page(self, _: bytes) -> bytes:
+        return self.text()
+
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """The metrics of this process in Prometheus' text format."""
         return generate_latest(self._collectors)
 
     def collect(self) -> Iterator[Metric]:

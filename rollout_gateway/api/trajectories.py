@@ -31,12 +31,17 @@ from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.routing import VersionRouter
+from rollout_gateway.workers.siblings import Siblings
 
 _LIMIT = re.compile(r"[0-9]{1,4}")
 _BATCH = 1000
 """Trajectories that a list looks at before other tasks get a turn: about a millisecond."""
 _PAGE_BYTES = 1_000_000
 """A page of a list ends after so many bytes of metadata."""
+
+_asks = msgspec.json.Encoder()
+_asked = msgspec.json.Decoder(tuple[dict[str, str], Access])
+_pages = msgspec.json.Decoder(TrajectoryList)
 
 
 @dataclass(eq=False)
@@ -50,6 +55,10 @@ class TrajectoryRoutes:
     _router: VersionRouter
     _pacing: Pacing
     _origins: OriginPolicy
+    _siblings: Siblings
+
+    def __post_init__(self) -> None:
+        self._siblings.on("list", self._page_for_sibling)
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -179,23 +188,46 @@ class TrajectoryRoutes:
         return _state(*await self._registry.describe(request.values[0]))
 
     async def list(self, request: ControlRequest) -> TrajectoryList:
-        return await self.page(request.query, request.access)
+        """A page of the caller's open trajectories in the memory of this gateway, the newest first."""
+        query, access = request.query, request.access
+        if not self._siblings.number:
+            return await self.page(query, access)
+        _limit_of(query)  # an error is answered before the others are asked
+        await self._position(query, access)
+        answers = await self._siblings.ask("list", _asks.encode((query, access)))
+        pages = [_pages.decode(answer) for answer in answers.values()]
+        found: dict[str, TrajectoryState] = {}
+        for state in sorted((s for page in pages for s in page.data), key=lambda s: s.exchanges):
+            found[state.id] = state  # several workers may know it; the last one knows the most calls
+        newest = sorted(found.values(), key=lambda s: (s.opened_at, s.id), reverse=True)
+        limit = _limit_of(query)
+        return TrajectoryList(
+            data=newest[:limit], has_more=len(newest) > limit or any(p.has_more for p in pages)
+        )
+
+    async def _page_for_sibling(self, asked: bytes) -> bytes:
+        return _asks.encode(await self.page(*_asked.decode(asked)))
+
+    async def _position(self, query: dict[str, str], access: Access) -> tuple[float, str]:
+        """Where a page begins: the opening time and id of the run in `after`. Raises a 400 `ApiError`."""
+        if "after" not in query:
+            return math.inf, ""
+        known = self._registry.get(query["after"])
+        last = known.opened if known is not None else None
+        if last is None and self._siblings.number:  # another worker may have it in memory
+            last = await self._registry.opening(query["after"])
+        if last is None or not access.owns(last.owner):
+            raise ApiError(
+                400, "invalid_query", "`after` must be the id of an open trajectory.", param="after"
+            )
+        return last.at, last.trajectory
 
     async def page(self, query: dict[str, str], access: Access) -> TrajectoryList:
-        """A page of the caller's open trajectories in this replica's memory, the newest first. Other tasks run in
+        """A page of the caller's open trajectories in this process's memory, the newest first. Other tasks run in
         between.
 
         `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
-        limit_text = query.get("limit", "100")
-        if not (_LIMIT.fullmatch(limit_text) and 1 <= int(limit_text) <= 1000):
-            raise ApiError(400, "invalid_query", "`limit` must be a number from 1 to 1000.", param="limit")
-        limit, before = int(limit_text), (math.inf, "")
-        if "after" in query:
-            last = self._registry.get(query["after"])
-            if last is None or not access.owns(last.opened.owner):
-                message = "`after` must be the id of an open trajectory."
-                raise ApiError(400, "invalid_query", message, param="after")
-            before = (last.opened.at, last.id)
+        limit, before = _limit_of(query), await self._position(query, access)
         newest: list[tuple[float, str, Trajectory]] = []
         """A heap of one more than the page holds, the oldest at the top."""
         for number, found in enumerate(self._registry.known(), 1):
@@ -229,6 +261,13 @@ def _check_measure(field: str, name: str) -> None:
         check_name(name)
     except InvalidNameError as error:
         raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
+
+
+def _limit_of(query: dict[str, str]) -> int:
+    text = query.get("limit", "100")
+    if not (_LIMIT.fullmatch(text) and 1 <= int(text) <= 1000):
+        raise ApiError(400, "invalid_query", "`limit` must be a number from 1 to 1000.", param="limit")
+    return int(text)
 
 
 def traceparent(headers: Headers) -> str:

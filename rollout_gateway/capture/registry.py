@@ -152,7 +152,7 @@ class Registry:
             async for raw in messages:
                 found = self._known.pop(name_of_token(raw.subject.rpartition(".")[2]), None)
                 if found is not None:
-                    found.completing = True
+                    found.completing = found.completed = True
 
     # -- opening and completing ----------------------------------------------------------------------------------
 

@@ -107,6 +107,8 @@ class Trajectory:
     replica: str = ""
     """Name of the inference server that answered last, which holds the run's prefix in its cache."""
     completing: bool = False
+    completed: bool = False
+    """Another gateway process completed it: what is not recorded yet would come too late."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call is recorded."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -149,9 +151,12 @@ class Trajectory:
         """Publish a call under the next free sequence number, and return that number.
 
         Safe beside other calls of the trajectory, on this replica and on others. Raises `BrokerError` if the log does
-        not take the call, and a 409 `ApiError` if the log lost the trajectory and another one took its id."""
+        not take the call, and a 409 `ApiError` if another gateway process completed the trajectory, or the log lost it
+        and another one took its id."""
         async with self.lock:
             while True:
+                if self.completed:
+                    raise already_completed(self.id, "this call was not recorded")
                 await self._check_for_loss()
                 events = call.events(self.recorded.next_seq)
                 if await self._publish_all(events, call.traceparent or self.traceparent):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -51,6 +52,10 @@ class PooledConnection(Protocol):
         """Refuse the request whose body is being read."""
 
 
+def _nothing() -> None:
+    """Nobody is told."""
+
+
 _C = TypeVar("_C", bound=PooledConnection)
 
 
@@ -62,6 +67,8 @@ class ConnectionPool(Generic[_C]):
         self.connections: set[_C] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """The handlers that run."""
+        self.on_lost: Callable[[], None] = _nothing
+        """Called for each connection that has ended."""
         self.closing = False
         """The server stops: every connection ends with its next answer."""
         self.buffered = 0

@@ -15,6 +15,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import anyio
 
@@ -68,10 +69,22 @@ async def _drain(tasks: set[asyncio.Task[None]], grace_s: float, cut_off: Callab
         await _wait(tasks, _CUT_OFF_S)
 
 
+class ConnectionSource(Protocol):
+    """Where connections come from, if this process does not listen itself."""
+
+    async def start(self, factory: Callable[[], asyncio.Protocol]) -> None:
+        """Make a protocol for each connection that comes, until `close`."""
+
+    def connection_closed(self) -> None:
+        """Called for each connection that has ended."""
+
+    def close(self) -> None: ...
+
+
 @asynccontextmanager
 async def run_server(
     handler: Handler,
-    listener: socket.socket,
+    listener: socket.socket | ConnectionSource,
     limits: HttpConfig,
     *,
     grace_s: float,
@@ -85,7 +98,16 @@ async def run_server(
     `Request.too_large` is set. Yields the server's connections."""
     loop = asyncio.get_running_loop()
     pool: ConnectionPool[Connection] = ConnectionPool(limits)
-    server = await loop.create_server(lambda: Connection(pool, handler, admit), sock=listener, backlog=4096)
+
+    def connect() -> Connection:
+        return Connection(pool, handler, admit)
+
+    server: asyncio.Server | ConnectionSource
+    if isinstance(listener, socket.socket):
+        server = await loop.create_server(connect, sock=listener, backlog=4096)
+    else:
+        server, pool.on_lost = listener, listener.connection_closed
+        await listener.start(connect)
     checking = asyncio.ensure_future(_check_deadlines(pool.connections, limits))
     try:
         yield pool

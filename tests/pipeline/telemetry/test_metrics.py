@@ -24,6 +24,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
+from rollout_gateway.workers.siblings import Siblings
 from tests.conftest import free_port
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -86,7 +87,7 @@ def test_a_port_in_use_is_named() -> None:
 def offered() -> set[str]:
     """Names of all series that the gateway and the services offer."""
     registry = Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p"))
-    gateway = Metrics(Fleet(("http://127.0.0.1:1",)), registry)
+    gateway = Metrics(Fleet(("http://127.0.0.1:1",)), registry, Siblings())
     gateway.count_call("/v1/chat/completions", 200, 0.1)
     metrics.counts.published["e"] += 1
     metrics.counts.taken["c"] += 1

@@ -14,6 +14,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.workers.siblings import Siblings
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,9 @@ async def test_a_list_is_paged_filtered_and_gives_way() -> None:
         )  # fmt: skip
         registry._remember(Trajectory(registry.log, event))
     nothing = cast(Any, None)
-    routes = TrajectoryRoutes("test", GatewayConfig(), nothing, registry, nothing, nothing, nothing)
+    routes = TrajectoryRoutes(
+        "test", GatewayConfig(), nothing, registry, nothing, nothing, nothing, Siblings()
+    )
     turns, done = 0, False
 
     async def others() -> None:
