@@ -54,12 +54,15 @@ LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_
 
 # What the agents' programs name and the tests never import: 300 MB of data frames.
 COMPAT_UNUSED := datasets dill hf-xet multiprocess pandas pyarrow
+# What verifiers names and the tests never import: 60 MB of mathematics and tokenizers.
+ENVIRONMENTS_UNUSED := hf-xet latex2sympy2-extended math-verify mpmath openai-agents openai-harmony sympy tiktoken
 
 lock:
 	$(LOCK) pyproject.toml --extra cpu --extra dev --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
+	$(LOCK) requirements/environments.in $(foreach package,$(ENVIRONMENTS_UNUSED),--no-emit-package $(package)) -o requirements/environments.txt
 	$(LOCK) requirements/trackers.in -o requirements/trackers.txt
 
 clean:

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers (0.1, `pip install 'journeyman[verifiers]'`).
+"""Environments of the package verifiers (0.1 to 0.3.0, `pip install 'journeyman[verifiers]'`).
 
 Each row of an environment's dataset is a task. Its rubric gives the reward, and its functions are the metrics.
 Scores that compare the attempts of a group with each other are refused: each attempt is played and scored alone.
@@ -31,7 +31,7 @@ class VerifiersScenarios:
             clients: Any = importlib.import_module("verifiers.clients")
         except ImportError as error:
             raise ScenarioError(
-                f"verifiers 0.1 is not installed ({error}): pip install 'journeyman[verifiers]'"
+                f"verifiers 0.1 to 0.3.0 is not installed ({error}): pip install 'journeyman[verifiers]'"
             ) from error
         try:
             self._environment: Any = verifiers.load_environment(name, **arguments)

@@ -1,20 +1,15 @@
 """`journeyman run-env` with environments of verifiers and OpenEnv: two optimizer steps each.
 
-The packages are in an environment of their own: JOURNEYMAN_TEST_ENVIRONMENTS names its Python. Without it, the Python
-of the tests is tried.
-
-    python -m venv envs && envs/bin/pip install '.[verifiers]' '.[openenv]'
-    JOURNEYMAN_TEST_ENVIRONMENTS=envs/bin/python pytest tests/journeyman/environments
+The packages are in an environment of their own, `.venv-environments`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +19,10 @@ import pytest
 from journeyman.environments.command import main
 from journeyman.environments.scenarios import numbers
 from tests.conftest import InferenceDouble, free_port
+from tests.kits.environments import environment
 from tests.kits.installation import ROOT, Up, program, up
 
 HERE = Path(__file__).parent
-PYTHON = os.environ.get("JOURNEYMAN_TEST_ENVIRONMENTS", sys.executable)
-
-
-def needs(package: str) -> None:
-    """Skip the test where the package cannot be imported."""
-    done = subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
-        pytest.skip(f"{PYTHON} cannot import {package} ({reason}): set JOURNEYMAN_TEST_ENVIRONMENTS")
-
-
-@pytest.fixture
-def with_verifiers() -> None:
-    needs("verifiers.clients")
-
-
-@pytest.fixture
-def with_openenv() -> None:
-    needs("openenv.core")
 
 
 @pytest.fixture
@@ -55,9 +32,14 @@ def running(tmp_path: Path) -> Iterator[Up]:
         yield found
 
 
-def run_env(running: Up, *args: str) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def python() -> str:
+    return str(environment("environments") / "python")
+
+
+def run_env(running: Up, python: str, *args: str) -> dict[str, Any]:
     command = [
-        PYTHON,
+        python,
         "-m",
         "journeyman.environments.command",
         *args,
@@ -68,58 +50,59 @@ def run_env(running: Up, *args: str) -> dict[str, Any]:
     ]
     sampling = ["--sampling", '{"max_tokens": 24}', "--json"]
     told: dict[str, Any] = json.loads(program([*command, *sampling], HERE, PYTHONPATH=f"{ROOT}:{HERE}"))
+    assert told["failed"] == 0
     return told
 
 
-def check(running: Up, told: dict[str, Any], runs: int) -> None:
-    """What the command says is what is on the log, and two steps were trained from it."""
-    assert (told["runs"], told["failed"]) == (runs, 0)
-    running.until_step(2)
-    running.stop()
-    query = "SELECT count(*) AS runs, avg(reward) AS reward FROM trajectories WHERE split = 'train'"
-    (row,) = running.query(query)
-    assert row["runs"] == runs
-    assert row["reward"] == pytest.approx(told["reward"])
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_an_environment_of_verifiers_trains(with_verifiers: None, running: Up) -> None:
-    told = run_env(
-        running, "verifiers:spelling-env", "--tasks", "8", "--passes", "2", "--args", '{"most": 30}'
+@pytest.mark.timeout(900)  # the first run installs the packages
+def test_environments_of_verifiers_and_openenv_train(python: str, running: Up, tmp_path: Path) -> None:
+    spelled = run_env(
+        running, python, "verifiers:spelling-env", "--tasks", "12", "--args", '{"most": 30, "rows": 12}'
     )
-    assert set(told["metrics"]) >= {"near", "has_cell"}
+    assert spelled["runs"] == 96
+    assert set(spelled["metrics"]) >= {"near", "has_cell"}
     # The double ends one reply in twelve at once: such an attempt has a reward (0) and is no failure.
-    assert 0 < told["metrics"]["empty_reply"] < 0.3
-    assert told["metrics"]["near"] == pytest.approx(told["reward"])
+    assert 0 < spelled["metrics"]["empty_reply"] < 0.3
+    assert spelled["metrics"]["near"] == pytest.approx(spelled["reward"])
+    running.until_step(2)
     held_out = run_env(
-        running, "verifiers:spelling-env", "--tasks", "2", "--held-out", "--pinned", "tictactoe@0"
+        running, python, "verifiers:spelling-env", "--tasks", "2", "--held-out", "--pinned", "tictactoe@0"
     )
     assert held_out["runs"] == 16
-    check(running, told, 128)
+
+    with counting_server(running, python, tmp_path) as url:
+        before = httpx.get(f"{running.url}/v1/policies").json()["data"][0]["step"]
+        counted = run_env(running, python, url, "--tasks", "12")
+    assert counted["runs"] == 96
+    assert counted["metrics"]["steps"] == 2.0
+    assert (counted["metrics"]["done"], counted["metrics"]["malformed"]) == (1.0, 0.0)
+    running.until_step(before + 2)
+    running.stop()
+
+    rows = running.query(
+        "SELECT task LIKE 'seed %' AS openenv, count(*) AS runs, avg(reward) AS reward, sum(exchanges) AS calls "
+        "FROM trajectories WHERE split = 'train' GROUP BY 1 ORDER BY 1"
+    )
+    assert [(row["openenv"], row["runs"], row["calls"]) for row in rows] == [(False, 96, 96), (True, 96, 192)]
+    assert [row["reward"] for row in rows] == pytest.approx([spelled["reward"], counted["reward"]])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_an_openenv_server_trains(with_openenv: None, running: Up, tmp_path: Path) -> None:
+@contextmanager
+def counting_server(running: Up, python: str, folder: Path) -> Iterator[str]:
     port = free_port()
-    with (tmp_path / "server.log").open("wb") as log:
+    with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(
-            [PYTHON, str(HERE / "counting_server.py"), str(port)], stdout=log, stderr=log
+            [python, str(HERE / "counting_server.py"), str(port)], stdout=log, stderr=log
         )
     try:
         url = f"http://127.0.0.1:{port}"
         running.until(lambda: server.poll() is not None or answers(url))
-        assert server.poll() is None, (tmp_path / "server.log").read_text()
-        told = run_env(running, url, "--tasks", "8", "--passes", "2")
+        assert server.poll() is None, (folder / "server.log").read_text()
+        yield url
     finally:
         server.kill()
         server.wait()
-    assert told["metrics"]["steps"] == 2.0
-    assert (told["metrics"]["done"], told["metrics"]["malformed"]) == (1.0, 0.0)
-    check(running, told, 128)
-    (row,) = running.query("SELECT count(*) AS calls FROM exchanges")
-    assert row["calls"] == 256
 
 
 def answers(url: str) -> bool:
