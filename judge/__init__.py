@@ -3,7 +3,8 @@
 | module | what it does |
 | --- | --- |
 | `service` | the process: consumes `rollout.completed`, publishes `group.scored` and `group.discarded` |
-| `groups` | which trajectories are compared with each other, and when a group closes |
+| `groups` | what the log says of a group: its members, and what closed it |
+| `group_log` | reads of groups from the log; deadlines and late trajectories |
 | `scoring` | from a closed group to its event |
 | `monitor` | whether the judge can be trusted: anchors, the alarm, `judge.json`, `group.measured` |
 | `labelled` | groups from files; agreement with known rewards |

@@ -58,6 +58,14 @@ class GroupRewards:
 class RewardComposer(Protocol):
     """Scores the members of a group by the settings."""
 
+    @property
+    def at_once(self) -> int:
+        """How many groups keep it busy: those being scored, and some that wait for their turn."""
+
+    @property
+    def paused(self) -> int:
+        """How many of its groups pause before they are tried again."""
+
     async def __call__(self, members: Sequence[TrajectoryCompleted]) -> GroupRewards:
         """Raises `UnscoredError` if the group cannot be scored at all."""
 

@@ -1,31 +1,34 @@
 """The judge service: consumes completed trajectories, publishes scored groups.
 
-A trajectory is acknowledged only after the log has acknowledged the event that holds it: the group's `group.scored`,
-or a `group.discarded`. Until then the broker keeps it, so that a new judge rebuilds the open groups from
-redeliveries. Each group has its own subject, limited to one message, so the broker rejects a second score. If a
-group's event is already on the log, the judge adopts it and records its own trajectories that are missing from that
-event as late.
+It holds no groups. On a completed trajectory it reads the group's completions from the log. The one that closes the
+group (`judge.groups`) is held until the log has acknowledged the group's `group.scored` or `group.discarded`; every
+other one is acknowledged at once. So any number of processes share the durable consumer: each delivery says to the one
+process that gets it what is to be done, and a process that dies loses nothing but the work that it had begun. The
+deadline of an open group is a timer of the log's server, which is delivered to one of the processes like a trajectory.
+
+Each group has its own subject, limited to one message, so the broker rejects a second score. If a group's event is
+already on the log, the judge adopts it and records its own trajectories that are missing from that event as late.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
 
-from judge.groups import AfterClosing, Group, GroupAssembler, GroupKey, key_of
+from judge.group_log import GroupLog, names_group
+from judge.groups import Group, GroupKey, key_of
 from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
 from judge.rewards.compose import open_composer, open_composer_on_log
 from judge.ruler.transcripts import Transcript
-from judge.scoring import RewardComposer, judge_hash, late_event, score_closed
+from judge.scoring import RewardComposer, judge_hash, score_closed
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted
+from pipeline.events import GroupDiscarded, GroupTimedOut, TrajectoryCompleted
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.running.service import Ready
@@ -34,12 +37,17 @@ from pipeline.telemetry.logs import get_logger
 log = get_logger("judge")
 
 _BATCH = 512
-_FILL_S = 0.05
-"""How long a batch may fill after its first trajectory. Longer means less work per trajectory and more latency."""
-_MIN_WAIT_S, _MAX_WAIT_S = 0.01, 1.0
-_LOOKUPS = 32
+_WAIT_S = 1.0
+_READS = 32
+"""Groups that are read from the log at once."""
+_SCORING = 256
+"""Groups that a process scores at once if they need no judge model."""
 _MAX_SCORING = 1024
-"""Closed groups in memory at once. The other trajectories stay on the log until fewer groups are being scored."""
+"""Groups in memory at once, those included whose judge model does not answer. The rest stays on the log."""
+_WRONG_S = 1.0
+"""How long an event that should not be on its subject is given back. In the end it becomes a dead letter."""
+_ASK_AGAIN, _ASK_AGAIN_S = 3, 60.0
+"""How often, and after how long, the timer of a group that is full but not scored is delivered again."""
 
 
 def check(config: Config) -> None:
@@ -63,7 +71,8 @@ async def serve(config: Config, ready: Ready) -> None:
     async with (
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
-        broker.consume("judge") as messages,
+        broker.consume("judge") as completions,
+        broker.consume("judge-timers") as timers,
     ):
         anchors = read_labelled(Path(config.judge.anchors.file)) if config.judge.anchors.file else []
         async with anyio.create_task_group() as tg:
@@ -74,102 +83,134 @@ async def serve(config: Config, ready: Ready) -> None:
                 )  # fmt: skip
                 tg.start_soon(monitor.run)
             ready()
-            await Judge(broker, config, composer, judge_id).run(messages)
+            await Judge(broker, config, composer, judge_id).run(completions, timers)
 
 
 class Judge:
-    """A consumer of completed trajectories. Groups are assembled in memory, so a project has one judge process."""
+    """A process that scores groups. Any number of them may run."""
 
     def __init__(
-        self,
-        broker: Broker,
-        config: Config,
-        composer: RewardComposer | None,
-        judge_id: str,
-        clock: Callable[[], float] = time.time,
+        self, broker: Broker, config: Config, composer: RewardComposer | None, judge_id: str
     ) -> None:
-        """`judge_id` is the judge configuration's hash; `clock` returns Unix seconds."""
+        """`judge_id` is the judge configuration's hash."""
         self._broker, self._config, self._composer = broker, config.judge, composer
-        self._judge_id, self._clock = judge_id, clock
-        self._assembler = GroupAssembler(config.judge)
-        self._backlog = 0
-        self._newest = 0.0
-        self._scoring_slot_freed = anyio.Event()
+        self._judge_id = judge_id
+        self._log = GroupLog(broker, config.judge)
+        self._scoring: dict[GroupKey, list[Delivery]] = {}
+        """The groups being scored, with the deliveries that closed them (several after a redelivery)."""
+        self._tasks: anyio.abc.TaskGroup
+        self._ended = anyio.Event()
 
-    async def run(self, messages: Consumption) -> None:
-        """Consume until cancelled. An exception while scoring ends the process; unacknowledged trajectories are
-        redelivered."""
-        async with anyio.create_task_group() as tg:
-            while True:
-                while self._assembler.scoring >= _MAX_SCORING:
-                    self._scoring_slot_freed = anyio.Event()
-                    await self._scoring_slot_freed.wait()
-                for group in await self._assemble(await self._next_batch(messages)):
-                    tg.start_soon(self._score_and_publish, group)
+    async def run(self, completions: Consumption, timers: Consumption) -> None:
+        """Consume until cancelled. An exception ends the process; unacknowledged deliveries are redelivered."""
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self._take, completions, self._config.group_size, self._on_completions)
+            self._tasks.start_soon(self._take, timers, 1, self._on_timers)
 
-    async def _next_batch(self, messages: Consumption) -> list[Delivery]:
-        wait_s = min(max(self._assembler.next_deadline() - self._clock(), _MIN_WAIT_S), _MAX_WAIT_S)
-        batch = await messages.batch(1, wait_s)
-        if batch and batch[-1].pending:
-            batch += await messages.batch(min(batch[-1].pending, _BATCH), _FILL_S)
-        self._backlog = batch[-1].pending if batch else 0
-        return batch
+    async def _take(
+        self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[None]]
+    ) -> None:
+        """Handle deliveries in batches, as long as there is room to score the groups that they close. `per_group`:
+        how many deliveries make one group."""
+        while True:
+            while (room := self._room()) <= 0:
+                with anyio.move_on_after(_WAIT_S):
+                    await self._ended.wait()
+            await handle(await messages.batch(min(room * per_group, _BATCH), _WAIT_S))
 
-    async def _assemble(self, batch: list[Delivery]) -> list[Group]:
-        """Add deliveries to their groups. Return the groups that became complete or reached their deadline."""
-        arrived = [(d, d.event) for d in batch if isinstance(d.event, TrajectoryCompleted)]
-        unknown = list({key for _, e in arrived if not self._assembler.knows(key := key_of(e))})
-        # An earlier process may have scored or discarded them.
-        for key, held in zip(unknown, await gather(self._held_on_log, unknown, _LOOKUPS), strict=True):
-            if held:
-                self._assembler.mark_closed(key, held)
-        closed: list[Group] = []
-        for delivery, event in arrived:
-            self._newest = max(self._newest, event.at / 1e6)
-            match self._assembler.add(delivery, event, self._clock()):
-                case Group() as group:
-                    closed.append(group)
-                case AfterClosing(late=False):
-                    await delivery.ack()
-                case AfterClosing(late=True):
-                    await self._broker.publish(late_event(event))
-                    await delivery.ack()
-                    self._assembler.mark_closed(key_of(event), [event.trajectory])
-                    log.info("late", group=key_of(event).group, trajectory=event.trajectory)
-        # While there is a backlog, deadlines are measured against event time.
-        return closed + self._assembler.close_due(self._newest if self._backlog else self._clock())
+    def _room(self) -> int:
+        """Return how many more groups this process should score now. What it does not take, another one can."""
+        scoring = len(self._scoring)
+        at_once, paused = _SCORING, 0
+        if self._composer is not None:
+            at_once, paused = min(self._composer.at_once, _SCORING), self._composer.paused
+        return min(at_once - (scoring - paused), _MAX_SCORING - scoring)
 
-    async def _held_on_log(self, key: GroupKey) -> set[str]:
-        """Return the trajectories in this group's events on the log."""
-        names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
-        held: set[str] = set()
-        for scored in await self._broker.read(GroupScored, **names):
-            if (scored.event.branch, scored.event.split) == ("main", key.split):
-                held |= {m.trajectory for m in scored.event.members}
-        for discarded in await self._broker.read(GroupDiscarded, **names):
-            event = discarded.event
-            if (event.branch, event.by, event.split) == ("main", "judge", key.split):
-                held |= set(event.trajectories)
-        return held
+    async def _on_completions(self, batch: list[Delivery]) -> None:
+        by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
+        for delivery in batch:
+            event = delivery.event
+            if not isinstance(event, TrajectoryCompleted):
+                await delivery.give_back(_WRONG_S)
+            elif names_group(delivery, event):
+                by_group[key_of(event)].append(delivery)
+            else:
+                await self._log.move(delivery, event)
+                await delivery.ack()
+        await gather(self._on_arrivals, list(by_group.items()), _READS)
 
-    async def _score_and_publish(self, group: Group) -> None:
-        """Score a closed group, publish its event, then acknowledge its trajectories.
+    async def _on_arrivals(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
+        """Handle completions of one group: score it if one of them closed it, acknowledge the others."""
+        key, deliveries = arrived
+        deliveries.sort(key=lambda delivery: delivery.seq)
+        while (found := await self._log.read(key, deliveries[-1].place)) is None:
+            await deliveries.pop().ack()  # the log no longer holds it
+            if not deliveries:
+                return
+        if late := [found.late[d.seq] for d in deliveries if d.seq in found.late]:
+            await self._log.record_late(late, (await self._log.end_of(key)).trajectories)
+        if not found.closed_at and any(d.seq == found.first for d in deliveries):
+            await self._log.set_deadline(key, found.group.members[0].event)
+        for delivery in deliveries:
+            if delivery.seq == found.closed_at:
+                self._begin_scoring(found.group, delivery)
+            else:
+                await delivery.ack()
 
-        If another judge process published this group first, its event counts; trajectories of ours that it lacks are
-        recorded as late."""
+    async def _on_timers(self, batch: list[Delivery]) -> None:
+        await gather(self._on_timer, batch, _READS)
+
+    async def _on_timer(self, delivery: Delivery) -> None:
+        """Close a group whose time is up, unless it has ended or is full."""
+        event = delivery.event
+        if not isinstance(event, GroupTimedOut):
+            await delivery.give_back(_WRONG_S)
+            return
+        key = key_of(event)
+        if key in self._scoring or (await self._log.end_of(key)).ended:
+            await delivery.ack()
+            return
+        place = await self._log.time_out(event)
+        found = await self._log.read(key, place)
+        if found is None or not found.group.members:  # they expired
+            await delivery.ack()
+        elif found.closed_at != place.seq and delivery.deliveries <= _ASK_AGAIN:
+            # The completion that made it full is being handled, or waits in a backlog. If it was acknowledged under
+            # other settings, by which the group was not full, nobody scores the group but this timer.
+            await delivery.give_back(_ASK_AGAIN_S)
+        else:
+            self._begin_scoring(found.group, delivery)
+
+    def _begin_scoring(self, group: Group, delivery: Delivery) -> None:
+        if (held := self._scoring.get(group.key)) is not None:
+            held.append(delivery)
+            return
+        self._scoring[group.key] = [delivery]
+        self._tasks.start_soon(self._score, group)
+
+    async def _score(self, group: Group) -> None:
+        """Score a closed group, publish its event, then acknowledge the delivery that closed it."""
+        key = group.key
+        if group.closed_by == "size":
+            await self._log.cancel_deadline(key)
+        end = await self._log.end_of(key)
+        held = end.trajectories if end.ended else await self._publish_end(group)
+        await self._log.record_late(group.members, held)
+        for delivery in self._scoring.pop(key):
+            await delivery.ack()
+        self._ended.set()
+        self._ended = anyio.Event()
+
+    async def _publish_end(self, group: Group) -> frozenset[str]:
+        """Score a group and publish the result. Return the trajectories that the event on the log holds: if another
+        process published one first, that one counts."""
         event = await score_closed(group, self._config, self._judge_id, self._composer)
         crash.point("judge.before_publish")
+        if isinstance(event, GroupDiscarded):
+            # Its subject takes any number of events: look again, as scoring may have taken long.
+            if (end := await self._log.end_of(group.key)).ended:
+                return end.trajectories
+            log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
-        ours = set(group.arrivals)
-        on_log = ours  # our event is the one on the log, unless another judge process was first
-        if ack.duplicate and isinstance(event, GroupScored):
-            on_log = await self._held_on_log(group.key)
-        for arrival in [arrival for name, arrival in group.arrivals.items() if name not in on_log]:
-            await self._broker.publish(late_event(arrival.event))
-        for delivery in group.deliveries:
-            await delivery.ack()
-        self._assembler.finish(group, ours | on_log)
-        self._scoring_slot_freed.set()
-        if isinstance(event, GroupDiscarded):
-            log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
+        return (await self._log.end_of(group.key)).trajectories if ack.duplicate else group.trajectories

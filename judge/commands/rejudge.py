@@ -121,10 +121,9 @@ class Rejudge:
     async def _rescue(self, seq: int, event: GroupDiscarded) -> None:
         """Score a group that was discarded, if this judge can. Raises `HistoryGoneError`."""
         key = GroupKey(event.project, event.model, event.group, event.split)
-        group = Group(key, 0.0, closed_by="timeout")
-        for trajectory in event.trajectories:
-            found = await self._completed(event, trajectory)
-            group.arrivals[trajectory] = Arrival(found.event, found.seq, [])
+        found = [await self._completed(event, trajectory) for trajectory in event.trajectories]
+        members = sorted((Arrival(r.event, r.seq) for r in found), key=lambda arrival: arrival.seq)
+        group = Group(key, tuple(members), closed_by="timeout")
         result = await score_closed(group, self._config.judge, self.report.judge, self._composer)
         if isinstance(result, GroupDiscarded):
             self.report.failed += result.reason == "unscored"

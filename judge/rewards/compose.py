@@ -30,6 +30,9 @@ log = get_logger("judge.rewards.compose")
 _RECENT = 1000
 """Messages of the stream `GROUPS` from which a starting judge learns its position bias."""
 
+_AT_LEAST, _AT_MOST = 8, 256
+"""Groups that a process scores at once. Few with a judge model: what one process holds, the others can't score."""
+
 Component = tuple[Mapping[str, float], tuple[Verdict, ...]]
 """One part of the rewards: its value by trajectory, and the verdicts behind it."""
 
@@ -46,6 +49,14 @@ class ConfiguredComposer:
     ) -> None:
         """`rulers` and `functions` by the name of their reward; `""` is the ruler of uncomposed rewards."""
         self._config, self.rulers, self._functions, self._load = config, rulers, functions, load
+
+    @property
+    def at_once(self) -> int:
+        return max(2 * self._config.concurrency, _AT_LEAST) if self.rulers else _AT_MOST
+
+    @property
+    def paused(self) -> int:
+        return max((ruler.paused for ruler in self.rulers.values()), default=0)
 
     async def __call__(self, members: Sequence[TrajectoryCompleted]) -> GroupRewards:
         if not self._config.rewards:

@@ -137,6 +137,8 @@ class LlmRuler:
         self._rng = rng or random.SystemRandom()
         self._context_tokens = config.context_tokens
         self.statistics = JudgeStatistics()
+        self.paused = 0
+        """Groups that pause before they are judged again."""
 
     async def __call__(
         self, members: Sequence[TrajectoryCompleted]
@@ -158,7 +160,11 @@ class LlmRuler:
             if time.monotonic() + pause > deadline:
                 raise UnscoredError(f"no usable judge pass within {self._config.retry_for_s:.0f} s: {reason}")
             log.warning("group will be judged again", group=members[0].group, in_s=pause, reason=reason)
-            await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
+            self.paused += 1
+            try:
+                await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
+            finally:
+                self.paused -= 1
 
     async def judge(
         self, transcripts: Sequence[Transcript], *, count: bool = True

@@ -114,8 +114,12 @@ def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
 async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> AsyncIterator[Judge]:
     """A judge without a judge model, which runs within the block."""
     judge = Judge(broker, config, None, judge_hash)
-    async with broker.consume("judge") as messages, anyio.create_task_group() as tg:
-        tg.start_soon(judge.run, messages)
+    async with (
+        broker.consume("judge") as completions,
+        broker.consume("judge-timers") as timers,
+        anyio.create_task_group() as tg,
+    ):
+        tg.start_soon(judge.run, completions, timers)
         yield judge
         tg.cancel_scope.cancel()
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from judge.service import Judge
+from judge.group_log import GroupLog
+from judge.groups import Group, key_of
+from judge.scoring import late_event, score_closed
 from pipeline.config import Config, JudgeConfig, NatsConfig
-from pipeline.events import GroupDiscarded, GroupScored, TrainingBatch, TrajectoryCompleted
-from pipeline.log.broker import Broker
+from pipeline.events import (
+    DeadLettered,
+    GroupDiscarded,
+    GroupScored,
+    GroupTimedOut,
+    TrainingBatch,
+    TrajectoryCompleted,
+    decode,
+    encode,
+)
+from pipeline.log import dead_letters
+from pipeline.log.broker import Broker, Delivery
+from pipeline.log.messages import StoredMessage
 from tests.judge.kit import groups, judging
 
 pytestmark = pytest.mark.anyio
@@ -36,6 +49,25 @@ async def drained(broker: Broker) -> None:
     with anyio.fail_after(20):
         while await broker.lag("judge"):
             await anyio.sleep(0.02)
+
+
+async def timers(broker: Broker, count: int) -> list[StoredMessage]:
+    """The `count` timers that are set in the end."""
+    with anyio.fail_after(20):
+        while True:
+            found = [m async for m in broker.messages("TIMERS", subject="timer.set.>") if m.payload]
+            if len(found) == count:
+                return found
+            await anyio.sleep(0.02)
+
+
+async def closed_group(broker: Broker, closing: Delivery) -> Group:
+    """The group that a delivered completion closed."""
+    assert isinstance(closing.event, TrajectoryCompleted)
+    found = await GroupLog(broker, JudgeConfig(group_size=3)).read(key_of(closing.event), closing.place)
+    assert found is not None
+    assert found.closed_at == closing.seq
+    return found.group
 
 
 async def publish(broker: Broker, events: Sequence[TrajectoryCompleted]) -> None:
@@ -122,9 +154,9 @@ async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_
         )
         found = await groups(broker, 2)
         await drained(broker)
-    assert [(g.split, [m.trajectory for m in g.members]) for g in found] == [
-        ("val", ["v"]),
+    assert sorted((g.split, [m.trajectory for m in g.members]) for g in found) == [
         ("train", ["a", "b", "c"]),
+        ("val", ["v"]),
     ]
     assert found[0].subject() != found[1].subject()
 
@@ -198,36 +230,34 @@ async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats
     assert len(group.members) == 3
 
 
-async def test_an_open_group_is_rebuilt_after_a_restart(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [completed("a"), completed("b", reward=1.0)])
-        async with judging(broker, settings(nats_config)) as judge:
-            with anyio.fail_after(10):
-                while judge._assembler.next_deadline() == float("inf"):
-                    await anyio.sleep(0.02)
-        async with judging(broker, settings(nats_config)):
-            await broker.publish(completed("c"))
-            (group,) = await groups(broker, 1)
-        assert {m.trajectory for m in group.members} == {"a", "b", "c"}
-
-
-async def test_a_redelivered_member_of_a_scored_group_is_acknowledged_and_neither_scored_again_nor_late(
+async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_group(
     nats_config: NatsConfig,
 ) -> None:
     async with Broker.connect(nats_config) as broker:
-        await publish(broker, [completed("a"), completed("b"), completed("c")])
-        async with broker.consume(
-            "judge"
-        ) as messages:  # a judge that published and died before it acknowledged
-            held = await messages.batch(3)
-            judge = Judge(broker, settings(nats_config), None, "j")
-            for group in await judge._assemble(held[:3]):
-                for arrival in group.arrivals.values():
-                    arrival.deliveries.clear()
-                await judge._score_and_publish(group)
         async with judging(broker, settings(nats_config)):
+            await publish(broker, [completed("a"), completed("b", reward=1.0)])
             await drained(broker)
-        await groups(broker, 1)
+        async with judging(broker, settings(nats_config)):
+            await broker.publish(completed("c"))
+            (group,) = await groups(broker, 1)
+            await drained(broker)
+        assert [m.trajectory for m in group.members] == ["a", "b", "c"]
+        assert (await broker.stream_info("TIMERS")).config.retention == "workqueue"
+        await timers(broker, 0)  # a full group needs no deadline
+
+
+async def test_a_redelivered_closing_member_is_neither_scored_again_nor_late(nats_config: NatsConfig) -> None:
+    """A judge published the group and died before it acknowledged."""
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [completed("a"), completed("b"), completed("c")])
+        async with broker.consume("judge") as messages:
+            held = await messages.batch(3)
+            group = await closed_group(broker, held[2])
+            event = await score_closed(group, JudgeConfig(), "j", None)
+            await broker.publish(event)
+        async with judging(broker, settings(nats_config), "another"):
+            await drained(broker)
+        assert [g.judge for g in await groups(broker, 1)] == ["j"]
         assert await broker.read(GroupDiscarded) == []
 
 
@@ -235,18 +265,85 @@ async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted
     nats_config: NatsConfig,
 ) -> None:
     async with Broker.connect(nats_config) as broker:
-        judge = Judge(broker, settings(nats_config), None, "j")
         await publish(broker, [completed("a"), completed("b"), completed("c")])
         async with broker.consume("judge") as messages:
-            (group,) = await judge._assemble(await messages.batch(3))
-            other = replace(group, arrivals={t: a for t, a in group.arrivals.items() if t != "c"})
-            other.arrivals = {t: replace(a, deliveries=[]) for t, a in other.arrivals.items()}
-            await judge._score_and_publish(other)
-            await judge._score_and_publish(group)
-        await drained(broker)
+            group = await closed_group(broker, (await messages.batch(3))[2])
+        fewer = dataclasses.replace(group, members=group.members[:2])
+        await broker.publish(await score_closed(fewer, JudgeConfig(), "j", None))
+        async with judging(broker, settings(nats_config)):
+            await drained(broker)
         await groups(broker, 1)
         (late,) = await groups(broker, 1, "discarded")
         assert late.trajectories == ("c",)
+
+
+async def test_a_late_member_that_is_recorded_first_does_not_end_the_group(nats_config: NatsConfig) -> None:
+    """The judge that held the closing member died, and another recorded the late one meanwhile."""
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [completed(t) for t in "abcd"])
+        await broker.publish(late_event(completed("d")))
+        async with judging(broker, settings(nats_config)):
+            (group,) = await groups(broker, 1)
+            await drained(broker)
+        assert [m.trajectory for m in group.members] == ["a", "b", "c"]
+        assert [d.trajectories for d in await groups(broker, 1, "discarded")] == [("d",)]
+
+
+async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing_member(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless nobody scores it: its size was another when the member was acknowledged."""
+    monkeypatch.setattr("judge.service._ASK_AGAIN_S", 0.05)
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, settings(nats_config, group_size=4)):
+            await publish(broker, [completed("a"), completed("b"), completed("c")])
+            await drained(broker)
+        async with judging(broker, settings(nats_config, group_size=3)):
+            assert await broker.read(GroupScored) == []
+            (left,) = await timers(broker, 1)
+            timeout = decode(left.payload)
+            assert isinstance(timeout, GroupTimedOut)
+            await broker.set_timer(timeout, 0.0)
+            (group,) = await groups(broker, 1)
+            await drained(broker)
+        assert (group.closed_by, len(group.members)) == ("size", 3)
+
+
+async def test_a_completion_on_the_former_subject_joins_its_group(nats_config: NatsConfig) -> None:
+    """It was recorded by an earlier version, and no judge had acknowledged it."""
+    async with Broker.connect(nats_config) as broker:
+        old = completed("a", reward=1.0)
+        await broker.client.publish("rollout.completed.p.m.a", encode(old))
+        await broker.client.flush()
+        await publish(broker, [completed("b")])
+        async with judging(broker, settings(nats_config)):
+            await broker.publish(completed("c"))
+            (group,) = await groups(broker, 1)
+            await drained(broker)
+        assert sorted((m.trajectory, m.completed_seq) for m in group.members) == [
+            ("a", 1),
+            ("b", 2),
+            ("c", 3),
+        ]
+        async with broker.consume("store-rollouts") as stored:  # the moved message is for judges only
+            subjects = [d.subject for d in await stored.batch(10)]
+        assert subjects == ["rollout.completed.p.m.a", *(f"rollout.completed.p.m.g.{t}" for t in "bc")]
+
+
+async def test_a_dead_letter_that_is_delivered_again_joins_its_group(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        bad = completed("a", reward=1.0)
+        await broker.client.publish(bad.subject(), b"\xc1")
+        await broker.client.flush()
+        async with judging(broker, settings(nats_config)):
+            await publish(broker, [completed("b"), completed("c")])
+            await drained(broker)
+            (letter,) = await broker.read(DeadLettered)
+            fixed = msgspec.structs.replace(letter.event, payload=encode(bad))
+            await dead_letters.retry(broker, dataclasses.replace(letter, event=fixed))
+            (group,) = await groups(broker, 1)
+            await drained(broker)
+        assert {m.trajectory for m in group.members} == set("abc")
 
 
 async def test_a_judge_that_was_down_reads_its_backlog_before_it_closes_groups(
@@ -272,7 +369,7 @@ async def test_the_trainer_gets_every_group_of_a_batch(nats_config: NatsConfig) 
             small = {"group_size": 2, "batch": batch}
             await publish(broker, [completed("s0", "small", 1.0, **small)])
             await publish(broker, [completed("s1", "small", None, outcome="no_result", **small)])
-            scored: list[GroupScored] = await groups(broker, 2)
+            scored: list[GroupScored] = sorted(await groups(broker, 2), key=lambda g: g.group)
             await drained(broker)
         assert await broker.read(GroupDiscarded) == []
     assert [(g.group, g.batch) for g in scored] == [("full", batch), ("small", batch)]

@@ -8,9 +8,10 @@ import pytest
 
 from judge.commands import rejudge as command
 from judge.commands.rejudge import Rejudge
+from judge.group_log import GroupEnd, GroupLog
+from judge.groups import GroupKey
 from judge.rewards.compose import ConfiguredComposer
 from judge.ruler.transcripts import load_transcript
-from judge.service import Judge
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig
 from pipeline.events import GroupScored, TrajectoryCompleted
 from pipeline.log.broker import Broker
@@ -68,15 +69,10 @@ async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -
     async with Broker.connect(nats_config) as broker:
         await history(broker, config)
         await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run(limit=1)
-        judge = Judge(broker, config, None, "j")
+        written = GroupLog(broker, config.judge)
         for group in ("g0", "g1"):
-            assert await judge._held_on_log(key(group)) == {f"{group}-{i}" for i in range(3)}
-
-
-def key(group: str) -> object:
-    from judge.groups import GroupKey
-
-    return GroupKey("p", "m", group, "train")
+            end = await written.end_of(GroupKey("p", "m", group, "train"))
+            assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)))
 
 
 async def test_groups_whose_history_is_gone_are_recorded_as_discarded(nats_config: NatsConfig) -> None:
