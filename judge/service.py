@@ -32,6 +32,7 @@ from pipeline.events import GroupDiscarded, GroupTimedOut, TrajectoryCompleted
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.running.service import Ready
+from pipeline.streams import consumer
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge")
@@ -46,8 +47,9 @@ _MAX_SCORING = 1024
 """Groups in memory at once, those included whose judge model does not answer. The rest stays on the log."""
 _WRONG_S = 1.0
 """How long an event that should not be on its subject is given back. In the end it becomes a dead letter."""
-_ASK_AGAIN, _ASK_AGAIN_S = 3, 60.0
-"""How often, and after how long, the timer of a group that is full but not scored is delivered again."""
+_ASK_AGAIN, _ASK_AGAIN_WAITS = 3, 6
+"""How often, and after how many times the ack wait, the timer of a group that is full but not scored is delivered
+again."""
 
 
 def check(config: Config) -> None:
@@ -177,7 +179,7 @@ class Judge:
         elif found.closed_at != place.seq and delivery.deliveries <= _ASK_AGAIN:
             # The completion that made it full is being handled, or waits in a backlog. If it was acknowledged under
             # other settings, by which the group was not full, nobody scores the group but this timer.
-            await delivery.give_back(_ASK_AGAIN_S)
+            await delivery.give_back(_ASK_AGAIN_WAITS * consumer("judge").ack_wait_s)
         else:
             self._begin_scoring(found.group, delivery)
 

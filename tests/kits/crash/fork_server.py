@@ -1,6 +1,8 @@
 """A fork server for the crash matrix: it has imported every service, so that a trainer starts in milliseconds instead
 of ten seconds.
 
+    python -m tests.kits.crash.fork_server ACK_WAIT_S [SERVICE | MODULE …]
+
 It reads a JSON line for each process to start on stdin, `{"id": 3, "service": "judge", "config": …, "crash":
 "judge.before_publish:2"}`. The process itself answers `{"id": 3, "ready": true}`, and the fork server `{"id": 3,
 "status": …}` once it has ended (a signal's number, negative). The line `{"id": 3, "signal": 9}` sends a signal to a
@@ -30,11 +32,11 @@ ACK_WAIT_S = 0.6
 SERVICES = ("gateway", "judge", "trainer", "store")
 
 
-def quick_consumers() -> tuple[streams.ConsumerSpec, ...]:
+def quick_consumers(ack_wait_s: float = ACK_WAIT_S) -> tuple[streams.ConsumerSpec, ...]:
     """Return the consumers with a short acknowledgement time, so that what a dead process held is delivered again at
     once, and without an end of redeliveries, so that none makes a dead letter."""
     return tuple(
-        dataclasses.replace(c, ack_wait_s=ACK_WAIT_S, max_deliver=1_000_000) for c in streams.CONSUMERS
+        dataclasses.replace(c, ack_wait_s=ack_wait_s, max_deliver=1_000_000) for c in streams.CONSUMERS
     )
 
 
@@ -48,7 +50,7 @@ def serve(order: dict[str, Any]) -> None:
     name = order["service"]
     config = configuration.load(order["config"])
     log.configure(name, "WARNING", config.path(f"{name}.log").open("a"))
-    streams.CONSUMERS = quick_consumers()
+    streams.CONSUMERS = quick_consumers(float(sys.argv[1]))
     crash.arm(order["crash"])
 
     def ready(**_: str | int | float) -> None:
@@ -75,8 +77,8 @@ def fork(order: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    for name in SERVICES:
-        importlib.import_module(f"{plan.SERVICES[name]}.service")
+    for name in sys.argv[2:] or SERVICES:
+        importlib.import_module(f"{plan.SERVICES[name]}.service" if name in plan.SERVICES else name)
     tell(id=0, ready=True)
     alive: dict[int, int] = {}
     """Descriptor of a process to the id in its order."""

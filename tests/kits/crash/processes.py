@@ -11,13 +11,17 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from tests.kits.crash.fork_server import ACK_WAIT_S
+
 
 class ForkServer:
     """Starts processes of services through `tests.kits.crash.fork_server`."""
 
-    def __init__(self, config: Path) -> None:
-        command = [sys.executable, "-m", "tests.kits.crash.fork_server"]
-        self._config = str(config)
+    def __init__(self, config: Path, *services: str, ack_wait_s: float = ACK_WAIT_S) -> None:
+        """`config`: the settings of processes that name no others. `services`: those that will be started, and modules
+        that they import later; none: all services. `ack_wait_s`: the acknowledgement time of their consumers."""
+        command = [sys.executable, "-m", "tests.kits.crash.fork_server", str(ack_wait_s), *services]
+        self._config = config
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes: dict[int, ServiceProcess] = {0: ServiceProcess(self, 0, "")}
 
@@ -38,11 +42,18 @@ class ForkServer:
         """Wait until every service is imported."""
         await self._processes[0].ready.wait()
 
-    def start(self, service: str, where: str = "") -> ServiceProcess:
+    @property
+    def next_number(self) -> int:
+        """The number that the next process will have."""
+        return len(self._processes)
+
+    def start(self, service: str, where: str = "", config: Path | None = None) -> ServiceProcess:
         """Start a process that dies at the stop point `where`, `<point>:<passage>`; empty: at none."""
         process = ServiceProcess(self, len(self._processes), where)
         self._processes[process.number] = process
-        self.order({"id": process.number, "service": service, "config": self._config, "crash": where})
+        self.order(
+            {"id": process.number, "service": service, "config": str(config or self._config), "crash": where}
+        )
         return process
 
     def order(self, order: dict[str, str | int]) -> None:
@@ -70,9 +81,13 @@ class ServiceProcess:
     ready: anyio.Event = field(default_factory=anyio.Event)
     ended: anyio.Event = field(default_factory=anyio.Event)
 
+    def send(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        self.fork_server.order({"id": self.number, "signal": number})
+
     async def end(self, number: int) -> int:
         """Send a signal, unless the process has ended; return its exit status once it has."""
-        self.fork_server.order({"id": self.number, "signal": number})
+        self.send(number)
         await self.ended.wait()
         assert self.status is not None
         return self.status
