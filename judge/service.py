@@ -31,6 +31,7 @@ from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupTimedOut, TrajectoryCompleted
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
+from pipeline.running.environment import process_number
 from pipeline.running.service import Ready
 from pipeline.streams import consumer
 from pipeline.telemetry.logs import get_logger
@@ -76,11 +77,15 @@ async def serve(config: Config, ready: Ready) -> None:
         broker.consume("judge") as completions,
         broker.consume("judge-timers") as timers,
     ):
-        anchors = read_labelled(Path(config.judge.anchors.file)) if config.judge.anchors.file else []
+        number = process_number()
+        # One process of a machine scores the anchors: they tell of the judge model, not of the process.
+        file = config.judge.anchors.file if number == 1 else ""
+        anchors = read_labelled(Path(file)) if file else []
+        path = config.path("judge.json" if number == 1 else f"judge-{number}.json")
         async with anyio.create_task_group() as tg:
             if composer is not None:
                 monitor = JudgeMonitor(
-                    config.judge, config.path("judge.json"), composer.rulers, anchors, broker.publish,
+                    config.judge, path, composer.rulers, anchors, broker.publish,
                     project=config.project, judge=judge_id,
                 )  # fmt: skip
                 tg.start_soon(monitor.run)

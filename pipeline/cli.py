@@ -190,8 +190,8 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
         save(with_values(planned, values), file)
         for spec in specs:
             module = SERVICES.get(spec.name, "trainer")
-            if module == "trainer":  # `load` checked all that can be checked without loading a model
-                continue
+            if module == "trainer" or spec.service:
+                continue  # `load` checked all that can be checked without loading a model; or another process checks it
             argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
             env = environment.of(config, spec.name, os.environ)
             done = subprocess.run(argv, env=env, capture_output=True, text=True)

@@ -91,7 +91,9 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeyman. Empty: `general`."""
     concurrency: Count = 16
-    """Calls to the judge model at once."""
+    """Calls to the judge model at once, of each process."""
+    processes: Count = 1
+    """Judge processes that `journeyman up` starts. More of them may run on other machines."""
     passes: Count = 2
     """Most passes over one group. Each pass shows the trajectories in another order. From the second pass on,
     judging ends when two passes agree."""

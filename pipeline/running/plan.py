@@ -22,6 +22,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, with_values
 from pipeline.names import version_name
 from pipeline.running import families
+from pipeline.running.environment import NUMBER
 from pipeline.running.nats_binary import server_binary
 from pipeline.security import nkey, users
 
@@ -65,6 +66,13 @@ class ProcessSpec:
     start_timeout_s: float = 600.0
     """A process that is not ready after this time is killed and started again. The default is generous
     because replaying a long event log at startup can take minutes."""
+    service: str = ""
+    """The service, if this is a further process of it. Empty: `name`."""
+
+    @property
+    def kind(self) -> str:
+        """The service that the process belongs to, or its name."""
+        return self.service or self.name
 
 
 def free_port(host: str = LOOPBACK) -> int:
@@ -243,6 +251,12 @@ def _check_models(config: Config) -> None:
         check_base(model.base, f"models.{i}.base")
 
 
+def _further(spec: ProcessSpec, number: int) -> ProcessSpec:
+    """Return another process of the same service."""
+    env = {**spec.env, NUMBER: str(number)}
+    return dataclasses.replace(spec, name=f"{spec.name}-{number}", service=spec.name, env=env)
+
+
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
     """Return the settings with every address filled in, and the processes in the order of their start."""
     processes: list[ProcessSpec] = []
@@ -292,4 +306,6 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "trainer":  # it loads a model
             spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
         processes.append(spec)
+        if name == "judge":
+            processes += [_further(spec, number) for number in range(2, config.judge.processes + 1)]
     return config, processes

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pipeline.config import Config, ConfigError
+from pipeline.running.environment import process_number
 from pipeline.telemetry import counts
 
 _PROCESSES = {"rollout_gateway": "gateway", "pipeline.telemetry.exporter": "telemetry"}
@@ -56,8 +57,8 @@ def registry() -> CollectorRegistry:
 
 @contextmanager
 def served(config: Config, name: str, make: Callable[[], CollectorRegistry] = registry) -> Iterator[None]:
-    """Serve the metrics of service `name`, in a thread, if `metrics.ports` names a port for it. `make` returns what
-    the page shows.
+    """Serve the metrics of service `name`, in a thread, if `metrics.ports` names a port for it. Further processes of
+    the service on this machine take the ports after it. `make` returns what the page shows.
 
     Raises `ConfigError` if the port can't be used."""
     process = _PROCESSES.get(name, name)
@@ -65,6 +66,7 @@ def served(config: Config, name: str, make: Callable[[], CollectorRegistry] = re
     if port is None or os.environ.get("RANK", "0") != "0":  # one page for all ranks of a trainer
         yield
         return
+    port += process_number() - 1
     try:
         server, thread = start_http_server(port, config.metrics.host, make())
     except OSError as error:

@@ -33,13 +33,16 @@ def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: An
 
 
 @asynccontextmanager
-async def judge_process(config: Path, crash: str = "") -> AsyncIterator[subprocess.Popen[bytes]]:
+async def judge_process(
+    config: Path, crash: str = "", number: int = 1
+) -> AsyncIterator[subprocess.Popen[bytes]]:
     """Ready when it begins, stopped cleanly when the block ends unless it was killed."""
     reading, writing = os.pipe()
     with (config.parent / "judge.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "judge", "--config", str(config), "--ready-fd", str(writing)],
-            pass_fds=[writing], stderr=log, env={**os.environ, **({"JOURNEYMAN_CRASH": crash} if crash else {})},
+            pass_fds=[writing], stderr=log,
+            env={**os.environ, "JOURNEYMAN_PROCESS": str(number), "JOURNEYMAN_CRASH": crash},
         )  # fmt: skip
     os.close(writing)
     try:
@@ -99,7 +102,7 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
             process.send_signal(signal.SIGKILL)
             process.wait()
         assert len(await scored(broker)) < 24
-        async with judge_process(config):
+        async with judge_process(config, number=2):
             found = await until_scored(broker, 24)
             with anyio.fail_after(120):
                 while await broker.lag("judge"):
@@ -115,8 +118,8 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
     assert all("ruler" in m.components for m in group.members)
     assert {v.rubric for v in group.verdicts} == {"general"}
     assert len(group.verdicts) == 2
-    state = msgspec.json.decode((tmp_path / "judge.json").read_bytes())
-    assert state["alarm"] is False
+    for name in ("judge.json", "judge-2.json"):
+        assert msgspec.json.decode((tmp_path / name).read_bytes())["alarm"] is False
 
 
 async def test_a_group_whose_judge_model_never_answers_is_recorded(

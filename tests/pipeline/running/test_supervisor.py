@@ -140,6 +140,15 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     assert external.nats.url == "nats://elsewhere:4222"
 
 
+def test_a_plan_has_several_judges_with_numbers_of_their_own(tmp_path: Path) -> None:
+    settings = [f"run_dir={tmp_path}", "judge.processes=3", 'nats.url="nats://elsewhere:4222"']
+    _, specs = make_plan(load(None, settings), ("judge", "store"))
+    assert [(s.name, s.kind, s.env.get("JOURNEYMAN_PROCESS", "1")) for s in specs] == [
+        ("judge", "judge", "1"), ("judge-2", "judge", "2"), ("judge-3", "judge", "3"), ("store", "store", "1"),
+    ]  # fmt: skip
+    assert len({s.argv for s in specs}) == 2
+
+
 def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
     for service in ("gateway", "trainer"):
         with pytest.raises(ConfigError) as caught:
