@@ -2,6 +2,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
+NODES ?= 1
 
 .PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness bench-tracing gpu-proof clean
 
@@ -11,7 +12,7 @@ $(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements
 	deploy/make-venv.sh cpu $(VENV)
 
 demo: venv
-	$(PY) -m examples.tictactoe.demo --seed $(SEED) --run-dir runs/demo
+	$(PY) -m examples.tictactoe.demo --seed $(SEED) --nodes $(NODES) --run-dir runs/demo
 
 # Two workers; the tests that need vLLM share one of them.
 test: venv

@@ -25,6 +25,7 @@ from examples.common.running import ExampleError, Installation, make_room
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
+from examples.tictactoe.nodes import Faults, Nodes
 from examples.tictactoe.report import GOAL, MODEL, conclude, difference, win_rate
 from journeyman import AsyncJourneyman, Trajectory, evaluation
 from journeyman.curriculum import Curriculum
@@ -150,7 +151,7 @@ class Training:
     batches of them are under way or waiting to be trained, which is what keeps them fresh."""
 
     def __init__(
-        self, fleet: Fleet, progress: Progress, args: argparse.Namespace, installation: Installation
+        self, fleet: Fleet, progress: Progress, args: argparse.Namespace, installation: Installation | Nodes
     ) -> None:
         self.fleet, self.progress, self.args = fleet, progress, args
         self._installation = installation
@@ -170,6 +171,12 @@ class Training:
         """Groups ahead of the trainer."""
         trained: int = self.progress.step * self.args.groups
         return len(self._playing) + self._useful - self._skipped - trained
+
+    def share(self) -> float:
+        """Share of the budget of steps or of time that is used up, 0 to 1."""
+        steps: float = self.progress.step / self.args.steps
+        time_used: float = (time.monotonic() - self._began) / self.args.seconds
+        return max(steps, time_used)
 
     async def run(self) -> None:
         """Play until the budget of steps or of time is used up and all games have ended."""
@@ -246,9 +253,12 @@ async def evaluate(
     )  # fmt: skip
 
 
-async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
+async def play(
+    args: argparse.Namespace, installation: Installation | Nodes, progress: Progress
+) -> dict[str, Any]:
     """Evaluate, train and evaluate again on a running installation. Returns the agents' part of the report."""
     view = View(progress)
+    faults = Faults(installation) if isinstance(installation, Nodes) else None
     showing = asyncio.create_task(view.run())
     try:
         gateway = await installation.ready()
@@ -261,7 +271,11 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         progress.recent.clear()
         progress.staleness.clear()
         training = Training(fleet, progress, args, installation)
-        await training.run()
+        async with asyncio.TaskGroup() as tasks:
+            breaking = tasks.create_task(faults.run(training.share)) if faults else None
+            await training.run()
+            if breaking:
+                breaking.cancel()
         trained_s = time.monotonic() - progress.began
         trained_games, calls = progress.games, fleet.calls
         final = f"{MODEL}@{progress.step}"
@@ -293,6 +307,7 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         "training_games": trained_games,
         "failed_requests": fleet.failed + sum(entrant.failed for entrant in report.entrants),
         "last_error": fleet.last_error,
+        "faults": faults.done if faults else [],
         "restarts": restarts,
         "final_checkpoint": final,
         "time_to_0_70": progress.goal_s,
@@ -327,6 +342,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="choose openings whose groups are likely to have different rewards",
     )
+    parser.add_argument(
+        "--nodes", type=int, choices=(1, 3), default=1,
+        help="3: three NATS servers, two gateways and two judges, and faults in the middle of training",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -335,17 +354,14 @@ def main(argv: list[str] | None = None) -> None:
     run_dir: Path = args.run_dir.absolute()
     make_room(run_dir)
     progress = Progress(steps=args.steps)
-    installation = Installation(
-        run_dir,
-        SETTINGS,
-        {
-            "judge.group_size": args.group_size,
-            "trainer.groups_per_step": args.groups,
-            "trainer.max_steps": args.steps,
-            "trainer.optimizer.schedule": "linear",
-            "trainer.seed": args.seed,
-        },
-    )
+    overrides = {
+        "judge.group_size": args.group_size,
+        "trainer.groups_per_step": args.groups,
+        "trainer.max_steps": args.steps,
+        "trainer.optimizer.schedule": "linear",
+        "trainer.seed": args.seed,
+    }
+    installation = (Nodes if args.nodes > 1 else Installation)(run_dir, SETTINGS, overrides)
     try:
         try:
             report = asyncio.run(play(args, installation, progress))
@@ -353,7 +369,8 @@ def main(argv: list[str] | None = None) -> None:
             installation.stop()
         settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
         wall_s = round(time.monotonic() - progress.began, 1)
-        conclude({"seed": args.seed, "settings": settings, **report, "wall_s": wall_s}, run_dir, console)
+        report = {"seed": args.seed, "settings": settings, **report, "wall_s": wall_s}
+        conclude(report, installation.run_dir, console)
     except KeyboardInterrupt:
         console.print(f"stopped; what was played so far is in {run_dir}")
         raise SystemExit(130) from None
