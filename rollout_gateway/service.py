@@ -172,14 +172,8 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         router = VersionRouter(policies, fleet)
         registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
         await registry.mark_position()
-        pacing = Pacing(
-            config.project,
-            broker,
-            policies.models,
-            limit=config.gateway.max_groups_ahead,
-            forget_s=config.gateway.groups_ahead_s,
-        )
-        await pacing.rebuild()
+        pacing = Pacing(config.project, config.gateway.max_groups_ahead)
+        await pacing.mark_position(broker)
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
         feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, siblings), LogHealth()
@@ -208,7 +202,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         def changed(recorded: Recorded[Event]) -> None:
             fleet.check_all()
             if isinstance(recorded.event, CheckpointPublished):
-                pacing.done(recorded.event.model, recorded.event.groups, recorded.place.at)
+                pacing.done(recorded.event.model, recorded.event.groups)
             feed.broadcast(wire_name(recorded.event), shown_fields(recorded.event))
 
         def discarded(event: GroupDiscarded) -> None:
@@ -223,7 +217,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
                 tg.start_soon(api_keys.watch)
                 tg.start_soon(policies.follow, broker, changed)
                 tg.start_soon(registry.follow_completions)
-                tg.start_soon(pacing.follow, discarded)
+                tg.start_soon(pacing.follow, broker, discarded)
                 if detector is not None:
                     tg.start_soon(detector.run)
                 async with run_server(

@@ -21,6 +21,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.capture.registry import Registry
 from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import quick_consumers
@@ -76,6 +77,23 @@ async def brokers(cluster: NatsCluster, nats_config: NatsConfig) -> AsyncIterato
             config = NatsConfig(url=node.url, replicas=3, ack_timeout_s=2.0)
             made.append(await stack.enter_async_context(Broker.connect(config, provision=False)))
         yield made[1:]
+
+
+async def test_a_stream_without_a_leader_is_not_called_deleted(cluster: NatsCluster) -> None:
+    config = NatsConfig(url=cluster.urls, replicas=1, connect_timeout_s=60, ack_timeout_s=2.0)
+    async with Broker.connect(config, name="first") as broker:
+        await cluster.healthy()
+        leader = cluster.node(await leader_of(broker.client, "ROLLOUTS"))
+        other = next(node for node in cluster.nodes if node is not leader)
+    async with Broker.connect(NatsConfig(url=other.url, ack_timeout_s=2.0), provision=False) as broker:
+        assert await LogHealth().probe(broker) == ""
+        leader.kill()
+        await cluster.healthy([n for n in cluster.nodes if n is not leader])  # the others agree again
+        while (trouble := await LogHealth().probe(broker)) == "":
+            await anyio.sleep(0.1)
+        assert "no leader" in trouble or "did not take a write" in trouble
+        assert "has no leader" in await broker.why_no_answer("ROLLOUTS")
+        assert "does not exist" in await broker.why_no_answer("OTHER")
 
 
 async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(brokers: list[Broker]) -> None:

@@ -21,8 +21,6 @@ from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, 
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
 from pipeline.events.group import (
-    GroupAdmitted,
-    GroupAhead,
     GroupDiscarded,
     GroupLabeled,
     GroupScored,

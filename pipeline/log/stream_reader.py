@@ -253,6 +253,17 @@ class StreamReader:
         """Return the leader's description of a stream. Raises `BrokerError` if there is no such stream."""
         return await self._info(lambda: self.js.stream_info(stream), f"stream {stream}")
 
+    async def why_no_answer(self, stream: str) -> str:
+        """Return why no server answered for a stream: it does not exist, or has no leader at the moment, as in a
+        cluster that lost a server."""
+        try:
+            await self.js.stream_info(stream)
+        except nats.js.errors.NotFoundError:
+            return f"the stream {stream} does not exist"
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError):
+            pass  # its leader would have answered
+        return f"the stream {stream} has no leader"
+
     async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
         """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer."""
         return await self._info(

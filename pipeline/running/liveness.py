@@ -192,7 +192,7 @@ class LogProbe:
                 )  # fmt: skip
             except nats.js.errors.NoStreamResponseError:
                 if name in self._seen:
-                    reasons.append(f"{name} is gone")
+                    reasons.append(await broker.why_no_answer(name))
                 return
             except nats.js.errors.APIError as error:
                 if error.err_code in _BYTES_EXCEEDED:

@@ -28,7 +28,7 @@ class LogHealth:
     async def run(self, broker: Broker) -> None:
         """Probe every 5 seconds. Never returns."""
         while True:
-            trouble = await self._probe(broker)
+            trouble = await self.probe(broker)
             if trouble and not self.trouble:
                 log.error("the log takes no writes: captured calls are answered 503", reason=trouble)
             elif self.trouble and not trouble:
@@ -36,14 +36,15 @@ class LogHealth:
             self.trouble = trouble
             await anyio.sleep(PROBE_EVERY_S)
 
-    async def _probe(self, broker: Broker) -> str:
+    async def probe(self, broker: Broker) -> str:
+        """Return why the log takes no write now; an empty string if it takes one."""
         try:
             await broker.js.publish(
                 streams.alive_subject(_STREAM), b"", timeout=broker.config.ack_timeout_s,
                 headers={"Nats-TTL": f"{_TTL_S}s"},
             )  # fmt: skip
         except nats.js.errors.NoStreamResponseError:
-            return f"the stream {_STREAM} does not exist"
+            return await broker.why_no_answer(_STREAM)
         except nats.js.errors.APIError as error:
             return f"{_STREAM} refuses writes: {error.description}"
         except (nats.errors.Error, TimeoutError) as error:
