@@ -172,8 +172,14 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         router = VersionRouter(policies, fleet)
         registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
         await registry.mark_position()
-        pacing = Pacing(config.project, config.gateway.max_groups_ahead)
-        await pacing.mark_position(broker)
+        pacing = Pacing(
+            config.project,
+            broker,
+            policies.models,
+            limit=config.gateway.max_groups_ahead,
+            forget_s=config.gateway.groups_ahead_s,
+        )
+        await pacing.rebuild()
         adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
         feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, siblings), LogHealth()
@@ -202,7 +208,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         def changed(recorded: Recorded[Event]) -> None:
             fleet.check_all()
             if isinstance(recorded.event, CheckpointPublished):
-                pacing.done(recorded.event.model, recorded.event.groups)
+                pacing.done(recorded.event.model, recorded.event.groups, recorded.place.at)
             feed.broadcast(wire_name(recorded.event), shown_fields(recorded.event))
 
         def discarded(event: GroupDiscarded) -> None:
@@ -217,7 +223,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
                 tg.start_soon(api_keys.watch)
                 tg.start_soon(policies.follow, broker, changed)
                 tg.start_soon(registry.follow_completions)
-                tg.start_soon(pacing.follow, broker, discarded)
+                tg.start_soon(pacing.follow, discarded)
                 if detector is not None:
                     tg.start_soon(detector.run)
                 async with run_server(

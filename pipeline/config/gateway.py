@@ -133,8 +133,12 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     max_calls: Natural = 0
     """Model calls at once in this replica. Beyond it calls get a 429. 0: no limit."""
     max_groups_ahead: Natural = 0
-    """Groups that may be open or not trained yet. Beyond it opening a new group gets a 429. 0: no limit. This
-    bounds staleness before agents run; otherwise the trainer discards stale groups after they ran."""
+    """Groups that may be open or not trained yet, over all gateways. Beyond it opening a new group gets a 429. 0: no
+    limit. This bounds staleness before agents run; otherwise the trainer discards stale groups after they ran. All
+    gateways of a project need the same value."""
+    groups_ahead_s: Positive = 3600.0
+    """How long a group counts towards `max_groups_ahead` at most: beyond it, its agents are taken for dead. Make it
+    longer than a group takes from its first run to its training."""
     http: HttpConfig = HttpConfig()
     replicas: ReplicasConfig = ReplicasConfig()
     detection: DetectionConfig = DetectionConfig()

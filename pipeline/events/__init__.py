@@ -21,6 +21,8 @@ from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, 
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
 from pipeline.events.group import (
+    GroupAdmitted,
+    GroupAhead,
     GroupDiscarded,
     GroupLabeled,
     GroupScored,

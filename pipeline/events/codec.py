@@ -10,7 +10,7 @@ from pipeline.events.alarm import AlarmChanged
 from pipeline.events.base import Event
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import PolicyEvaluated
-from pipeline.events.group import GroupDiscarded, GroupLabeled, GroupScored, JudgeMeasured
+from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupLabeled, GroupScored, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
     PolicyLoaded,
@@ -40,6 +40,7 @@ AnyEvent = (
     | GroupTimedOut
     | GroupScored
     | GroupDiscarded
+    | GroupAdmitted
     | GroupLabeled
     | JudgeMeasured
     | CheckpointPublished

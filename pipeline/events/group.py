@@ -8,7 +8,7 @@ import msgspec
 
 from pipeline.events.base import Event
 from pipeline.events.rollout import TrainingBatch
-from pipeline.events.types import Outcome, Split
+from pipeline.events.types import Micros, Outcome, Split
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,3 +195,26 @@ class GroupLabeled(Event, frozen=True, kw_only=True, tag="group.labeled"):
 
     def message_id(self) -> str:
         return f"{self.project}/{self.group}/labeled/{self.request}"
+
+
+class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that is ahead of the trainer: admitted, and neither trained nor discarded."""
+
+    group: str
+    at: Micros
+    """Stream time of its admission."""
+
+
+class GroupAdmitted(Event, frozen=True, kw_only=True, tag="group.admitted"):
+    """A gateway lets a group begin (`gateway.max_groups_ahead`). The newest one of a model tells what is ahead, for all
+    gateways: each is published on condition that it follows the one that its gateway knows."""
+
+    subject_fields = ("project", "model")
+
+    group: str
+    model: str
+    ahead: tuple[GroupAhead, ...] = ()
+    """The groups that were ahead of the trainer, without this one."""
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.model}/{self.group}/admitted/{self.at}"

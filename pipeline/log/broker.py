@@ -49,7 +49,9 @@ _WRONG_LAST_SEQUENCE = 10071
 _SKIPPED_REMEMBERED = 10_000
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
-_EXPECTED = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
+EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
+"""Header of a publish: the sequence of the last message on its subject. If it is another, the publish has no effect,
+and its acknowledgement is that of the message after it, as a duplicate."""
 _RETRY = streams.RETRY_HEADER.encode()
 _HEADERS_MARGIN = 4096
 _OTHER_SERVERS_S = 0.5
@@ -191,7 +193,7 @@ class Broker(Reader):
         sent = dict(headers or {})
         sent[_MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
-            sent[_EXPECTED] = "0"
+            sent[EXPECTED_LAST_SEQ] = "0"
         ack = await self._publish_until_acked(subject, payload, sent)
         counts.published[wire_name(event)] += 1
         return ack
@@ -202,7 +204,7 @@ class Broker(Reader):
         """Publish bytes, which need not be an event of this version, to a subject that holds one message only, ever."""
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
-        sent = {**headers, _MSG_ID: message_id, _EXPECTED: "0"}
+        sent = {**headers, _MSG_ID: message_id, EXPECTED_LAST_SEQ: "0"}
         return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
 
     async def publish_bytes(self, subject: str, payload: bytes, *, message_id: str) -> Ack:
@@ -241,7 +243,7 @@ class Broker(Reader):
     async def _existing(self, subject: str, headers: dict[str, str], replace_undecodable: bool) -> Ack | None:
         """Return an acknowledgement of the message that was on the subject before ours. None if there is none that
         counts: then the expected last sequence in `headers` is corrected, and the publish can be repeated."""
-        stream, expected = streams.stream_of_subject(subject), int(headers[_EXPECTED])
+        stream, expected = streams.stream_of_subject(subject), int(headers[EXPECTED_LAST_SEQ])
         found: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
@@ -255,7 +257,7 @@ class Broker(Reader):
         if last == expected:  # the expected message was deleted, or retention removed it
             before = await self.leader_get(stream, {"last_by_subj": subject})
             last = before.seq if before is not None else 0
-        headers[_EXPECTED] = str(last)
+        headers[EXPECTED_LAST_SEQ] = str(last)
         return None
 
     async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:

@@ -59,7 +59,7 @@ USERS: tuple[User, ...] = (
     User(
         "gateway", "records trajectories, serves adapters",
         publishes=("rollout.>", "policy.loaded.>", "policy.unloaded.>", "policy.promoted.>",
-                   "policy.evaluated.>", "group.labeled.>"),
+                   "policy.evaluated.>", "group.labeled.>", "group.admitted.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         remembers=True,

@@ -17,7 +17,7 @@ import msgspec
 
 from pipeline.errors import OtherEventError, UndecodableError
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
-from pipeline.log.broker import BrokerError, HistoryGoneError
+from pipeline.log.broker import EXPECTED_LAST_SEQ, BrokerError, HistoryGoneError
 from pipeline.log.messages import Page
 from pipeline.log.subjects import subject_filter
 from pipeline.telemetry.logs import get_logger
@@ -26,7 +26,6 @@ from rollout_gateway.http.errors import ApiError, already_completed
 
 log = get_logger("rollout_gateway.capture.trajectory")
 
-_EXPECTED_LAST_SEQ_HEADER = "Nats-Expected-Last-Subject-Sequence"
 _REMEMBERED_CALLS = 8
 
 
@@ -179,7 +178,7 @@ class Trajectory:
 
         Raises `BrokerError` if the log refuses the event although `recorded` is up to date."""
         known = self.recorded
-        headers = {"traceparent": traceparent, _EXPECTED_LAST_SEQ_HEADER: str(known.last_stream_seq)}
+        headers = {"traceparent": traceparent, EXPECTED_LAST_SEQ: str(known.last_stream_seq)}
         ack = await self.log.broker.publish(event, headers)
         # A duplicate: the condition did not hold, or the log has the message id already. The latter may be an earlier
         # attempt of this publish whose acknowledgement was lost.

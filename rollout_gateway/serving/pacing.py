@@ -1,70 +1,176 @@
 """Limits how many groups may be open or untrained, so that none is stale when it is trained.
 
 Discarding stale groups wastes what was sampled and starves long tasks, so a new group has to wait instead. A group
-counts from the opening of its first trajectory at this replica until a checkpoint or a discard names it. Groups of
-other replicas and of earlier processes do not count: the limit is approximate.
+counts from the opening of its first trajectory until a checkpoint or a discard names it, or until it is older than
+`gateway.groups_ahead_s`: its agents may have died.
+
+All gateway processes of a project count together. An admission is an event on the log that holds the groups ahead, and
+is published on condition that the process knows the one before. Of two admissions at the same time one fails, and its
+process reads the other before it decides again. A process that starts takes over what it finds there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
-from pipeline.events import GroupDiscarded
-from pipeline.log.broker import Broker
+from pipeline.events import CheckpointPublished, GroupAdmitted, GroupAhead, GroupDiscarded, now_us
+from pipeline.log.broker import EXPECTED_LAST_SEQ, Broker, Recorded
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
 
 _MOST_WAITING = 10_000
 """Waiting groups whose first request is remembered. The oldest is forgotten first."""
+_MOST_DONE = 100_000
+"""Trained and discarded groups that are remembered. The oldest is forgotten first."""
+
+
+class _Model:
+    """The groups of one model that are ahead of the trainer."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, int] = {}
+        """Stream time of its admission by group."""
+        self.done: OrderedDict[str, int] = OrderedDict()
+        """Stream time of the checkpoint or discard by group."""
+        self.last_seq = 0
+        """Stream sequence of the newest admission that is known."""
+        self.reads = 0
+        """Reads of the newest admission that have begun."""
+        self.reading = asyncio.Lock()
+        self.admitting = asyncio.Lock()
+
+    def take(self, admitted: Recorded[GroupAdmitted]) -> None:
+        """Make `groups` what the newest admission says, without those that are done."""
+        self.last_seq = admitted.seq
+        event = admitted.event
+        found = {ahead.group: ahead.at for ahead in event.ahead} | {event.group: admitted.place.at}
+        self.groups = {group: at for group, at in found.items() if self.done.get(group, -1) < at}
+
+    def end(self, group: str, at: int) -> None:
+        self.done[group] = max(at, self.done.pop(group, 0))
+        if len(self.done) > _MOST_DONE:
+            self.done.popitem(last=False)
+        if self.groups.get(group, at + 1) <= at:
+            del self.groups[group]
 
 
 class Pacing:
-    """Counts the groups that are ahead of the trainer."""
+    """Admits groups."""
 
-    def __init__(self, project: str, limit: int) -> None:
-        """`limit`: groups of a model at once; 0 for no limit."""
-        self._project, self._limit = project, limit
-        self._ahead: dict[str, set[str]] = {}
-        """By model, the groups neither trained nor discarded."""
+    def __init__(
+        self, project: str, broker: Broker, models: Iterable[str], *, limit: int, forget_s: float
+    ) -> None:
+        """`limit`: groups of a model at once; 0 for no limit. `forget_s`: how long a group counts at most."""
+        self._project, self._broker, self._limit, self._forget_us = (
+            project,
+            broker,
+            limit,
+            int(forget_s * 1e6),
+        )
+        self._models = {model: _Model() for model in models}
         self._waiting: dict[tuple[str, str], float] = {}
         """By model and group, when the group first had to wait."""
         self._next_seq = 0
 
-    def admit(self, model: str, group: str, split: str) -> float:
+    async def admit(self, model: str, group: str, split: str) -> float:
         """Admit a trajectory of the group. Further trajectories of an admitted group always pass.
 
-        Returns how many seconds the group had to wait, for the trajectory that it is admitted with. Raises a 429
-        `ApiError`."""
+        Returns how many seconds the group had to wait at this process, for the trajectory that it is admitted with.
+        Raises a 429 `ApiError`, and `BrokerError` if the log does not answer."""
         if not self._limit or split != "train":
             return 0.0
-        ahead = self._ahead.setdefault(model, set())
-        if group not in ahead and len(ahead) >= self._limit:
-            self._waiting.setdefault((model, group), time.monotonic())
-            if len(self._waiting) > _MOST_WAITING:
-                del self._waiting[next(iter(self._waiting))]
-            raise ApiError(
-                429,
-                "groups_ahead",
-                f"{len(ahead)} groups of {model} wait for training, and another one would be stale. Try again later.",
-            )
-        ahead.add(group)
+        state = self._models[model]
+        while not self._is_ahead(state, group):
+            if self._is_full(state) or not state.reads:
+                await self._read(model, state)
+                if self._is_ahead(state, group):
+                    break
+                if self._is_full(state):
+                    self._refuse(state, model, group)
+            async with state.admitting:
+                if self._is_ahead(state, group) or self._is_full(state):
+                    continue
+                await self._publish(model, state, group)
+                if group in state.groups:
+                    break
         since = self._waiting.pop((model, group), None)
         return 0.0 if since is None else time.monotonic() - since
 
-    def done(self, model: str, groups: tuple[str, ...]) -> None:
-        """Stop counting groups that were trained or discarded."""
-        self._ahead.get(model, set()).difference_update(groups)
+    def _is_ahead(self, state: _Model, group: str) -> bool:
+        return state.groups.get(group, 0) > now_us() - self._forget_us
 
-    async def mark_position(self, broker: Broker) -> None:
-        """Note the log's present end. `follow` begins there."""
+    def _is_full(self, state: _Model) -> bool:
+        if len(state.groups) < self._limit:
+            return False
+        oldest = now_us() - self._forget_us
+        state.groups = {group: at for group, at in state.groups.items() if at > oldest}
+        return len(state.groups) >= self._limit
+
+    def _refuse(self, state: _Model, model: str, group: str) -> None:
+        self._waiting.setdefault((model, group), time.monotonic())
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+        raise ApiError(
+            429,
+            "groups_ahead",
+            f"{len(state.groups)} groups of {model} wait for training, and another one would be stale. Try again "
+            "later.",
+        )
+
+    # -- the log ---------------------------------------------------------------------------------------------------
+
+    async def _publish(self, model: str, state: _Model, group: str) -> None:
+        """Admit a group if the admission that is known is still the last one. In either case, read the last one."""
+        event = GroupAdmitted(
+            project=self._project,
+            model=model,
+            group=group,
+            ahead=tuple(GroupAhead(group=name, at=at) for name, at in state.groups.items()),
+        )
+        await self._broker.publish(event, {EXPECTED_LAST_SEQ: str(state.last_seq)})
+        await self._read(model, state)
+
+    async def _read(self, model: str, state: _Model) -> None:
+        """Read the newest admission, as it is after this call began. Callers that wait share one read."""
+        wanted = state.reads + 1
+        async with state.reading:
+            if state.reads >= wanted:
+                return  # another caller's read began after this call
+            state.reads += 1
+            admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
+            if admitted is not None:
+                state.take(admitted)
+
+    def done(self, model: str, groups: tuple[str, ...], at: int) -> None:
+        """Stop counting groups that were trained or discarded. `at`: stream time of the event that says so."""
+        if self._limit and model in self._models:
+            for group in groups:
+                self._models[model].end(group, at)
+
+    async def rebuild(self) -> None:
+        """Read which groups are ahead. `follow` begins at the log's present end."""
+        broker, project = self._broker, self._project
         self._next_seq = (await broker.stream_info(stream_of(GroupDiscarded))).state.last_seq + 1
+        if not self._limit:
+            return
+        for trained in await broker.read(CheckpointPublished, project=project):
+            self.done(trained.event.model, trained.event.groups, trained.place.at)
+        for model, state in self._models.items():
+            await self._read(model, state)
+            for group in list(state.groups):
+                for discarded in await broker.read(GroupDiscarded, project=project, model=model, group=group):
+                    state.end(group, discarded.place.at)
 
-    async def follow(self, broker: Broker, on_discard: Callable[[GroupDiscarded], None]) -> None:
+    async def follow(self, on_discard: Callable[[GroupDiscarded], None]) -> None:
         """Stop counting groups as they are discarded, and call `on_discard` with each event. Never returns."""
-        discarded = follow_events(broker, [GroupDiscarded], lambda: self._next_seq, project=self._project)
+        discarded = follow_events(
+            self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project
+        )
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1
-            self.done(recorded.event.model, (recorded.event.group,))
+            self.done(recorded.event.model, (recorded.event.group,), recorded.place.at)
             on_discard(recorded.event)

@@ -196,11 +196,11 @@ async def test_a_gateway_starts_and_follows(nats_config: NatsConfig) -> None:
             if recorded.event.step == 2:
                 seen.set()
 
-        paced = pacing.Pacing("p", 4)
-        await paced.mark_position(broker)
+        paced = pacing.Pacing("p", broker, ["m"], limit=4, forget_s=60)
+        await paced.rebuild()
         async with anyio.create_task_group() as tg:
             tg.start_soon(policies.follow, broker, changed)
-            tg.start_soon(paced.follow, broker, lambda _: None)
+            tg.start_soon(paced.follow, lambda _: None)
             await throw(broker, "policy.checkpoint.p.m.998")
             await throw(broker, "group.discarded.p.m.g.judge")
             await broker.publish(checkpoint(2))

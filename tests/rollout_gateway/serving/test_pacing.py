@@ -1,0 +1,113 @@
+"""Groups ahead of the trainer are counted over all gateway processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import GroupAdmitted, GroupDiscarded
+from pipeline.log.broker import Broker
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.serving.pacing import Pacing
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def gateways(
+    nats: NatsConfig, count: int, *, limit: int, forget_s: float = 600
+) -> AsyncIterator[list[Pacing]]:
+    """So many gateways' pacing, each with a connection of its own, and following."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            broker = await stack.enter_async_context(Broker.connect(nats))
+            pacing = Pacing("p", broker, ["m"], limit=limit, forget_s=forget_s)
+            await pacing.rebuild()
+            found.append(pacing)
+        tg = await stack.enter_async_context(anyio.create_task_group())
+        for pacing in found:
+            tg.start_soon(pacing.follow, lambda _: None)
+        yield found
+        tg.cancel_scope.cancel()
+
+
+async def admitted(pacing: Pacing, group: str, split: str = "train") -> bool:
+    try:
+        await pacing.admit("m", group, split)
+    except ApiError as error:
+        if error.code != "groups_ahead":
+            raise
+        return False
+    return True
+
+
+def discard(group: str) -> Any:
+    return GroupDiscarded(
+        project="p", model="m", group=group, trajectories=("t",), reason="stale", by="trainer"
+    )
+
+
+async def test_gateways_that_admit_at_once_stay_within_the_limit_together(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 3, limit=7) as three:
+        asked = [admitted(pacing, f"g{number}") for number in range(12) for pacing in three]
+        let_in = await asyncio.gather(*asked)
+        by_group = {f"g{n}": set(let_in[3 * n : 3 * n + 3]) for n in range(12)}
+        passed = {group for group, answers in by_group.items() if True in answers}
+        assert len(passed) == 7
+        for pacing in three:  # an admitted group passes at every gateway, and nobody else does
+            assert {g for g in by_group if await admitted(pacing, g)} == passed
+            assert await admitted(pacing, "other", "val")
+
+
+async def test_a_group_that_is_done_makes_room_at_every_gateway(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 2, limit=2) as (a, b), Broker.connect(nats_config) as broker:
+        assert await admitted(a, "one")
+        assert await admitted(b, "two")
+        assert not await admitted(a, "three")
+        assert not await admitted(b, "three")
+        await broker.publish(discard("one"))
+        with anyio.fail_after(30):
+            while not await admitted(b, "three"):
+                await anyio.sleep(0.01)  # until the gateway has read of it
+        assert not await admitted(a, "four")
+        a.done("m", ("two",), (await broker.read(GroupAdmitted, project="p", model="m"))[-1].place.at + 1)
+        assert await admitted(a, "four")
+        assert not await admitted(b, "five")
+
+
+async def test_a_gateway_that_starts_counts_what_others_admitted_before(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 1, limit=2) as (before,), Broker.connect(nats_config) as broker:
+        for group in ("one", "two"):
+            assert await admitted(before, group)
+        await broker.publish(discard("one"))
+        async with gateways(nats_config, 1, limit=2) as (after,):
+            assert await admitted(after, "two")
+            assert await admitted(after, "three")
+            assert not await admitted(after, "four")
+            assert await admitted(after, "three")  # a further run of an admitted group
+
+
+async def test_a_group_whose_agents_died_does_not_count_for_ever(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 2, limit=1, forget_s=1) as (a, b):
+        assert await admitted(a, "dead")
+        with anyio.fail_after(30):
+            while not await admitted(b, "next"):
+                await anyio.sleep(0.05)  # its time passes
+        assert await admitted(a, "next")
+
+
+async def test_a_group_may_begin_again_after_it_was_trained(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 2, limit=1) as (a, b), Broker.connect(nats_config) as broker:
+        assert await admitted(a, "one")
+        (first,) = await broker.read(GroupAdmitted, project="p", model="m")
+        for pacing in (a, b):
+            pacing.done("m", ("one",), first.place.at + 1)
+        assert await admitted(b, "one")
+        assert not await admitted(a, "two")
