@@ -174,7 +174,7 @@ def running(run_dir: Path) -> Iterator[tuple[httpx.Client, int, float]]:
 
 
 def get(client: httpx.Client, path: str) -> float:
-    """Seconds of a page, which must be found."""
+    """Return the seconds that a page takes. Raises an error if it shows one."""
     began = time.perf_counter()
     answer = client.get(f"/{path}").raise_for_status()
     if 'role="alert"' in answer.text:
@@ -189,7 +189,7 @@ def peak_mb(pid: int) -> float:
 
 
 def page_addresses(trajectories: int) -> dict[str, list[str]]:
-    """The addresses of each page, the first request's first."""
+    """Return the addresses to request for each page; the first one is the request with an empty cache."""
     at = [trajectories * i // 7 for i in range(1, 7)]
     steps = [max(1, i // 64) for i in at]
     return {

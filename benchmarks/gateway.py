@@ -138,7 +138,7 @@ def bench_calls(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     with all_proxies(bench, peers, CONNECTIONS) as (proxies, _):
         for name, runs in bench.race(proxies).items():
             if not runs:
-                continue  # the peer did not get through one of them
+                continue  # in every run of this peer a call failed
             best = max(runs, key=lambda run: run.per_core or run.rps)
             out |= {f"{name}_rps": best.rps}
             if name != "direct":
@@ -173,7 +173,7 @@ def bench_streams(bench: Bench, out: dict[str, Any], peers: Path) -> None:
                 proxies, connections=STREAMS, stream=True, warm_s=4.0, seconds=max(bench.seconds, 6)
             )
         for name, runs in raced.items():
-            if not runs:  # the peer did not get through one of them
+            if not runs:  # in every run of this peer a call failed
                 out |= {f"{name}_{rate}_chunks_per_s_per_core": None}
                 continue
             best = max(runs, key=lambda run: run.chunks_per_core)
@@ -188,7 +188,7 @@ def bench_streams(bench: Bench, out: dict[str, Any], peers: Path) -> None:
 def bench_litellm(bench: Bench, out: dict[str, Any], peers: Path) -> None:
     with bench.upstream(), litellm(bench, peers) as proxy:
         if proxy is not None:
-            # Its first answers take seconds each.
+            # litellm takes seconds for each of its first answers: a longer warm-up.
             (runs,) = bench.race([proxy], connections=8, warm_s=15, seconds=max(bench.seconds, 10)).values()
             best = max(runs, key=lambda run: run.per_core, default=None)
             if best is not None:
@@ -205,7 +205,7 @@ def bench_memory(bench: Bench, out: dict[str, Any], requests: int) -> None:
         anyio.run(open_trajectories, config, OPEN)
         options: dict[str, Any] = {"path": f"/t/b%d{PATH}", "numbers": OPEN, "seconds": max(bench.seconds, 5)}
         done, seen = 0, []
-        while done < OPEN * 10:  # every trajectory is known and has as many calls as are remembered of one
+        while done < OPEN * 10:  # then the gateway knows every trajectory, and each has 10 calls
             done += bench.load(port, **options).load["requests"]
         seen.append(process.memory_info().rss / 1e6)
         done, quarter = 0, 1
@@ -227,7 +227,7 @@ def bench_memory(bench: Bench, out: dict[str, Any], requests: int) -> None:
 
 
 def an_adapter(step: int) -> bytes:
-    """A tar that unpacks; the instant server loads nothing of it."""
+    """Return a tar archive that can be unpacked. Its content is not used: the benchmark's server loads no adapter."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         member = tarfile.TarInfo("adapter_config.json")

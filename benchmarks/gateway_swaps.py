@@ -69,7 +69,7 @@ class Streams:
     stopping: bool = False
 
     async def client(self, url: str, trajectory: str, number: int) -> None:
-        """One stream after the other on one connection, until `stopping`."""
+        """Ask for one stream after the other on one connection, until `stopping`."""
         body = {
             "model": "tictactoe", "stream": True, "max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True,
             "messages": [{"role": "user", "content": f"a1=x b2=o {number % 9}"}],
@@ -122,7 +122,7 @@ class Streams:
 
 
 async def _events(reader: asyncio.StreamReader) -> Any:
-    """The payloads of a chunked reply's events, each when it has come whole."""
+    """Yield the payload of each event of a chunked reply as soon as it is complete."""
     buffer = b""
     while True:
         size = int(await reader.readuntil(b"\r\n"), 16)
@@ -168,7 +168,7 @@ def explained(gateway: GatewayProcess) -> Iterator[None]:
 async def measure(
     gateway: GatewayProcess, broker: Broker, *, swaps: int, streams: int, calm_s: float
 ) -> tuple[dict[str, Any], Streams]:
-    """The clients' view, without and with swaps. Leaves `streams` trajectories `swap-<n>` open."""
+    """Return what clients measured without and with swaps. Leaves `streams` trajectories `swap-<n>` open."""
     seen = Streams()
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as control:
 
@@ -180,14 +180,14 @@ async def measure(
                     return time.perf_counter()
                 if time.perf_counter() > deadline:
                     raise TimeoutError(f"{version} did not serve within {_PATIENCE_S:.0f} s")
-                await asyncio.sleep(0.25)  # each look takes from what is measured
+                await asyncio.sleep(0.25)  # a request more often would slow down what is measured
 
         async def swap(steps: range) -> None:
             for step in steps:
                 started = time.perf_counter()
                 version = await publish_adapter(broker, step)
                 took.append(await serving(version) - started)
-                # A swap is one that calls were answered by.
+                # A version counts as swapped in once it answered a call.
                 await _until(lambda version=version: version in seen.begun, seen)
 
         await publish_adapter(broker, 1)

@@ -146,7 +146,8 @@ def _read(into: Path, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part with its servers: asked first, for they are in process groups of their own."""
+    """End the process of a part. SIGTERM lets it stop its servers, which are in process groups of their own; SIGKILL
+    follows if it does not end."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -248,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         args.device, args.tiny, args.rounds, args.models.with_name(args.models.name + ("-tiny" if args.tiny else "")),
         args.again,
     )  # fmt: skip
-    # As its own parts, so that Ctrl-C or a limit from outside stops servers too.
+    # SIGTERM runs the `finally` blocks, as Ctrl-C does, so that servers are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         report = proof([p for p in PARTS if p in args.only], options, out, page, args.seconds)

@@ -110,8 +110,8 @@ class Bench:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Within the context, all started processes share one core. With one call in flight only one process works at
-        a time, and the figure does not include waking up an idle core."""
+        """Start all processes on one core within the block. With one call in flight only one process works at a time,
+        and the figure does not include waking up an idle core."""
         self._together = True
         try:
             yield
@@ -119,7 +119,7 @@ class Bench:
             self._together = False
 
     def core(self, core: int) -> int:
-        """The core that a process gets if it asks for `core`."""
+        """Return the core on which a process is started that asks for `core`."""
         return 0 if self._together else core
 
     @contextlib.contextmanager
@@ -157,7 +157,8 @@ class Bench:
 
     @contextlib.contextmanager
     def upstream(self, chunk_ms: float = 20.0) -> Iterator[None]:
-        """The inference server that proxies are started before: `chunk_ms` between the chunks of a stream."""
+        """Run the inference server behind the proxies within the block. It waits `chunk_ms` between the chunks of a
+        stream."""
         before, self.upstream_port = self.upstream_port, free_port()
         command = [str(self.program), "serve", str(self.upstream_port), str(chunk_ms)]
         with self.process(command, core=1, ready=f"127.0.0.1:{self.upstream_port}"):
@@ -168,7 +169,7 @@ class Bench:
         self, port: int, *, path: str = PATH, connections: int = CONNECTIONS, stream: bool = False,
         header: str = "", proxy: psutil.Process | None = None, seconds: float = 0, numbers: int = 0,
     ) -> Measured:  # fmt: skip
-        """One run of the client; `%d` in `path` is the connection's number, or each of `numbers` in turn."""
+        """Run the client once. `%d` in `path` becomes the connection's number, or each of `numbers` in turn."""
         body = self.stream_body if stream else self.plain_body
         command = [
             *pinned(self.core(1)), str(self.program), "load", str(port), path, str(connections),
@@ -181,8 +182,9 @@ class Bench:
     def race(
         self, proxies: Sequence[Proxy], *, warm_s: float = 1.0, **options: Any
     ) -> dict[str, list[Measured]]:
-        """The runs of each proxy, by name. After a warm-up the proxies take turns, so that other work on the machine
-        affects all of them. A peer's run with failed calls is left out; a failed run of the gateway raises."""
+        """Return the runs of each proxy, by name. After a warm-up the proxies take turns, so that other work on
+        the machine affects all of them. A peer's run with failed calls is left out; a failed run of the gateway
+        raises."""
         for proxy in proxies:
             self.load(proxy.port, **{**options, "path": proxy.path, "seconds": warm_s})
         runs: dict[str, list[Measured]] = {proxy.name: [] for proxy in proxies}

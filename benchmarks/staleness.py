@@ -72,7 +72,8 @@ class Table:
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def _first(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same with an empty cache. There are few different openings; each goes through the model once."""
+        """Return the logits of the first turn, with an empty cache. There are few different openings: each goes through
+        the model once."""
         unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
         logits = self._logits(unique)
         self.cache.batch_select_indices(inverse)
@@ -100,7 +101,7 @@ class Table:
 
 
 class Arena:
-    """Plays games in batches with an adapter of the engine's."""
+    """Plays games in batches with an adapter of `engine`."""
 
     def __init__(self, engine: Engine, base: str) -> None:
         self.engine = engine

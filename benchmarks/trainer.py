@@ -102,7 +102,7 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     from trainer.engine.engine import Engine
 
     examples, groups = make_batch(shape)
-    # The recorded logprobs are made up: the checks run at their price, and what they find ends nothing.
+    # The recorded logprobs are invented: the checks take their time, and the bound lets them find nothing.
     config = TrainerConfig(
         threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
@@ -128,7 +128,7 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     trained = sum(e.sequence.trained_tokens for e in examples)
     return {
         "seconds": statistics.median(seconds[1:]),  # the first step warms up
-        "cpu_seconds": statistics.median(cpu_seconds[1:]),  # what other processes on the machine change less
+        "cpu_seconds": statistics.median(cpu_seconds[1:]),  # other processes disturb it less
         "trained_tokens_per_s": trained / statistics.median(seconds[1:]),
         "trained_tokens": trained,
         "sequence_tokens": sum(len(e.sequence.ids) for e in examples),

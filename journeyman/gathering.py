@@ -13,6 +13,7 @@ import itertools
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
@@ -52,7 +53,7 @@ class TooManyExceptionsError(Exception):
     def __init__(self, exceptions: Sequence[Exception], done: int, allowed: float) -> None:
         super().__init__(
             f"{len(exceptions)} of {done} rollouts raised, but max_exceptions allows {allowed:g}; "
-            f"the first exception: {exceptions[0]!r}"
+            f"the first exception: {type(exceptions[0]).__name__}: {exceptions[0]}"
         )
         self.exceptions = tuple(exceptions)
 
@@ -157,14 +158,19 @@ async def gather(
     takes no more runs, so give each pass over the tasks names of its own. `describe` returns the description of a task
     the judge reads. `pinned` is the policy version that answers every call. `max_exceptions` is a count (1 or more)
     or a share of all attempts (below 1). If more rollouts raise, the others are cancelled and completed as `no_result`,
-    and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or `concurrency` is below 1, or
-    `max_exceptions` below 0."""
+    and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or `concurrency` is below 1,
+    `max_exceptions` below 0, or two tasks have one name, and `TypeError` for a rollout that is no function."""
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
     if max_exceptions < 0:
         raise ValueError(f"max_exceptions must be at least 0, not {max_exceptions:g}")
     prefix = f"g-{secrets.token_hex(5)}"
     groups = [TaskGroup(task, name(task) if name else f"{prefix}-{n}") for n, task in enumerate(tasks)]
+    if len({group.name for group in groups}) < len(groups):
+        twice = Counter(group.name for group in groups).most_common(1)[0][0]
+        raise ValueError(f"`name` returns {twice!r} for several tasks; each task needs a group of its own")
+    if not callable(rollout):
+        raise TypeError(f"rollout must be a function of a trajectory and a task, not {rollout!r}")
     total = len(groups) * group_size
     allowed = max_exceptions if max_exceptions >= 1 else max_exceptions * total
     opened: list[dict[int, Trajectory]] = [{} for _ in groups]

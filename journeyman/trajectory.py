@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 Outcome = Literal["scored", "no_result", "masked"]
 
@@ -78,7 +78,7 @@ class Trajectory:
     model: str
     group: str
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     reward: float | None = None
     """`None` lets the judge assign the reward."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -116,6 +116,8 @@ class Trajectory:
 def checked_result(result: CompleteOptions) -> CompleteOptions:
     """Return a result with all numbers as floats. Raises `TypeError` or `ValueError` that names the field."""
     checked: CompleteOptions = {**result}
+    if (outcome := result.get("outcome", "scored")) not in get_args(Outcome):
+        raise ValueError(f"outcome must be one of {', '.join(get_args(Outcome))}, not {outcome!r}")
     if (reward := result.get("reward")) is not None:
         checked["reward"] = finite_number("reward", reward)
     if "rewards" in result:

@@ -15,6 +15,8 @@ RETRIED_STATUSES = (429, 502, 503, 504)
 CONFLICT = 409
 NOT_FOUND = 404
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
+"""OpenSSL's reasons when the other side answers in plain text."""
 _PROBLEM_CHARACTERS = 200
 """Characters of a response's body that an error message quotes."""
 
@@ -86,6 +88,10 @@ def transport_problem(error: httpx.TransportError) -> str:
         raise JourneymanError(f"the request cannot be sent: {text}") from error
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", "") in _NO_TLS:
+            raise JourneymanError(
+                f"the server does not speak TLS ({text}): write http:// in the URL"
+            ) from error
         if isinstance(cause, ssl.SSLCertVerificationError):
             raise JourneymanError(
                 f"the gateway's certificate is not trusted: {text}. Name the file of its certificate authority in the "

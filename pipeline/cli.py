@@ -11,12 +11,14 @@ backbone imports no service.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
@@ -67,6 +69,9 @@ SUBCOMMANDS = {
 }
 """Commands that live in a service's folder: module, and what `--help` says."""
 
+OWN = ("up", "status", "provision", "exec")
+"""Commands of this module."""
+
 _PORT_TRIES = 3
 """How often an installation is started with other ports if another process took a chosen one."""
 
@@ -79,7 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args and args[0] in SUBCOMMANDS:
         module, _ = SUBCOMMANDS[args[0]]
         run_module(module, args[1:])
-    parsed = _parser().parse_args(args)
+    parser = _parser()
+    if not args:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if not args[0].startswith("-") and args[0] not in (*OWN, *SUBCOMMANDS):
+        near = difflib.get_close_matches(args[0], (*OWN, *SUBCOMMANDS), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        parser.exit(
+            2, f"journeyman: there is no command {args[0]!r}{hint} `journeyman --help` lists all commands\n"
+        )
+    parsed = parser.parse_args(args)
     try:
         parsed.run(parsed)
     except (ConfigError, BrokerError, SupervisorError) as error:
@@ -89,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="journeyman", description="On-the-job training for LLM agents.")
+    parser.add_argument("--version", action="version", version=f"journeyman {version('journeyman')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     settings = argparse.ArgumentParser(add_help=False)
     settings.add_argument("--config", help="settings, TOML")
@@ -171,6 +187,7 @@ def _up(args: argparse.Namespace) -> None:
                     # Another process may take a port between its choice and the server's start.
                     planned, specs = make_plan(config, services)
                     taken = "address already in use" in str(error).lower()
+                    taken &= not any(f":{port}: " in str(error) for port in _ports(config) if port)
                     if not (left and taken and _ports(planned) != _ports(supervisor.config)):
                         raise
                     console.print("another process took a chosen port; starting again with other ports")
@@ -279,7 +296,8 @@ async def _supervise(
             tg.cancel_scope.cancel()
 
         await tg.start(run)
-        console.print(f"[bold green]ready[/] {_ready(config, services)} (run directory {config.run_dir})")
+        ready = f"[bold green]ready[/] {_ready(config, services)} (run directory {config.run_dir})"
+        console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
         for alarm in supervisor.alarms:

@@ -136,9 +136,14 @@ def _gateway(args: argparse.Namespace) -> str:
             )
         state = states[-1]
     try:
-        return str(json.loads(state.read_text("utf-8"))["urls"]["gateway"])
+        found = json.loads(state.read_text("utf-8"))
+        url = str(found["urls"]["gateway"])
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{state} names no gateway: {error}") from error
+    if found.get("services", {}).get("gateway", {}).get("state") == "stopped":
+        # Another run may have its port now.
+        raise ValueError(f"the run {state.parent} is stopped: start it with `journeyman up`, or give --url")
+    return url
 
 
 def _parser() -> argparse.ArgumentParser:

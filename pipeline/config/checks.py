@@ -48,6 +48,19 @@ def _check_urls(config: Config) -> None:
             )
 
 
+def _check_schemes(config: Config) -> None:
+    """Refuse addresses that no HTTP client can call."""
+    addresses = {
+        "vllm.urls": config.vllm.urls,
+        "judge.api_base": (config.judge.api_base,),
+        "ui.gateway_url": (config.ui.gateway_url,),
+    }
+    for name, urls in addresses.items():
+        for url in filter(None, urls):
+            if not re.match(r"https?://[^/:]", url):
+                raise ConfigError(f"{name}: {url!r} is no HTTP address: write http://<host>:<port>")
+
+
 def _check_access(config: Config) -> None:
     nats = config.nats
     least = math.ceil(nats.max_payload / min(spec.share for spec in STREAMS))
@@ -136,6 +149,7 @@ def _check_gateway(config: Config) -> None:
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
     _check_urls(config)
+    _check_schemes(config)
     _check_access(config)
     _check_names(config)
     _check_gateway(config)

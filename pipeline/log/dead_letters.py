@@ -139,6 +139,9 @@ async def _run(args: argparse.Namespace) -> None:
             if args.json:
                 out.print_json(msgspec.json.encode(rows).decode())
                 return
+            if not rows:
+                out.print("no dead letters")
+                return
             table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
             for row in rows:
                 cells = (row["seq"], f"{row['stream']} {row['stream_seq']}", row["consumer"], row["reason"])

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from pipeline.errors import ConfigError
-from pipeline.running.runs import STATE, find_run
+from pipeline.running.runs import STATE, find_run, service_url
 
 URL_VARIABLE, KEY_VARIABLE = "JOURNEYMAN_URL", "JOURNEYMAN_API_KEY"
 _OWN_KEY = Path("keys", "operator.key")
@@ -49,7 +49,11 @@ def connect(args: argparse.Namespace) -> GatewayApi:
             raise ConfigError(
                 f"{folder} has no {STATE}: start it with `journeyman up`, or name a gateway with --url"
             )
-        url = msgspec.json.decode((folder / STATE).read_bytes())["urls"]["gateway"]
+        url = service_url(msgspec.json.decode((folder / STATE).read_bytes()), "gateway")
+        if not url:
+            raise ConfigError(
+                f"{folder} is stopped, or has no gateway: start it with `journeyman up`, or name a gateway with --url"
+            )
     key = args.key or os.environ.get(KEY_VARIABLE, "")
     if not key and folder is not None and (folder / _OWN_KEY).is_file():
         key = (folder / _OWN_KEY).read_text("utf-8").strip()
@@ -73,7 +77,7 @@ class GatewayApi:
             with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
                 answer = client.request(method, self.url + path, json=body, headers=self._headers)
             found = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise GatewayError(
                 f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeyman up` running?"
             ) from error

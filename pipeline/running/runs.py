@@ -6,8 +6,9 @@ or a store. Commands that name no run mean the newest one under `runs/`: the one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -56,16 +57,24 @@ def run_settings(
     named = any(text.startswith("nats.url=") for text in more) or (file and config.nats.url)
     state = config.path(STATE)
     if nats_url or (not named and state.is_file()):
-        url = nats_url or msgspec.json.decode(state.read_bytes())["urls"]["nats"]
+        url = nats_url or service_url(msgspec.json.decode(state.read_bytes()), "nats")
         config = with_values(config, {"nats.url": url})
     return config
+
+
+def service_url(state: Mapping[str, Any], service: str) -> str:
+    """Return the address of a service as a run's `state.json` has it; empty if the run's own one was stopped, because
+    the port may belong to another run by now."""
+    if state.get("services", {}).get(service, {}).get("state") == "stopped":
+        return ""
+    return str(state.get("urls", {}).get(service) or "")
 
 
 def log_of(config: Config) -> NatsConfig:
     """Return how to reach the log of `run_settings`. Raises `ConfigError` if its address is not known."""
     if not config.nats.url:
         raise ConfigError(
-            f"{config.run_dir}: the address of its log is not known. "
+            f"{config.run_dir}: the address of its log is not known, or its log is stopped. "
             "Give --nats-url, set nats.url, or start the run with `journeyman up`"
         )
     return config.nats

@@ -98,10 +98,11 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
     if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
         console.print(
             f"run directory {run_dir}: stopped. `journeyman up` with the same settings goes on with it; "
-            "`journeyman ui` and `journeyman sql` show its history"
+            "`journeyman ui` and `journeyman sql` show its history",
+            soft_wrap=True,
         )
     else:
-        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
+        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True)
         if ui := state["urls"].get("ui"):
             console.print(f"dashboard {ui}")
     table = Table("service", "state", "pid", "restarts", box=None)
@@ -109,12 +110,13 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
     console.print(table)
     for alarm in dict.fromkeys((*state.get("alarms", ()), *state.get("full", ()))):
-        console.print(f"[bold red]alarm[/] {alarm}")
+        console.print(f"[bold red]alarm[/] {alarm}", soft_wrap=True)
     for one in state.get("raised", ()):
         of = f" of {one['model']}" if one["model"] else ""
-        console.print(f"[bold red]alarm[/] {one['alarm']}{of}: {escape(one['detail'])} (docs/alarms.md)")
+        told = f"{one['alarm']}{of}: {escape(one['detail'])} (docs/alarms.md)"
+        console.print(f"[bold red]alarm[/] {told}", soft_wrap=True)
     if "streams" not in state:
-        console.print(f"log: {state['log']}")
+        console.print(f"log: {state['log']}", soft_wrap=True)
         return
     table = Table("stream", "messages", "bytes", box=None)
     for row in state["streams"]:

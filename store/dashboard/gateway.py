@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from pipeline.config import Config
-from pipeline.running.runs import STATE
+from pipeline.running.runs import STATE, service_url
 from store.dashboard.errors import PageError
 
 _TIMEOUT_S = 60.0
@@ -39,9 +39,7 @@ class Gateway:
         if not state.is_file():
             return ""
         found = msgspec.json.decode(state.read_bytes())
-        if found["services"].get("gateway", {}).get("state", "stopped") == "stopped":
-            return ""  # another process may have its port now
-        return str(found["urls"].get("gateway", "")).rstrip("/")
+        return service_url(found, "gateway").rstrip("/") if "gateway" in found["services"] else ""
 
     async def policies(self, key: str) -> list[dict[str, Any]] | None:
         """What the models' names stand for; `None` where the gateway does not answer."""

@@ -14,6 +14,7 @@ import anyio.to_thread
 import duckdb
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -136,7 +137,12 @@ class Dashboard:
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status", None) or getattr(error, "status_code", None) or 500
-        message = getattr(error, "detail", None) or str(error)
+        message = str(error)
+        if isinstance(error, HTTPException):
+            here = request.url.path[:200]
+            message = (
+                f"There is no page {here!r}." if status == 404 else f"{request.method} is not for {here!r}."
+            )
         return self._render(request, "error", {"status": status, "message": message}, status)
 
     # -- pages -------------------------------------------------------------------------------------------------------

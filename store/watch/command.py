@@ -24,7 +24,7 @@ from rich.live import Live
 from pipeline.config import Config, ConfigError, with_values
 from pipeline.errors import BrokerError
 from pipeline.log.broker import Broker
-from pipeline.running.runs import run_settings
+from pipeline.running.runs import run_settings, service_url
 from pipeline.telemetry import logs as log
 from store.dashboard.history import History
 from store.target import StoreError
@@ -63,7 +63,8 @@ class Watch:
 
     async def _ask(self, every_s: float) -> None:
         # A restart of `up` may have given the log another address.
-        url = read_state(self._config).get("urls", {}).get("nats", self._config.nats.url)
+        state = read_state(self._config)
+        url = service_url(state, "nats") if state else self._config.nats.url
         if not url:
             raise ConfigError("no log is known")
         patience = {"connect_timeout_s": _LOG_TIMEOUT_S, "publish_deadline_s": _LOG_TIMEOUT_S}

@@ -46,6 +46,7 @@ def plain(snapshot: Snapshot) -> str:
     """The view as one line."""
     parts = [
         snapshot.at.strftime("%H:%M:%S"),
+        *([] if snapshot.running else [f"{snapshot.run_dir} is NOT RUNNING"]),
         f"runs/s {snapshot.runs_per_s:.2f}",
         f"open groups {snapshot.open_groups}",
         f"behind {_lag(snapshot)}",

@@ -376,3 +376,15 @@ async def test_the_base_model_has_one_name_everywhere(stub: StubGateway) -> None
         with pytest.raises(ValueError, match="reward must be finite, not nan"):
             await client.complete(next(iter(stub.opened)), reward=float("nan"))
     assert [b["pinned"] for b in stub.opened.values()] == ["m@0", "m@7", "m@0"]
+
+
+async def test_tasks_of_one_name_and_a_rollout_that_is_no_function_are_refused(stub: StubGateway) -> None:
+    """Two tasks of one name would be compared with each other as one group."""
+    async with AsyncJourneyman(stub.url) as client:
+        with pytest.raises(ValueError, match="`name` returns 'same' for several tasks"):
+            await client.gather("m", [1, 2], lambda run, task: 1.0, name=lambda task: "same")
+        with pytest.raises(
+            TypeError, match="rollout must be a function of a trajectory and a task, not None"
+        ):
+            await client.gather("m", [1], None)  # type: ignore[type-var]
+    assert not stub.opened

@@ -35,6 +35,7 @@ def test_numbers_of_any_kind_become_floats() -> None:
         ({"metrics": {"a\nb": 1.0}}, ValueError, r"a name in metrics must be printable text, not 'a\\nb'"),
         ({"metrics": {1: 1.0}}, ValueError, "a name in metrics must be printable text, not 1"),
         ({"reward": math.nan}, ValueError, "reward must be finite, not nan"),
+        ({"outcome": "failed"}, ValueError, "outcome must be one of scored, no_result, masked, not 'failed'"),
         ({"reward": "0.5"}, TypeError, "reward must be a number, not '0.5'"),
         ({"metadata": {"seen": {1, 2}}}, TypeError, "metadata must be what JSON can hold: .*set"),
         ({"metadata": {"x": math.inf}}, ValueError, "metadata must be what JSON can hold"),
@@ -43,6 +44,11 @@ def test_numbers_of_any_kind_become_floats() -> None:
 def test_what_is_no_result_is_said_with_its_field(fields: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         run(**fields).result()
+
+
+def test_a_printed_run_does_not_show_its_key() -> None:
+    made = Trajectory("t", "m", "g", "http://gateway/v1", "secret")
+    assert "secret" not in f"{made!r}{made}"
 
 
 def test_a_policy_is_named_in_one_way() -> None:

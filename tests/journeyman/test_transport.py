@@ -34,6 +34,11 @@ def test_an_error_that_every_attempt_meets_is_not_tried_again() -> None:
     for error in (httpx.UnsupportedProtocol("no scheme"), httpx.LocalProtocolError("bad header")):
         with pytest.raises(JourneymanError, match=f"cannot be sent: {error}"):
             transport_problem(error)
+    plain = httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER]")
+    plain.__cause__ = ssl.SSLError()
+    plain.__cause__.reason = "WRONG_VERSION_NUMBER"
+    with pytest.raises(JourneymanError, match=r"does not speak TLS .*: write http://"):
+        transport_problem(plain)
     untrusted = httpx.ConnectError("[SSL]")
     untrusted.__cause__ = ssl.SSLCertVerificationError("self-signed")
     with pytest.raises(JourneymanError, match="SSL_CERT_FILE"):

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from pipeline import cli
-from pipeline.cli import SUBCOMMANDS, main
+from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import Config, NatsConfig, load
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker
@@ -36,6 +36,14 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
         (["up", "--services", "gatway"], 2, "gatway"),
         (["up", "--config", "nothing.toml"], 2, "no settings file"),
         (["status", "--run-dir", "nowhere"], 2, "nothing was started there"),
+        (
+            ["up", "--vllm-url", "localhost:8000"],
+            2,
+            "vllm.urls: 'localhost:8000' is no HTTP address: write http://",
+        ),
+        (["polic", "list"], 2, "there is no command 'polic'; did you mean policy? `journeyman --help` lists"),
+        (["nonsense"], 2, "there is no command 'nonsense'. `journeyman --help` lists all commands"),
+        ([], 2, "query the history with SQL"),
     ],
 )
 def test_a_mistake_is_one_clear_line(
@@ -45,6 +53,18 @@ def test_a_mistake_is_one_clear_line(
         main(args)
     assert caught.value.code == code
     assert said in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("journeyman ")
+
+
+def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
+    named = " ".join(cli._parser().format_help().split())
+    assert all(f" {name} " in named for name in (*OWN, *SUBCOMMANDS))
 
 
 def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(

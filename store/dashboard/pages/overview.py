@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from store import alarms
+from store.dashboard.errors import PageError
 from store.dashboard.history import History
 from store.dashboard.pages.lists import Query, branch_of
 
@@ -132,10 +133,15 @@ def numbers(history: History, query: Query) -> dict[str, Any]:
 
 
 def chosen_of(history: History, query: Query) -> dict[str, Any]:
-    """The model and branch of the address, or the first ones, and the models that there are."""
-    names = models(history)
+    """The model and branch of the address, or the first ones, and the models that there are. Raises a 404 `PageError`
+    for others."""
+    names, branch = models(history), branch_of(query)
     model = query.get("model") or (names[0] if names else "")
-    return {"model": model, "branch": branch_of(query), "models": names}
+    for kind, chosen, known in (("model", model, names), ("branch", branch, branches(history))):
+        if chosen and chosen not in known:
+            message = f"There is no {kind} {chosen[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
+            raise PageError(404, message)
+    return {"model": model, "branch": branch, "models": names}
 
 
 def curves(history: History, query: Query) -> dict[str, Any]:

@@ -113,6 +113,18 @@ def test_what_can_t_be_used_is_said_so(
     assert said in capsys.readouterr().err
 
 
+def test_a_stopped_run_is_no_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another run may have its port by now."""
+    state = {"urls": {"gateway": "http://127.0.0.1:9"}, "services": {"gateway": {"state": "stopped"}}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(SystemExit):
+        main([*PLAYED, "m", "--run-dir", str(tmp_path)])
+    assert (
+        f"the run {tmp_path} is stopped: start it with `journeyman up`, or give --url"
+        in capsys.readouterr().err
+    )
+
+
 def test_an_evaluation_without_a_reward_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["http://127.0.0.1:9/v1#m", "--rollout", f"{KIT}:forget", "--scenarios", f"{KIT}:held_out"]
     with pytest.raises(SystemExit) as ended:

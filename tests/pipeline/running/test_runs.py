@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import ConfigError
+from pipeline.running.gateway_api import connect
 from pipeline.running.runs import find_run, log_of, run_settings
 
 
@@ -55,6 +57,25 @@ def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
     assert log_of(config).url == "nats://now:1"
     assert run_settings(nats_url="nats://given:1").nats.url == "nats://given:1"
     assert run_settings(overrides=["nats.url=nats://set:1"]).nats.url == "nats://set:1"
+
+
+def test_a_stopped_run_has_no_address(runs: Path) -> None:
+    """Another run may have its ports by now."""
+    folder = make(runs / "a", settings='[nats]\nurl = "nats://before:1"\n')
+    services = {"nats": {"state": "stopped"}, "gateway": {"state": "stopped"}}
+    urls = {"nats": "nats://now:1", "gateway": "http://now:2"}
+    (folder / "state.json").write_text(json.dumps({"urls": urls, "services": services}))
+    with pytest.raises(ConfigError, match="or its log is stopped"):
+        log_of(run_settings("runs/a"))
+    assert log_of(run_settings("runs/a", nats_url="nats://given:1")).url == "nats://given:1"
+    with pytest.raises(
+        ConfigError, match="runs/a is stopped, or has no gateway: start it with `journeyman up`"
+    ):
+        connect(argparse.Namespace(url="", run_dir="runs/a", key=""))
+    services["nats"]["state"] = services["gateway"]["state"] = "ready"
+    (folder / "state.json").write_text(json.dumps({"urls": urls, "services": services}))
+    assert log_of(run_settings("runs/a")).url == "nats://now:1"
+    assert connect(argparse.Namespace(url="", run_dir="runs/a", key="")).url == "http://now:2"
 
 
 def test_settings_in_a_file_of_their_own_come_before_the_runs(runs: Path, tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_two_runs_are_compared(client: TestClient, run_dir: Path) -> None:
         ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400), ("groups?step=x", 400),
         ("trajectories?step=x", 400), ("trajectory/t0?from=x", 400), ("event/group.scored/99", 404),
         ("event/groups/1", 404), ("event/sqlite_master/1", 404),
-        ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400), ("groups?split=test", 400),
+        ("overview?model=nope", 404), ("overview.json?branch=nope", 404), ("numbers?model=nope", 404),
+        ("compare?branch_a=nope", 404), ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400),
+        ("groups?split=test", 400),
         ("groups?signal=maybe", 400), ("groups?reason=boring", 400), ("groups?reason=no_variance", 200),
         ("compare?run_b=../here", 404), ("compare?run_b=none", 404), ("static/../server.py", 404),
     ],
@@ -107,6 +109,13 @@ def test_a_value_that_no_row_can_have_is_told_with_those_that_are_possible(clien
     answer = client.get("/groups.json?status=xyz")
     assert answer.status_code == 400
     assert answer.json()["message"] == "status='xyz': choose one of scored, discarded."
+
+
+def test_a_page_that_does_not_exist_is_named(client: TestClient) -> None:
+    assert client.get("/nosuch.json").json()["message"] == "There is no page '/nosuch.json'."
+    assert "There is no page" in client.get("/nosuch").text
+    refused = client.delete("/overview")
+    assert (refused.status_code, "DELETE is not for" in refused.text) == (405, True)
 
 
 def test_filters_and_texts_are_data(client: TestClient) -> None:
