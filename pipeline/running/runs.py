@@ -70,6 +70,20 @@ def service_url(state: Mapping[str, Any], service: str) -> str:
     return str(state.get("urls", {}).get(service) or "")
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process with this id runs on this machine."""
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def service_pid(config: Config, service: str) -> int:
+    """Return the id of the process in which `journeyman up` runs a service in the run directory; 0 if it does not."""
+    file = config.path(STATE)
+    state = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
+    found = state.get("services", {}).get(service, {})
+    pid = int(found.get("pid", 0))
+    return pid if found.get("state", "stopped") != "stopped" and is_alive(pid) else 0
+
+
 def log_of(config: Config) -> NatsConfig:
     """Return how to reach the log of `run_settings`. Raises `ConfigError` if its address is not known."""
     if not config.nats.url:

@@ -16,7 +16,7 @@ from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running.liveness import fills
-from pipeline.running.runs import STATE, log_of, run_settings
+from pipeline.running.runs import STATE, is_alive, log_of, run_settings
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
@@ -30,9 +30,9 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
     state = msgspec.json.decode(path.read_bytes())
     log.configure("status", "CRITICAL")  # errors are printed as one line
     for service in state["services"].values():
-        if service["state"] != "stopped" and not _alive(service["pid"]):
+        if service["state"] != "stopped" and not is_alive(service["pid"]):
             service["state"] = "gone"
-    state["running"] = _alive(state["pid"])
+    state["running"] = is_alive(state["pid"])
     if state["services"].get("nats", {}).get("state") == "stopped":
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
@@ -50,10 +50,6 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         _print(run_dir, state, console)
     if "streams" not in state or any(s["state"] == "gone" for s in state["services"].values()):
         raise SystemExit(1)
-
-
-def _alive(pid: int) -> bool:
-    return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:

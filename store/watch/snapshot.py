@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import msgspec
 from pipeline import streams
 from pipeline.config import Config
 from pipeline.log.broker import Broker
-from pipeline.running.runs import STATE
+from pipeline.running.runs import STATE, is_alive
 from store import alarms
 from store.dashboard.history import History
 
@@ -102,14 +101,14 @@ def take(history: History, lag: dict[str, int] | None, now: datetime | None = No
     totals = history.row(_TOTALS, {"now": at}) or {}
     opened = history.row(_OPEN, {"now": at}) or {}
     urls = {name: url for name, url in state.get("urls", {}).items() if isinstance(url, str)}
-    alive = _alive(state.get("pid", 0))
+    alive = is_alive(state.get("pid", 0))
     return Snapshot(
         run_dir=str(config.run_dir),
         at=at,
         running=alive,
         urls=urls,
         services={
-            name: one["state"] if one["state"] == "stopped" or _alive(one["pid"]) else "gone"
+            name: one["state"] if one["state"] == "stopped" or is_alive(one["pid"]) else "gone"
             for name, one in state.get("services", {}).items()
         },
         supervisor_alarms=tuple(state.get("alarms", ())) if alive else (),
@@ -165,7 +164,3 @@ def _replicas(config: Config, held: Sequence[dict[str, Any]]) -> tuple[tuple[str
         if row["replica"] in found or not config.vllm.urls:
             found.setdefault(row["replica"], []).append(row["version"])
     return tuple((replica, ", ".join(versions) or "base model") for replica, versions in found.items())
-
-
-def _alive(pid: int) -> bool:
-    return pid > 0 and Path(f"/proc/{pid}").exists()

@@ -94,6 +94,18 @@ async def test_train_without_a_log_says_what_is_missing(
     assert "--nats-url" in capsys.readouterr().err
 
 
+async def test_train_does_not_run_beside_the_trainer_of_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
+    running = {"pid": os.getpid(), "state": "ready", "restarts": 0}
+    (tmp_path / "state.json").write_text(json.dumps({"urls": {}, "services": {"trainer": running}}))
+    with pytest.raises(SystemExit) as error:
+        train.main(["--run-dir", str(tmp_path), "--nats-url", "nats://127.0.0.1:1"])
+    assert error.value.code == 2
+    assert f"`journeyman up` trains there already, as process {os.getpid()}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 async def test_train_runs_to_max_steps_and_ends(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path

@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
+from pipeline.running.runs import service_pid
 from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
@@ -39,6 +40,11 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not config.nats.url:
             raise ConfigError("nats.url: name the log with --nats-url")
+        if pid := service_pid(config, "trainer"):
+            raise ConfigError(
+                f"{config.run_dir}: `journeyman up` trains there already, as process {pid}: stop it first, or start it "
+                "with --services and without the service trainer"
+            )
         os.umask(0o077)  # the files of a run are readable by their owner only
         import_first(config)
         from trainer.checkpoints.commits import TrainerError
