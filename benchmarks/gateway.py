@@ -40,10 +40,11 @@ import psutil
 
 from benchmarks.gateway_peers import install_peers, litellm, nginx, vllm_router
 from benchmarks.proxied import CONNECTIONS, HERE, PATH, STREAMS, Bench, Proxy, free_port, on_core, pinned
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished, TrajectoryOpened
 from pipeline.log.broker import Broker
+from tests.kits.sampler import SamplerThread
 
 RESULTS = HERE / "results" / "gateway.json"
 RATES = {"stream": 20.0, "stream_paced": 50.0}
@@ -83,8 +84,13 @@ def gateway(
     save_config(config, config.path("config.toml"))
     command = [sys.executable, "-m", "rollout_gateway", "--config", str(config.path("config.toml"))]
     env = {"PYTHONPATH": str(HERE.parent)}
+    agent = SamplerThread(with_values(config, {"run_dir": str(bench.folder / f"{name}-sampler")}))
     with bench.process(command, core=0, ready=f"http://127.0.0.1:{port}/health", env=env) as process:
-        yield process, port, config
+        agent.start()
+        try:
+            yield process, port, config
+        finally:
+            agent.stop()
 
 
 async def open_trajectories(config: Config, count: int) -> None:

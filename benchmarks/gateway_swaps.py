@@ -3,6 +3,7 @@ version?
 
     python -m benchmarks.gateway_swaps                 200 swaps under 64 streams, about five minutes on two cores
     python -m benchmarks.gateway_swaps --swaps 20
+    python -m benchmarks.gateway_swaps --fleet double    two gateways, three servers (benchmarks.fleet_swaps)
 
 64 clients stream one completion after the other through one gateway, on one version and, in turns, while a trainer's
 checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine:
@@ -66,6 +67,8 @@ class Streams:
     """The newest step among them."""
     beside: set[str] = field(default_factory=set)
     """Versions whose streams went on after a reply of a newer version had begun."""
+    adapters: dict[str, set[str]] = field(default_factory=dict)
+    """Version to the folders of the adapters that its replies were made with, as `tests.kits.inference_double` says."""
     stopping: bool = False
 
     async def client(self, url: str, trajectory: str, number: int) -> None:
@@ -110,6 +113,8 @@ class Streams:
             model = chunk["model"]
             if model not in models:
                 models.add(model)
+                if chunk.get("system_fingerprint"):
+                    self.adapters.setdefault(model, set()).add(chunk["system_fingerprint"])
                 self.begun.add(model)
                 step = int(model.rpartition("@")[2])
                 self.newest = max(self.newest, step)
@@ -298,7 +303,15 @@ def main() -> None:
     parser.add_argument("--calm-s", type=float, default=30.0)
     parser.add_argument("--vllm-port", type=int, default=0, help="of one started by hand, as the tests' is")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--fleet", choices=("double", "vllm"), help="two gateways, three servers: see benchmarks.fleet_swaps"
+    )
     args = parser.parse_args()
+    if args.fleet:
+        from benchmarks import fleet_swaps  # which imports this module
+
+        fleet_swaps.main(args.fleet, args.swaps, args.streams)
+        return
     with tempfile.TemporaryDirectory() as folder:
         out = asyncio.run(run(Path(folder), args.vllm_port, args.swaps, args.streams, args.calm_s))
     out = {"cpus": os.cpu_count(), "python": platform.python_version(), **out}

@@ -64,6 +64,7 @@ SUBCOMMANDS = {
         "rollout_gateway.serving.command",
         "decide which version a model's name stands for, or list it",
     ),
+    "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),
     "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.commands.export", "write an adapter or merged weights"),
 }

@@ -120,12 +120,12 @@ def _users_section() -> Iterator[str]:
         "publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
         "(docs/decisions/0010-signed-checkpoints.md).\n"
     )
-    head = "user|does|publishes events|uses consumers|follows|reads streams|reads buckets|writes buckets"
+    head = "user|does|publishes events|uses consumers|follows|reads streams|reads buckets|writes buckets|writes keys"
     yield _table(
         head,
         (
             (f"`{u.name}`", u.purpose, *map(_names, (
-                u.publishes, u.consumes, (*u.follows, *u.branches), u.reads, u.fetches, u.stores,
+                u.publishes, u.consumes, (*u.follows, *u.branches), u.reads, u.fetches, u.stores, u.keeps,
             )))
             for u in users.USERS
         ),
@@ -182,6 +182,10 @@ def streams_page() -> str:
         _table(
             "bucket|holds|kept|share of `nats.max_bytes`",
             ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
+        ),
+        "## Key-value buckets\n",
+        _table(
+            "bucket|keys|holds", ((f"`{k.name}`", _names(k.keys), k.purpose) for k in streams.KEY_VALUES)
         ),
         *_users_section(),
     ]  # fmt: skip

@@ -140,6 +140,24 @@ class BucketSpec:
     """Maximum age of messages in seconds; 0 keeps them for ever."""
 
 
+@dataclass(frozen=True)
+class KeyValueSpec:
+    """A key-value bucket. It holds the last value of each key, until the value's own TTL is over."""
+
+    name: str
+    keys: tuple[str, ...]
+    """Keys in the bucket; parts in `<>` vary."""
+    purpose: str
+
+
+FLEET = KeyValueSpec(
+    "FLEET",
+    ("sampler.<project>.<replica>", "gateway.<project>.<gateway>"),
+    "the inference servers that sampler agents have registered, and the versions that each gateway uses; a record is "
+    "gone when its writer has not renewed it for `sampler.ttl_s`",
+)
+KEY_VALUES: tuple[KeyValueSpec, ...] = (FLEET,)
+
 ALIVE = "alive."
 """Prefix of the subjects of probes."""
 
@@ -204,6 +222,16 @@ def stream_of_subject(subject: str) -> str:
 def bucket_stream(bucket: str) -> str:
     """Return the name of the stream that holds a bucket."""
     return f"OBJ_{bucket}"
+
+
+def key_value_stream(bucket: str) -> str:
+    """Return the name of the stream that holds a key-value bucket."""
+    return f"KV_{bucket}"
+
+
+def key_subject(bucket: str, key: str) -> str:
+    """Return the subject of a key. `key` may hold wildcards."""
+    return f"$KV.{bucket}.{key}"
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:

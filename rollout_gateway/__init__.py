@@ -12,7 +12,8 @@ request's one `Cancellation` ends the wait for the server, never a record.
 | `workers` | several processes on one port |
 | `dialects` | the APIs: what is asked of vLLM, what is removed from its reply, translations, streams |
 | `access` | API keys and trajectory tokens |
-| `serving` | policy versions and the inference servers that hold them |
+| `serving` | policy versions, the inference servers that take calls, and the choice among them |
+| `sampler` | a process of its own beside inference servers: loads adapters into them and registers them |
 | `capture` | calls and trajectories, recorded on the log |
 | `api` | routes, bodies, answers and their document |
 | `app` | from a request to its answer |

@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import anyio
 
@@ -37,13 +36,14 @@ from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.pool import checked_limits
 from rollout_gateway.http.server import run_server
-from rollout_gateway.serving.adapters import AdapterManager
+from rollout_gateway.serving.members import Members
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.policy_feed import PolicyFeed
 from rollout_gateway.serving.promotion import Promotion, shown_fields
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
+from rollout_gateway.serving.server_key import api_key
 from rollout_gateway.workers.owner import Owner
 from rollout_gateway.workers.siblings import Siblings
 
@@ -90,22 +90,6 @@ def key_secret(config: Config) -> bytes:
     return path.read_bytes()
 
 
-def api_key(config: Config) -> str:
-    """The API key of the inference servers; empty if the settings name none. Raises `ConfigError` if its file is not
-    usable."""
-    if not config.vllm.api_key_file:
-        return ""
-    try:
-        key = Path(config.vllm.api_key_file).read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read") from error
-    if not key or not key.isprintable():
-        raise ConfigError(
-            f"vllm.api_key_file: {config.vllm.api_key_file} must hold the key as one printable line"
-        )
-    return key
-
-
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings with which `serve` would not start. Opens and writes nothing."""
     ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
@@ -123,8 +107,6 @@ async def serve(config: Config, ready: Ready, siblings: Siblings, command: Seque
 
     `siblings`: this process's place if it is a worker. `command` starts a gateway with these settings. Calls wait for
     inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
-    if not config.vllm.urls:
-        raise ConfigError("vllm.urls: name at least one inference server")
     if config.gateway.workers > 1 and not siblings.number:
         check(config)
         with _listen(config.gateway.host, config.gateway.port) as listener:
@@ -168,7 +150,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
     async with Broker.connect(config.nats, name="gateway") as broker:
         policies = Policies(config.project, (m.name for m in config.models), trust)
         await policies.rebuild(broker)
-        fleet = Fleet(config.vllm.urls, api_key(config))
+        fleet = Fleet(api_key(config), config.gateway.replicas.serving_share)
         router = VersionRouter(policies, fleet)
         registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
         await registry.mark_position()
@@ -180,7 +162,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
             forget_s=config.gateway.groups_ahead_s,
         )
         await pacing.rebuild()
-        adapters = AdapterManager(config, broker, policies, fleet, new_id("gw"))
+        members = Members(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
         feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, siblings), LogHealth()
         calls = CallHandler(config.gateway, fleet, router)
@@ -201,24 +183,21 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         )
         app = App(calls, controllers, identity, router, metrics, origins, config.gateway)
 
-        def loaded(event: PolicyLoaded) -> None:
-            metrics.loads += 1
-            feed.broadcast("policy.loaded", shown_fields(event))
-
         def changed(recorded: Recorded[Event]) -> None:
-            fleet.check_all()
-            if isinstance(recorded.event, CheckpointPublished):
-                pacing.done(recorded.event.model, recorded.event.groups, recorded.place.at)
-            feed.broadcast(wire_name(recorded.event), shown_fields(recorded.event))
+            event = recorded.event
+            members.policies_changed(event)
+            if isinstance(event, CheckpointPublished):
+                pacing.done(event.model, event.groups, recorded.place.at)
+            metrics.loads += isinstance(event, PolicyLoaded)
+            feed.broadcast(wire_name(event), shown_fields(event))
 
         def discarded(event: GroupDiscarded) -> None:
             feed.broadcast(wire_name(event), shown_fields(event))
 
-        adapters.on_loaded.append(loaded)
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(siblings.run)
-                tg.start_soon(adapters.run)
+                tg.start_soon(members.run)
                 tg.start_soon(log_health.run, broker)
                 tg.start_soon(api_keys.watch)
                 tg.start_soon(policies.follow, broker, changed)
@@ -249,5 +228,4 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
                 await calls.settle()
-            for replica in fleet.replicas:
-                replica.upstream.close()
+            fleet.disconnect()

@@ -245,9 +245,9 @@ async def test_changed_settings_are_applied_to_existing_streams(
 KILLS = int(os.environ.get("JOURNEYMAN_NODE_KILLS", "0"))
 """Nodes killed in the crash matrix: by default a few; 100 is what docs/operations.md reports."""
 DEATHS = (
-    {"gateway": 48, "judge": 40, "trainer": 52, "store": 48}
+    {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}
     if KILLS
-    else {"gateway": 10, "judge": 8, "trainer": 12, "store": 10}
+    else {"gateway": 10, "sampler": 5, "judge": 8, "trainer": 12, "store": 10}
 )
 FEW_KILLS = 10
 

@@ -22,7 +22,7 @@ from tests.trainer import kit
 
 pytestmark = pytest.mark.anyio
 
-DEATHS = {"gateway": 48, "judge": 40, "trainer": 52, "store": 48}
+DEATHS = {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}
 KILLS = 20
 
 

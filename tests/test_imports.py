@@ -34,6 +34,7 @@ ROOMS = {
     "rollout_gateway.dialects": {"rollout_gateway.http"},
     "rollout_gateway.access": {"rollout_gateway.http"},
     "rollout_gateway.serving": {f"rollout_gateway.{room}" for room in ("http", "access")},
+    "rollout_gateway.sampler": {f"rollout_gateway.{room}" for room in ("http", "serving")},
     "rollout_gateway.capture": {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving")
     },

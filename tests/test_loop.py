@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590)]
 
 ROOT = Path(__file__).parent.parent
 JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
-KILLED = ("gateway", "judge", "trainer", "store", "nats", "vllm")
+KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
 GROUP = 4
 
 

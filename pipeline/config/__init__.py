@@ -27,6 +27,7 @@ from pipeline.config.sections import (
     MetricsConfig,
     NatsConfig,
     RetentionConfig,
+    SamplerConfig,
     SigningConfig,
     StoreConfig,
     SupervisorConfig,

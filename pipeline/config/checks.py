@@ -19,6 +19,7 @@ _MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
 _CREDENTIALS_HINT = {
     "nats.url": "nats.credentials or nats.nkey_seed",
     "vllm.urls": "vllm.api_key_file",
+    "sampler.advertise": "vllm.api_key_file",
     "judge.api_base": "judge.api_key_env",
     "store.s3_endpoint": "the AWS_* variables",
     "ui.gateway_url": "the dashboard's page for signing in",
@@ -36,6 +37,7 @@ def _check_urls(config: Config) -> None:
     addresses = {
         "nats.url": config.nats.servers,
         "vllm.urls": config.vllm.urls,
+        "sampler.advertise": config.sampler.advertise,
         "judge.api_base": (config.judge.api_base,),
         "store.s3_endpoint": (config.store.s3_endpoint,),
         "ui.gateway_url": (config.ui.gateway_url,),
@@ -62,6 +64,11 @@ def _check_schemes(config: Config) -> None:
 
 
 def _check_access(config: Config) -> None:
+    sampler, urls = config.sampler, config.vllm.urls
+    if sampler.advertise and len(sampler.advertise) != len(urls):
+        raise ConfigError(
+            f"sampler.advertise names {len(sampler.advertise)} servers and vllm.urls {len(urls)}: name one URL for each"
+        )
     nats = config.nats
     least = math.ceil(nats.max_payload / min(spec.share for spec in STREAMS))
     if 0 < nats.max_bytes < least:

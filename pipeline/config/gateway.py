@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.config.types import Count, Natural, NotNegative, Port, Positive, Section
+from pipeline.config.types import Count, Natural, NotNegative, Port, Positive, Section, Share
 
 
 class KeyConfig(Section, frozen=True, kw_only=True):
@@ -82,6 +82,9 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     probe: Literal["require", "warn"] = "require"
     """`require`: an adapter whose logprobs equal those of the base model is not served. `warn`: it is served, with
     a warning."""
+    serving_share: Share = 0.5
+    """Share of the servers that take calls which must hold a version before its model's name moves to it; at least
+    one server. The others follow when they hold it too, and get no calls for it until then. 1: all of them."""
 
 
 class DetectionConfig(Section, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""The sections of the log, vLLM, the store, the dashboard, retention, the supervisor, telemetry, curves and signing."""
+"""The sections of the log, vLLM, the sampler agent, the store, the dashboard, retention, the supervisor, telemetry,
+curves and signing."""
 
 from __future__ import annotations
 
@@ -123,6 +124,21 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """Which build of vLLM `journeyman up` expects. `auto`: the one that is installed."""
     start_timeout_s: Positive = 600.0
     """A server that is not ready after this time is killed and started again."""
+
+
+class SamplerConfig(Section, frozen=True, kw_only=True):
+    """The sampler agent, which loads adapters into the inference servers of `vllm.urls` and registers them on the log.
+    One runs on each machine with inference servers; adapters pass between the two as files."""
+
+    advertise: tuple[str, ...] = ()
+    """URLs under which gateways reach the servers of `vllm.urls`, in the same order. Empty: `vllm.urls` itself."""
+    adapters: str = "adapters"
+    """Folder under the run directory that adapters are unpacked into. The inference servers read them there."""
+    capacity: Positive = 1.0
+    """Share of the conversations that each of these servers gets, relative to the servers of other agents."""
+    ttl_s: Annotated[float, Meta(ge=1)] = 10.0
+    """Time after which the record of an agent or a gateway that has stopped renewing it is gone from the log. Gateways
+    then send no calls to the agent's servers, and agents no longer wait for the gateway's calls to end."""
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):

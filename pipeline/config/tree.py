@@ -16,6 +16,7 @@ from pipeline.config.sections import (
     MetricsConfig,
     NatsConfig,
     RetentionConfig,
+    SamplerConfig,
     SigningConfig,
     StoreConfig,
     SupervisorConfig,
@@ -27,7 +28,7 @@ from pipeline.config.trainer import TrainerConfig
 from pipeline.config.types import Section
 from pipeline.errors import ConfigError
 
-PROCESSES = ("nats", "vllm", "gateway", "judge", "trainer", "store", "ui", "telemetry")
+PROCESSES = ("nats", "vllm", "gateway", "sampler", "judge", "trainer", "store", "ui", "telemetry")
 """Everything that `journeyman up` may start."""
 
 
@@ -53,6 +54,7 @@ class Config(Section, frozen=True, kw_only=True):
     """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
     nats: NatsConfig = NatsConfig()
     vllm: VllmConfig = VllmConfig()
+    sampler: SamplerConfig = SamplerConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     gateway: GatewayConfig = GatewayConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
@@ -67,9 +69,9 @@ class Config(Section, frozen=True, kw_only=True):
     metrics: MetricsConfig = MetricsConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
-    """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`, `judge`,
-    `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/security.md lists what each
-    process gets anyway."""
+    """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`,
+    `sampler`, `judge`, `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/security.md
+    lists what each process gets anyway."""
 
     def path(self, *parts: str) -> Path:
         """Return a path under the run directory. An absolute part replaces what precedes it."""

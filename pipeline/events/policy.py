@@ -51,7 +51,8 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
 
 
 class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
-    """A vLLM replica serves a version: downloaded, checked, loaded and probed."""
+    """An inference server has loaded a version: its sampler agent downloaded, checked, loaded and probed it. Gateways
+    send calls for the version to this server from now on."""
 
     subject_fields = ("project", "model")
 
@@ -60,6 +61,7 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     version: str
     replica: str
     gateway: str = ""
+    """Gateway that loaded it. Empty in events of sampler agents."""
     adapter_sha256: str = ""
     probe_delta: float = 0.0
     """Largest absolute difference of a probe's logprobs against the base model; 0: the adapter has no effect."""
@@ -69,11 +71,13 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     """Identity of the server process: a restarted server loads its adapters again."""
 
     def message_id(self) -> str:
-        return f"{self.project}/{self.version}/loaded/{self.replica}/{self.incarnation}"
+        # A version may be loaded, unloaded and loaded again within the stream's duplicate window.
+        return f"{self.project}/{self.version}/loaded/{self.replica}/{self.incarnation}/{self.started_at}"
 
 
 class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
-    """A gateway unloaded a version from a vLLM replica to make room."""
+    """An inference server is about to unload a version, to make room. Gateways send it no further call for the version,
+    and its sampler agent unloads it when the last call has ended."""
 
     subject_fields = ("project", "model")
 

@@ -9,6 +9,7 @@
 | `subjects` | event classes to streams and subjects |
 | `messages` | what a read returns: message, event, place (sequence and stream time) |
 | `objects` | the object store: adapters, events that exceed the payload limit |
+| `key_value` | values with a time to live: the records of sampler agents and gateways |
 | `consumer` | consumers: bulk delivery, deliveries kept alive and acknowledged |
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
 | `provision` | create and update streams, consumers and buckets |
@@ -18,6 +19,6 @@
 | `retry` | which errors pass by themselves; calls repeated until then |
 | `dead_letters` | the command `journeyman dead` |
 
-Imports go downwards only: `broker` and `follow` use `history` and `consumer`, these use `objects` and
-`stream_reader`, and those use `messages`, `subjects`, `fast_client` and `retry`.
+Imports go downwards only: `key_value` uses `follow`; `broker` and `follow` use `history` and `consumer`, these use
+`objects` and `stream_reader`, and those use `messages`, `subjects`, `fast_client` and `retry`.
 """

@@ -66,6 +66,19 @@ async def follow_messages(
     its end meanwhile (a power cut), the server assigns the same sequences again: then everything newer than the
     reader's last message follows, whatever its sequence."""
     stream, subjects = stream_of(events[0]), [subject_filter(event, **keys) for event in events]
+    async with aclosing(follow_subjects(reader, stream, subjects, next_seq, after)) as messages:
+        async for message in messages:
+            yield message
+
+
+async def follow_subjects(
+    reader: StreamReader,
+    stream: str,
+    subjects: Sequence[str],
+    next_seq: Callable[[], int],
+    after: Place | None = None,
+) -> AsyncGenerator[StoredMessage, None]:
+    """`follow_messages` by stream and subjects, which may hold wildcards."""
     position = after
     backoff = Backoff()
     while True:
@@ -92,13 +105,15 @@ async def follow_messages(
             await backoff.wait()
 
 
-async def _create_consumer(reader: StreamReader, stream: str, subjects: list[str], position: Place) -> str:
+async def _create_consumer(
+    reader: StreamReader, stream: str, subjects: Sequence[str], position: Place
+) -> str:
     """Create an ephemeral consumer of what comes after `position`; return its name."""
     by_time = position.seq == 0 and position.at > 0
     policy = api.DeliverPolicy.BY_START_TIME if by_time else api.DeliverPolicy.BY_START_SEQUENCE
     config = api.ConsumerConfig(
         name=new_id("follow"),
-        filter_subjects=subjects,
+        filter_subjects=list(subjects),
         ack_policy=api.AckPolicy.NONE,
         deliver_policy=policy,
         opt_start_seq=None if by_time else position.seq + 1,

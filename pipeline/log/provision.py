@@ -28,6 +28,8 @@ _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
     "allow_direct", "allow_msg_ttl", "allow_msg_schedules",
 )  # fmt: skip
+_MARKER_S = 60.0
+"""How long the marker of an expired value stays in a key-value bucket."""
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
@@ -43,6 +45,8 @@ async def provision(log: StreamReader) -> None:
             await _consumer(log, consumer)
         for bucket in streams.buckets(tuple(specs)):
             await _bucket(log, bucket)
+        for values in streams.KEY_VALUES:
+            await _key_value(log, values)
 
     await _explained(log, once)
 
@@ -171,6 +175,31 @@ async def oldest_unread(log: StreamReader, spec: streams.ConsumerSpec) -> Place 
     after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
     found = await log.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
     return found.place if found is not None else None
+
+
+async def _key_value(log: StreamReader, spec: streams.KeyValueSpec) -> None:
+    wanted = api.StreamConfig(
+        name=streams.key_value_stream(spec.name),
+        description=spec.purpose,
+        subjects=[streams.key_subject(spec.name, ">")],
+        max_msgs_per_subject=1,
+        storage=api.StorageType.FILE,
+        discard=api.DiscardPolicy.NEW,
+        deny_delete=True,
+        allow_rollup_hdrs=True,
+        allow_direct=True,
+        allow_msg_ttl=True,
+        # Followers of the bucket learn of an expired value by a marker, which is a message without a payload.
+        subject_delete_marker_ttl=_MARKER_S,
+        num_replicas=log.config.replicas,
+    )
+    try:
+        info = await log.js.stream_info(wanted.name)
+    except nats.js.errors.NotFoundError:
+        await log.js.add_stream(wanted)
+        return
+    if _differ(info.config, wanted, ("description", "num_replicas")):
+        await log.js.update_stream(wanted)
 
 
 def _byte_limit(log: StreamReader, share: float, info: api.StreamInfo) -> int:

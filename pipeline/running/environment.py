@@ -35,6 +35,7 @@ _COMPUTE = (
 NEEDS: dict[str, tuple[str, ...]] = {
     "nats": (),
     "vllm": (*_COMPUTE, *_OUTWARD, "VLLM_*", "RAY_*", "JOURNEYMAN_VLLM_LORA"),
+    "sampler": (),
     "gateway": ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
     "judge": (*_OUTWARD, "LITELLM_*"),
     "trainer": (*_COMPUTE, *_OUTWARD, "UNSLOTH_*", "ACCELERATE_*"),

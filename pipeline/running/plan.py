@@ -28,6 +28,7 @@ from pipeline.security import nkey, users
 
 SERVICES = {
     "gateway": "rollout_gateway",
+    "sampler": "rollout_gateway.sampler",
     "judge": "judge",
     "trainer": "trainer",
     "store": "store",
@@ -275,9 +276,9 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         scheme = "tls" if config.nats.server_cert else "nats"
         config = with_values(config, {"nats.url": f"{scheme}://127.0.0.1:{port}", "nats.port": port})
         foundation = ("nats",)
-    if "trainer" in services or ("gateway" in services and not config.vllm.urls):
+    if "trainer" in services or ("sampler" in services and not config.vllm.urls):
         _check_models(config)
-    if not config.vllm.urls and "gateway" in services:
+    if not config.vllm.urls and "sampler" in services:  # an inference server never runs without its agent
         if "trainer" in services and shares_gpu(config):
             config = share_gpu(config)
         port = config.vllm.port or free_port()
@@ -295,7 +296,7 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     for name in services:
         if (name == "telemetry" and not telemetry_wanted(config)) or (name == "ui" and not config.ui.enabled):
             continue
-        # The gateway waits for vLLM itself; no other process needs it.
+        # The sampler agent waits for vLLM itself; no other process needs it.
         spec = ProcessSpec(
             name,
             (sys.executable, "-m", SERVICES[name], "--config", settings),

@@ -118,11 +118,12 @@ def main(
     `metrics.ports` by itself. `marks`: fields of every line of its log."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
     parser.add_argument("--ready-fd", type=int, default=None)
     parser.add_argument("--check", action="store_true", help="check the settings only")
     args = parser.parse_args(argv)
     try:
-        config = load(args.config)
+        config = load(args.config, args.overrides)
         if args.check:
             check(config)
             return

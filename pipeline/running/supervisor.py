@@ -37,7 +37,7 @@ GIVE_UP_AFTER = 5
 """Failed starts in a row after which a process that never worked ends the installation."""
 PROBE_EVERY_S = 0.1
 DRAIN_S = 60.0
-STOP_ORDER = ("ui", "gateway", "judge", "trainer", "telemetry", "store", "vllm", "nats")
+STOP_ORDER = ("ui", "gateway", "sampler", "judge", "trainer", "telemetry", "store", "vllm", "nats")
 
 
 class SupervisorError(Exception):

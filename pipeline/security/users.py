@@ -42,6 +42,8 @@ class User:
     """Buckets whose size it may ask for."""
     stores: tuple[str, ...] = ()
     """Buckets that it may also write to, which includes replacing and removing objects."""
+    keeps: tuple[str, ...] = ()
+    """Keys of the bucket `FLEET` that it writes, with wildcards. It may then follow the whole bucket."""
     trims: tuple[str, ...] = ()
     """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
@@ -57,14 +59,22 @@ class User:
 
 USERS: tuple[User, ...] = (
     User(
-        "gateway", "records trajectories, serves adapters",
-        publishes=("rollout.>", "policy.loaded.>", "policy.unloaded.>", "policy.promoted.>",
-                   "policy.evaluated.>", "group.labeled.>", "group.admitted.>"),
+        "gateway", "answers calls, records trajectories",
+        publishes=("rollout.>", "policy.promoted.>", "policy.evaluated.>", "group.labeled.>",
+                   "group.admitted.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         remembers=True,
-        fetches=(streams.ADAPTERS_BUCKET,),
+        keeps=("gateway.>",),
         probes=("ROLLOUTS",),
+    ),
+    User(
+        "sampler", "loads adapters into inference servers",
+        publishes=("policy.loaded.>", "policy.unloaded.>"),
+        follows=("POLICY",),
+        reads=("POLICY",),
+        fetches=(streams.ADAPTERS_BUCKET,),
+        keeps=("sampler.>",),
     ),
     User(
         "judge", "scores groups",
@@ -168,7 +178,13 @@ def rights(user: User) -> Rights:
     for spec in consumed:
         of = f"{spec.stream}.{spec.name}"
         publish += [f"{api}CONSUMER.INFO.{of}", f"{api}CONSUMER.MSG.NEXT.{of}", f"$JS.ACK.{of}.>"]
-    for stream in (*user.follows, *user.branches):
+    followed = list(user.follows)
+    if user.keeps:
+        bucket = streams.key_value_stream(streams.FLEET.name)
+        publish += [streams.key_subject(streams.FLEET.name, keys) for keys in user.keeps]
+        publish += [f"{api}STREAM.INFO.{bucket}", f"{api}STREAM.MSG.GET.{bucket}"]
+        followed.append(bucket)
+    for stream in (*followed, *user.branches):
         verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT"]
         verbs += ["CONSUMER.DURABLE.CREATE"] if stream in user.branches else []
         publish += [f"{api}{verb}.{stream}.*" for verb in verbs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -16,7 +17,7 @@ from rollout_gateway.dialects.calls import Echo
 from rollout_gateway.http.errors import bad_answer, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.deadly_requests import DeadlyRequests, Trial
-from rollout_gateway.serving.replicas import Fleet, Lease, Replica, least_loaded
+from rollout_gateway.serving.replicas import Fleet, Lease, Replica, least_loaded, replica_of
 from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.capture.dispatch")
@@ -111,11 +112,7 @@ class Dispatcher:
         )  # also if nothing is captured: its pin and its side of a split hold
         opened = trajectory.opened if trajectory is not None else None
 
-        def prefer(replicas: list[Replica]) -> Replica:
-            for replica in replicas:
-                if trajectory is not None and replica.name == trajectory.replica:
-                    return replica
-            return least_loaded(replicas)
+        prefer = least_loaded if trajectory is None else partial(replica_of, trajectory.id)
 
         alone = bool(self.deadly.cases) and await self.deadly.admit(exchange.request_hash())
         try:
@@ -148,8 +145,6 @@ class Dispatcher:
                 "POST", dialect.path, body, timeout_s=self._gateway.replicas.timeout_s
             )
             exchange.mark_sent(lease, started_at)
-            if exchange.caller.trajectory is not None:
-                exchange.caller.trajectory.replica = lease.replica.name
             streamed = call.stream and reply.status == 200
             return Attempt(lease, reply, incarnation, b"" if streamed else await reply.read())
         except (UpstreamError, asyncio.CancelledError) as error:

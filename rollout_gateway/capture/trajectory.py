@@ -103,8 +103,6 @@ class Trajectory:
     them in a power cut."""
     used_at: float = 0.0
     """Time of the last call, by `time.monotonic`."""
-    replica: str = ""
-    """Name of the inference server that answered last, which holds the run's prefix in its cache."""
     completing: bool = False
     completed: bool = False
     """Another gateway process completed it: what is not recorded yet would come too late."""

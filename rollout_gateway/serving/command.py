@@ -123,7 +123,7 @@ def describe(policy: dict[str, Any]) -> str:
 
 def _why(decision: dict[str, Any] | None) -> str:
     if decision is None:
-        return "the newest version that every ready server holds; nothing was decided"
+        return "the newest version that enough servers hold; nothing was decided"
     at = datetime.fromtimestamp(decision["at"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
     by = f" by {decision['by']}" if decision["by"] else ""
     reason = f": {decision['reason']}" if decision["reason"] else ""

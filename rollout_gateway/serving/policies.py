@@ -1,17 +1,26 @@
-"""The policy versions that exist, and decisions about them: the POLICY stream, replayed and followed.
+"""The policy versions that exist, decisions about them, and where they are loaded, by the events of stream POLICY.
 
-Every gateway replica needs every event, so each reads the whole stream for itself. Nothing is stored elsewhere, and a
-restarted gateway knows what it knew before.
+Every gateway and every sampler agent reads the whole stream for itself. Nothing is stored elsewhere, and a restarted
+process knows what it knew before.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.config import SigningConfig
-from pipeline.events import CheckpointPublished, DeadLettered, Event, PolicyPromoted, PolicyRetired, encode
+from pipeline.events import (
+    CheckpointPublished,
+    DeadLettered,
+    Event,
+    PolicyLoaded,
+    PolicyPromoted,
+    PolicyRetired,
+    PolicyUnloaded,
+    encode,
+)
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
@@ -21,7 +30,7 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("rollout_gateway.serving.policies")
 
-_FOLLOWED = (CheckpointPublished, PolicyPromoted, PolicyRetired)
+_FOLLOWED = (CheckpointPublished, PolicyPromoted, PolicyRetired, PolicyLoaded, PolicyUnloaded)
 
 
 @dataclass(eq=False)
@@ -68,19 +77,47 @@ class ModelState:
         return (version for _, version in reversed(self._main))
 
 
+class Loads:
+    """The adapters that each inference server has loaded, by the events of its sampler agent."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[str, dict[str, str]]] = {}
+        """For each replica, its incarnation and the SHA-256 of the loaded adapters by version."""
+
+    def note(self, event: PolicyLoaded | PolicyUnloaded) -> None:
+        """Apply an event, in the order of the log."""
+        incarnation, loaded = self._loaded.get(event.replica, ("", {}))
+        if isinstance(event, PolicyLoaded):
+            if incarnation != event.incarnation:
+                loaded = {}  # a restarted server has nothing loaded
+            self._loaded[event.replica] = event.incarnation, {**loaded, event.version: event.adapter_sha256}
+        elif incarnation == event.incarnation:
+            loaded.pop(event.version, None)
+
+    def of(self, replica: str, incarnation: str) -> dict[str, str]:
+        """Return the SHA-256 of the adapters loaded in a server process, by version."""
+        known, loaded = self._loaded.get(replica, ("", {}))
+        return loaded if known == incarnation else {}
+
+
 class Policies:
     """The models, kept up to date by `follow`."""
 
-    def __init__(self, project: str, models: Iterable[str], trust: Trust | None = None) -> None:
+    def __init__(
+        self, project: str, models: Iterable[str], trust: Trust | None = None, *, dead_letters: bool = True
+    ) -> None:
+        """`dead_letters`: whether a checkpoint without a valid signature becomes a dead letter. It is always logged and
+        never served."""
         self.project = project
-        self._trust = trust or Trust(SigningConfig())
+        self._trust, self._dead_letters = trust or Trust(SigningConfig()), dead_letters
         self._refused: list[tuple[Recorded[Event], str]] = []
         """Checkpoints without a valid signature that were not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
+        self.loads = Loads()
         self.next_seq = 1
         self._last: Place | None = None
         self.refused: dict[str, str] = {}
-        """Versions that must not serve, and why."""
+        """Versions that no inference server may serve, and why."""
         self.retired: set[str] = set()
         """Versions whose adapter is about to be deleted. They continue to serve, and nothing new may name them."""
 
@@ -103,10 +140,23 @@ class Policies:
         model = self.models.get(version.rpartition("@")[0])
         return model.checkpoints.get(version) if model is not None else None
 
-    def newest(self, model: str) -> str:
-        """The newest version of the main branch that may serve; the base if nothing was trained yet."""
+    def published(self, version: str, sha256: str) -> bool:
+        """Whether `version` was published with the adapter of this SHA-256."""
+        known = self.checkpoint(version)
+        return known is not None and known.event.adapter_sha256 == sha256
+
+    def loaded(self, replica: str, incarnation: str) -> dict[str, str]:
+        """Return the SHA-256 of the published adapters that a server process has loaded, by version."""
+        loads = self.loads.of(replica, incarnation)
+        return {version: sha256 for version, sha256 in loads.items() if self.published(version, sha256)}
+
+    def newest(self, model: str, refused: Container[str] | None = None) -> str:
+        """Return the newest version of the main branch that is not refused; the base version if there is none.
+
+        `refused` replaces the versions that are refused everywhere."""
+        refused = self.refused if refused is None else refused
         for version in self.models[model].newest_first():
-            if version not in self.refused:
+            if version not in refused:
                 return version
         return version_name(model, 0)
 
@@ -122,10 +172,11 @@ class Policies:
         """Apply an event. Returns false if it changes nothing for this gateway's models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
-        if not isinstance(event, CheckpointPublished | PolicyPromoted | PolicyRetired):
+        if not isinstance(event, _FOLLOWED) or event.model not in self.models:
             return False
-        if event.model not in self.models:
-            return False
+        if isinstance(event, PolicyLoaded | PolicyUnloaded):
+            self.loads.note(event)
+            return True
         if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
             return False  # versions of other branches have names that the main branch uses too
         named = (event.version, event.other) if isinstance(event, PolicyPromoted) else (event.version,)
@@ -147,7 +198,6 @@ class Policies:
         if before is not None:
             # A power cut took the first from the log and from the trainer's disk: the step was trained again.
             log.warning("version published again with another adapter", version=event.version)
-            self.refused.pop(event.version, None)
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 
@@ -173,6 +223,8 @@ class Policies:
         while self._refused:
             recorded, why = self._refused.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
+            if not self._dead_letters:
+                continue
             place = recorded.place
             letter = DeadLettered(
                 project="", stream=recorded.stream, stream_seq=place.seq, stream_at=place.at,

@@ -138,16 +138,17 @@ class Promotion:
         return version_name(model, 0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
-        """Wait until every replica holds `version`. Raises `ApiError`; a 404 one names the field `param`."""
+        """Wait until enough replicas hold `version`. Raises `ApiError`; a 404 one names the field `param`."""
         if not self._policies.offered(version) or parse_version(version)[0] != model:
             raise unknown_model(version, self._policies.names(), param)
         deadline = time.monotonic() + _LOAD_WAIT_S
         lease = await self._fleet.acquire(lambda: self._router.resolve(version, None), least_loaded, deadline)
         lease.release()
-        if not self._fleet.available(version):
-            raise ApiError(
-                503, "loading", f"{version} is not loaded on every server yet. Try again.", retry_after_s=1
+        if not await self._fleet.until_available(version, deadline):
+            message = (
+                f"{version} is not loaded on enough servers yet (gateway.replicas.serving_share). Try again."
             )
+            raise ApiError(503, "loading", message, retry_after_s=1)
 
 
 _SHOWN = (

@@ -15,8 +15,8 @@ from rollout_gateway.serving.replicas import Fleet
 class VersionRouter:
     """Resolves names.
 
-    An exact version resolves to itself; a model name to its promoted version, or else to the newest version that every
-    ready replica holds."""
+    An exact version resolves to itself; a model name to its promoted version, or else to the newest version that enough
+    replicas hold (`Fleet.available`)."""
 
     def __init__(self, policies: Policies, fleet: Fleet) -> None:
         self._policies, self._fleet = policies, fleet

@@ -187,8 +187,8 @@ FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) 
 REPLICA_BEHIND = Alarm(
     "replica_behind",
     "Replica behind",
-    "An inference server has not loaded the newest version: new trajectories are sampled from an older policy, because "
-    "a version serves only when every ready server holds it.",
+    "An inference server has not loaded the newest version. Calls for it go to the other servers. If too few hold it "
+    "(`gateway.replicas.serving_share`), trajectories are sampled from an older policy.",
     "alarms.behind_s",
     """WITH newest AS (
   SELECT project, model, max(step) AS step FROM checkpoints
@@ -202,7 +202,7 @@ SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS v
 FROM newest n CROSS JOIN replicas r LEFT JOIN held h
   ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
 WHERE n.step > coalesce(h.step, 0)""",
-    "See the gateway's log (`journeyman logs gateway`): the server is down, or refused the adapter (rank, "
+    "See the sampler agent's log (`journeyman logs sampler`): the server is down, or refused the adapter (rank, "
     "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
 )
 

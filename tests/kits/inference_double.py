@@ -92,6 +92,11 @@ class Double:
         if words and len(self._plain) != len(set(words)):
             raise ValueError(f"not every one of {words} is one token of {model}")
 
+    def adapter_of(self, body: dict[str, Any]) -> str | None:
+        """Return the name of the folder that the adapter of this call was loaded from; `None` for the base model."""
+        path = self.adapters.get(body.get("model", self.name))
+        return None if path is None else Path(path).name
+
     def prompt_of(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
             messages = body["messages"]
@@ -201,7 +206,7 @@ def build(double: Double) -> Starlette:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
         return {
             "id": prefix + next(ids), "object": kind, "created": int(time.time()),
-            "model": body.get("model", double.name),
+            "model": body.get("model", double.name), "system_fingerprint": double.adapter_of(body),
         }  # fmt: skip
 
     def usage(prompt: list[int], sampled: int) -> dict[str, Any]:
@@ -339,6 +344,11 @@ def build(double: Double) -> Starlette:
     async def health(_: Request) -> Response:
         return Response()
 
+    started = time.time()
+
+    async def metrics(_: Request) -> Response:
+        return Response(f"process_start_time_seconds {started:.3f}\n")
+
     async def version(_: Request) -> Response:
         return JSONResponse({"version": "double"})
 
@@ -348,7 +358,8 @@ def build(double: Double) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/health", health), Route("/version", version), Route("/v1/models", models),
+            Route("/health", health), Route("/metrics", metrics), Route("/version", version),
+            Route("/v1/models", models),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/load_lora_adapter", load, methods=["POST"]),

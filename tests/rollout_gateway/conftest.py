@@ -27,12 +27,15 @@ from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
+from tests.kits.sampler import SamplerThread
 
 PROJECT = "test"
 
 
 class GatewayProcess:
     """`python -m rollout_gateway` on a fixed port; `kill` and `start` again keep port and folder."""
+
+    module = "rollout_gateway"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -52,7 +55,7 @@ class GatewayProcess:
         read, write = os.pipe()
         with (self.folder / "gateway.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_gateway", "--config", str(self.folder / "config.toml"),
+                [sys.executable, "-m", self.module, "--config", str(self.folder / "config.toml"),
                  "--ready-fd", str(write)],
                 stdout=log, stderr=log, pass_fds=(write,), env={**os.environ, **(env or {})},
             )  # fmt: skip
@@ -61,7 +64,7 @@ class GatewayProcess:
             line = pipe.readline()
         if not line:
             raise RuntimeError(self.log)
-        assert json.loads(line)["url"] == self.url
+        assert json.loads(line).get("url", self.url) == self.url
 
     def kill(self) -> None:
         """As `kill -9`."""
@@ -102,19 +105,19 @@ def standing(folder: Path, vllm_port: int = 0, args: Sequence[str] = ()) -> Iter
         if not vllm_port:
             server.start()
             stack.callback(server.stop)
-        gateway = GatewayProcess(
-            Config(
-                project=PROJECT,
-                run_dir=str(folder / "run"),
-                nats=NatsConfig(url=nats.url),
-                # One slot of the server stays empty: see docs/operations.md.
-                vllm=VllmConfig(urls=(server.url,), max_loras=3),
-                models=(ModelConfig(name="tictactoe", base=str(server.base)),),
-                gateway=GatewayConfig(port=free_port()),
-            )
+        config = Config(
+            project=PROJECT,
+            run_dir=str(folder / "run"),
+            nats=NatsConfig(url=nats.url),
+            # One slot of the server stays empty: see docs/operations.md.
+            vllm=VllmConfig(urls=(server.url,), max_loras=3),
+            models=(ModelConfig(name="tictactoe", base=str(server.base)),),
+            gateway=GatewayConfig(port=free_port()),
         )
-        gateway.start()
-        stack.callback(gateway.stop)
+        sampler, gateway = SamplerThread(config), GatewayProcess(config)
+        for process in (gateway, sampler):
+            process.start()
+            stack.callback(process.stop)
         yield gateway
 
 
@@ -130,8 +133,9 @@ def _gateways(
     **defaults: Any,
 ) -> Iterator[StartGateway]:
     """Starts gateways on the test's log, and stops them at the end. Keyword arguments are gateway settings. `urls` are
-    the inference servers, by default those `at`."""
+    the inference servers, by default those `at`. The first gateway comes with a sampler agent for them."""
     with contextlib.ExitStack() as stack:
+        agents: list[SamplerThread] = []
 
         def start(
             *, folder: str = "run", urls: tuple[str, ...] = (), max_loras: int = 4, **settings: Any
@@ -147,6 +151,10 @@ def _gateways(
             gateway = GatewayProcess(config)
             stack.callback(gateway.stop)
             gateway.start()
+            if config.vllm.urls and not agents:
+                agents.append(SamplerThread(with_values(config, {"run_dir": str(tmp_path / "sampler")})))
+                stack.callback(agents[0].stop)
+                agents[0].start()
             return gateway
 
         yield start
@@ -172,8 +180,7 @@ def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[Sta
 def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
     """Starts gateways without an inference server: a model call that is admitted gets `no_replica`."""
     models = (ModelConfig(name="tictactoe"), ModelConfig(name="chess"))
-    nobody = (f"http://127.0.0.1:{free_port()}",)
-    with _gateways(tmp_path, nats_config, models, nobody, **{"replicas.wait_s": 0.1}) as start:
+    with _gateways(tmp_path, nats_config, models, **{"replicas.wait_s": 0.1}) as start:
         yield start
 
 

@@ -19,10 +19,11 @@ from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.endpoints import CHAT
-from rollout_gateway.serving.adapters import AdapterManager
+from rollout_gateway.serving.members import Members
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
+from tests.kits import sampler
 from tests.rollout_gateway.conftest import PROJECT
 
 
@@ -36,6 +37,9 @@ class FakeVllm:
         self.refuse_load = False
         self.drop_next = False
         self.held: asyncio.Event | None = None
+        """If set, chat completions wait for it."""
+        self.loading: asyncio.Event | None = None
+        """If set, loading an adapter waits for it."""
         self.life = 1
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -90,6 +94,8 @@ class FakeVllm:
                 cards = [{"id": k, "root": v, "parent": "tictactoe@0"} for k, v in self.loaded.items()]
                 return 200, {"data": [{"id": "tictactoe@0", "root": "x", "parent": None}, *cards]}
             case "/v1/load_lora_adapter":
+                if self.loading is not None:
+                    await self.loading.wait()
                 if self.refuse_load:
                     return 500, {"error": {"message": "no room"}}
                 self.loaded[body["lora_name"]] = body["lora_path"]
@@ -123,17 +129,22 @@ class FakeVllm:
         return 404, {}
 
 
+def sampler_config(config: Config, url: str, folder: Path) -> Config:
+    """Return the settings of the sampler agent of one server. `folder` is its own disk."""
+    return with_values(config, {"vllm.urls": (url,), "run_dir": str(folder)})
+
+
 class GatewayParts:
     """A gateway without its HTTP front."""
 
     def __init__(self, broker: Broker, config: Config) -> None:
         self.broker = broker
         self.policies = Policies(PROJECT, ["tictactoe"])
-        self.fleet = Fleet(config.vllm.urls)
+        self.fleet = Fleet(serving_share=config.gateway.replicas.serving_share)
         self.registry = Registry(broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
         self.router = VersionRouter(self.policies, self.fleet)
         self.chat = CallHandler(config.gateway, self.fleet, self.router)
-        self.adapters = AdapterManager(config, broker, self.policies, self.fleet, "gw")
+        self.members = Members(config, broker, self.policies, self.fleet, "gw")
 
     async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
         body = msgspec.json.encode({"model": model, "messages": []})
@@ -170,12 +181,15 @@ async def parts(
     )
     async with Broker.connect(nats) as broker, anyio.create_task_group() as tg:
         made = GatewayParts(broker, config)
-        tg.start_soon(made.adapters.run)
-        tg.start_soon(made.policies.follow, broker, lambda _: made.fleet.check_all())
+        tg.start_soon(made.members.run)
+        tg.start_soon(
+            made.policies.follow, broker, lambda recorded: made.members.policies_changed(recorded.event)
+        )
+        for number, server in enumerate(servers):
+            await tg.start(sampler.run, sampler_config(config, server.url, folder / f"sampler-{number}"))
         await made.until(lambda: len(made.fleet.ready()) == len(servers))
         yield made
         tg.cancel_scope.cancel()
-    for replica in made.fleet.replicas:
-        replica.upstream.close()
+    made.fleet.disconnect()
     for server in servers:
         await server.stop()

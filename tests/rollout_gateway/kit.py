@@ -100,8 +100,8 @@ async def in_flight(gateway: GatewayProcess, calls: int) -> None:
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         with anyio.fail_after(30):
             while True:
-                (replica,) = (await client.get("/health")).json()["replicas"]
-                if replica["in_flight"] >= calls:
+                replicas = (await client.get("/health")).json()["replicas"]
+                if sum(replica["in_flight"] for replica in replicas) >= calls:
                     return
                 await anyio.sleep(0.02)  # until the server has them
 

@@ -29,7 +29,7 @@ from pipeline.running import plan, service
 from pipeline.telemetry import logs as log
 
 ACK_WAIT_S = 0.6
-SERVICES = ("gateway", "judge", "trainer", "store")
+SERVICES = ("gateway", "sampler", "judge", "trainer", "store")
 
 
 def quick_consumers(ack_wait_s: float = ACK_WAIT_S) -> tuple[streams.ConsumerSpec, ...]:

@@ -62,6 +62,7 @@ def points_of(service: str) -> list[str]:
     """The stop points that a service passes: its own, and those of the broker that it uses."""
     shared = {
         "gateway": (*_PUBLISHES, *_UPLOADS, "broker.after_claim"),
+        "sampler": _PUBLISHES,
         "judge": (*_PUBLISHES, *_ACKS),
         "trainer": (*_PUBLISHES, *_ACKS, *_UPLOADS),
         "store": _PUBLISHES,

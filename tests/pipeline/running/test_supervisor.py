@@ -126,8 +126,8 @@ anyio.run(main)
 
 def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     base = load(None, [f"run_dir={tmp_path}", "models.0.base=somewhere", "models.0.name=m"])
-    resolved, specs = make_plan(base, ("gateway", "store"))
-    assert [s.name for s in specs] == ["nats", "vllm", "gateway", "store"]
+    resolved, specs = make_plan(base, ("gateway", "sampler", "store"))
+    assert [s.name for s in specs] == ["nats", "vllm", "gateway", "sampler", "store"]
     assert resolved.nats.url.startswith("nats://127.0.0.1:")
     assert "m@0" in specs[1].argv
     external, specs = make_plan(
@@ -150,19 +150,19 @@ def test_a_plan_has_several_judges_with_numbers_of_their_own(tmp_path: Path) -> 
 
 
 def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
-    for service in ("gateway", "trainer"):
+    for service in ("sampler", "trainer"):
         with pytest.raises(ConfigError) as caught:
             make_plan(config(tmp_path), (service,))
         assert str(caught.value) == "no model is configured: --set models.0.name=... --set models.0.base=..."
     with pytest.raises(ConfigError, match=r"models\.0\.base: there is no folder '/no/such'"):
-        make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("gateway",))
+        make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("sampler",))
 
 
 def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> None:
     """vLLM's CPU kernels use the last slot's weights for requests without an adapter."""
     settings = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.max_loras=5"]
     for device, slots in (("cpu", "6"), ("cuda", "5")):
-        _, specs = make_plan(load(None, [*settings, f"vllm.device={device}"]), ("gateway",))
+        _, specs = make_plan(load(None, [*settings, f"vllm.device={device}"]), ("sampler",))
         argv = specs[1].argv
         assert argv[argv.index("--max-loras") + 1] == slots
 
@@ -188,22 +188,22 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
     """No GPU here: what counts is what vLLM is started with and what the trainer is told."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
-    resolved, specs = make_plan(load(None, [*base, *settings]), ("gateway", "trainer"))
+    resolved, specs = make_plan(load(None, [*base, *settings]), ("sampler", "trainer"))
     argv = [a for s in specs if s.name == "vllm" for a in s.argv]
     flag = "--gpu-memory-utilization"
     assert argv.count(flag) == bool(vllm)
     assert (argv[argv.index(flag) + 1] if vllm else "") == vllm
     assert resolved.trainer.memory.gpu_share == trainer
     # Without a trainer vLLM has the GPU to itself.
-    _, alone = make_plan(load(None, base), ("gateway",))
+    _, alone = make_plan(load(None, base), ("sampler",))
     assert not [s for s in alone if flag in s.argv]
 
 
 def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
     with pytest.raises(ConfigError, match="leaves no memory of the GPU to the inference server"):
-        make_plan(load(None, [*base, "trainer.memory.gpu_share=0.95"]), ("gateway", "trainer"))
+        make_plan(load(None, [*base, "trainer.memory.gpu_share=0.95"]), ("sampler", "trainer"))
     with pytest.raises(ConfigError, match="--gpu-memory-utilization half is not a number"):
         make_plan(
-            load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("gateway", "trainer")
+            load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("sampler", "trainer")
         )

@@ -25,6 +25,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
+from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.consumer import pulling
 from pipeline.log.credentials import make_client, options
@@ -44,7 +45,13 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         f"{API}STREAM.MSG.DELETE.POLICY", "$O.ADAPTERS.C.x", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
         f"{API}CONSUMER.CREATE.POLICY.store-policy", f"{API}CONSUMER.DELETE.POLICY.store-policy",
         f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_judge.x",
-        f"{API}INFO",
+        f"{API}INFO", "policy.loaded.default.m", "policy.unloaded.default.m", "$KV.FLEET.sampler.default.r",
+        f"{API}STREAM.PURGE.KV_FLEET", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+    ),
+    "sampler": (
+        CHECKPOINT, "policy.promoted.default.m", "policy.retired.default.m", "rollout.exchange.default.t",
+        "$KV.FLEET.gateway.default.g", "$O.ADAPTERS.C.x", f"{API}DIRECT.GET.ROLLOUTS", f"{API}STREAM.PURGE.KV_FLEET",
+        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "alive.POLICY",
     ),
     "judge": (
         CHECKPOINT, "policy.promoted.default.m", "rollout.completed.default.m.g.t", "rollout.exchange.default.t",
@@ -189,11 +196,18 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             assert [r.event.trajectory for r in await gateway.read(TrajectoryOpened)] == ["big"]
             await gateway.publish(PolicyPromoted(project="p", model="m", version="m@0", request="r"))
             loaded = PolicyLoaded(project="p", model="m", step=0, version="m@0", replica="r")
-            await gateway.publish(loaded)
-            with anyio.fail_after(10):
-                async for followed in follow_events(gateway, [PolicyLoaded], lambda: 1):
-                    if followed.event == loaded:
-                        break
+            async with Broker.connect(guarded, name="sampler") as sampler:
+                await sampler.publish(loaded)
+                await key_value.put(sampler, streams.FLEET.name, "sampler.p.r", b"{}", 60)
+                await key_value.put(gateway, streams.FLEET.name, "gateway.p.g", b"{}", 60)
+                for reader in (gateway, sampler):
+                    with anyio.fail_after(10):
+                        async for followed in follow_events(reader, [PolicyLoaded], lambda: 1):
+                            if followed.event == loaded:
+                                break
+                        async for key, _ in key_value.follow(reader, streams.FLEET.name, ">"):
+                            if key == "gateway.p.g":
+                                break
         async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
             (delivery,) = await messages.batch(10, wait_s=5)
             await judge.publish(discarded("judge"))
@@ -206,8 +220,8 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             await trainer.publish(checkpoint())
             await trainer.publish(discarded("trainer"))
             await trainer.js.consumer_info("GROUPS", "trainer")
-        async with Broker.connect(guarded, name="gateway") as gateway:
-            assert await gateway.get_object(streams.ADAPTERS_BUCKET, digest) == tar
+        async with Broker.connect(guarded, name="sampler") as sampler:
+            assert await sampler.get_object(streams.ADAPTERS_BUCKET, digest) == tar
         spec = streams.trainer_consumer("trial")
         async with Broker.connect(guarded, name="experiment") as trial, trial.consume(spec) as taking:
             assert await taking.batch(1, wait_s=0.2) == []

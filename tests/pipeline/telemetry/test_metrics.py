@@ -87,7 +87,9 @@ def test_a_port_in_use_is_named() -> None:
 def offered() -> set[str]:
     """Names of all series that the gateway and the services offer."""
     registry = Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p"))
-    gateway = Metrics(Fleet(("http://127.0.0.1:1",)), registry, Siblings())
+    fleet = Fleet()
+    fleet.add("http://127.0.0.1:1")
+    gateway = Metrics(fleet, registry, Siblings())
     gateway.count_call("/v1/chat/completions", 200, 0.1)
     metrics.counts.published["e"] += 1
     metrics.counts.taken["c"] += 1

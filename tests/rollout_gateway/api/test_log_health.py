@@ -31,7 +31,8 @@ async def test_a_log_that_takes_no_writes_is_told(
     config = NatsConfig(url=nats_server.url, ack_timeout_s=0.5)
     assert nats_server.process is not None
     async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
-        fleet, health = Fleet(("http://127.0.0.1:1",)), LogHealth()
+        fleet, health = Fleet(), LogHealth()
+        fleet.add("http://127.0.0.1:1")
         policies, nothing = Policies("p", ["m"]), cast(Any, None)
         routes = ModelRoutes(policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health)
         request = ControlRequest(nothing, nothing, Access(), [])

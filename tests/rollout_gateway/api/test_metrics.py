@@ -18,7 +18,8 @@ pytestmark = pytest.mark.anyio
 
 async def test_counts_are_read_as_they_were_counted_and_labels_are_escaped() -> None:
     registry = Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p"))
-    fleet = Fleet(("http://127.0.0.1:1",))
+    fleet = Fleet()
+    fleet.add("http://127.0.0.1:1")
     fleet.replicas[0].name = 'a"b\\c\nd'
     fleet.replicas[0].ready = True
     metrics = Metrics(fleet, registry, Siblings())

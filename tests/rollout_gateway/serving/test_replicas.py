@@ -36,19 +36,27 @@ async def test_a_trajectory_stays_and_load_is_shared(nats_config: NatsConfig, tm
             one.held.set()
 
 
-async def test_each_replica_proves_a_version_before_it_is_routed_to(
-    nats_config: NatsConfig, tmp_path: Path
+@pytest.mark.parametrize(("share", "served"), [(0.5, "tictactoe@1"), (1.0, "tictactoe@0")])
+async def test_a_slow_replica_holds_back_a_version_only_if_all_must_have_it(
+    nats_config: NatsConfig, tmp_path: Path, share: float, served: str
 ) -> None:
-    one, two = FakeVllm(), FakeVllm()
-    async with parts(nats_config, tmp_path, [one, two]) as gateway:
-        two.refuse_load = True
+    one, slow = FakeVllm(), FakeVllm()
+    settings = {"replicas.serving_share": share}
+    async with parts(nats_config, tmp_path, [one, slow], **settings) as gateway:
+        slow.loading = asyncio.Event()
         await publish_adapter(gateway.broker, 1)
-        await gateway.until(lambda: gateway.fleet.replicas[0].holds("tictactoe@1"))
-        assert gateway.router.current("tictactoe") == "tictactoe@0"
-        two.refuse_load = False
-        await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@1")
-        recorded = await gateway.broker.read(PolicyLoaded)
-        proofs = Counter(r.event.replica for r in recorded)
+        fast = next(r for r in gateway.fleet.replicas if r.name in one.url)
+        await gateway.until(lambda: fast.holds("tictactoe@1"))
+        for number in range(8):
+            await gateway.open(f"t{number}")
+            assert (await gateway.call(f"t{number}"))[1]["model"] == served
+        assert "tictactoe@1" not in slow.calls
+        slow.loading.set()
+        await gateway.until(lambda: all(r.holds("tictactoe@1") for r in gateway.fleet.replicas))
+        for number in range(8):
+            assert (await gateway.call(f"t{number}"))[1]["model"] == "tictactoe@1"
+        assert slow.calls.count("tictactoe@1") + one.calls.count("tictactoe@1") >= 8
+        proofs = Counter(r.event.replica for r in await gateway.broker.read(PolicyLoaded))
         assert proofs == {r.name: 1 for r in gateway.fleet.replicas}
 
 
@@ -58,18 +66,15 @@ async def test_a_dead_replica_is_left_out_and_comes_back_proved(
     one, two = FakeVllm(), FakeVllm()
     async with parts(nats_config, tmp_path, [one, two]) as gateway:
         await publish_adapter(gateway.broker, 1)
-        await gateway.until(lambda: gateway.fleet.available("tictactoe@1"))
+        await gateway.until(lambda: all(r.holds("tictactoe@1") for r in gateway.fleet.replicas))
         await one.stop()
         for _ in range(6):
             status, answer = await gateway.call()
             assert (status, answer["model"]) == (200, "tictactoe@1")
-        before = len(one.calls)
+        await gateway.until(lambda: len(gateway.fleet.ready()) == 1)
         await one.start()
         await gateway.until(lambda: len(gateway.fleet.ready()) == 2)
         assert set(one.loaded) == {"tictactoe@1"}
-        for _ in range(4):
-            await gateway.call()
-        assert len(one.calls) >= before
 
 
 async def test_a_broken_connection_is_tried_again_and_a_real_error_is_passed_on(

@@ -25,7 +25,7 @@ def promoted(version: str, other: str = "") -> PolicyPromoted:
 async def test_a_promoted_version_that_is_refused_gets_a_409(other: str) -> None:
     """The fault that was: only exact and pinned versions were checked, so a call waited until it got a 503."""
     policies = Policies(PROJECT, ["tictactoe"])
-    router = VersionRouter(policies, Fleet(()))
+    router = VersionRouter(policies, Fleet())
     assert policies.models["tictactoe"].decide(promoted("tictactoe@1", other), Place(1, 1))
     versions = {router.resolve("tictactoe", opening(f"t{i}")) for i in range(32)}
     assert versions == {"tictactoe@1", other or "tictactoe@1"}
@@ -37,7 +37,7 @@ async def test_a_promoted_version_that_is_refused_gets_a_409(other: str) -> None
 
 
 async def test_a_pin_wins_over_the_version_that_the_call_names() -> None:
-    router = VersionRouter(Policies(PROJECT, ["tictactoe"]), Fleet(()))
+    router = VersionRouter(Policies(PROJECT, ["tictactoe"]), Fleet())
     assert router.resolve("tictactoe@0", opening("t", pinned="tictactoe@7")) == "tictactoe@7"
 
 

@@ -20,6 +20,7 @@ from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, Stor
 from pipeline.events import GroupScored, Measure, Member, PolicyEvaluated, Score, TaskResult, Verdict
 from pipeline.log.broker import Broker
 from tests.conftest import InferenceDouble, NatsServer, free_port
+from tests.kits.sampler import SamplerThread
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
 
 MODEL = "tictactoe"
@@ -66,9 +67,10 @@ def living(folder: Path) -> Iterator[Living]:
             store=StoreConfig(flush_s=0.2),
             ui=UiConfig(port=ports[1], gateway_url=f"http://127.0.0.1:{ports[0]}"),
         )
-        gateway = GatewayProcess(config)
-        gateway.start()
-        stack.callback(gateway.stop)
+        gateway, sampler = GatewayProcess(config), SamplerThread(config)
+        for process in (gateway, sampler):
+            process.start()
+            stack.callback(process.stop)
         for module in ("store", "store.dashboard"):
             stack.enter_context(_service(module, config))
         found = Living(f"http://127.0.0.1:{ports[1]}", gateway)

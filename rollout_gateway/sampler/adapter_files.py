@@ -1,4 +1,4 @@
-"""Adapters on this machine's disk, where the inference server reads them."""
+"""Adapters on this machine's disk, where the inference servers read them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from pipeline.names import subject_token
 from pipeline.streams import ADAPTERS_BUCKET
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("rollout_gateway.serving.adapter_files")
+log = get_logger("rollout_gateway.sampler.adapter_files")
 
 
 class AdapterError(Exception):
-    """An adapter that must not serve. `lasting`: another attempt can't succeed."""
+    """An adapter was not loaded, or failed a check."""
 
     def __init__(self, message: str, *, lasting: bool) -> None:
+        """`lasting`: whether another attempt would fail too."""
         super().__init__(message)
         self.lasting = lasting
 
@@ -39,19 +40,20 @@ class AdapterFiles:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def path(self, version: str, sha256: str) -> Path:
+        """Return the folder of an adapter, whether or not it exists."""
         return self.folder / f"{subject_token(version).replace('/', '%2F')}-{sha256[:16]}"
 
     def is_published(self, event: CheckpointPublished, path: str) -> bool:
-        """Whether `path`, of an adapter that a server holds, is that of the published one."""
+        """Return whether `path`, from which a server has loaded an adapter, belongs to the published adapter."""
         return Path(path).name == self.path(event.version, event.adapter_sha256).name
 
     async def ensure(
         self, version: str, name: str, sha256: str, files: Mapping[str, str] | None = None
     ) -> Path:
-        """The folder of an unpacked adapter, which is downloaded if it is missing.
+        """Return the folder of an adapter. The adapter is downloaded and unpacked if the folder is missing or changed.
 
-        `name` is its object's name, `files` the SHA-256 of each file in it: a folder with another file is unpacked
-        again. Raises `AdapterError` if the object is gone or is not the one that was published."""
+        `name` is the name of the object in the object store, `files` the SHA-256 of each of its files. Raises
+        `AdapterError` if the object is gone or has another SHA-256 than the published one, and `BrokerError`."""
         path = self.path(version, sha256)
         async with self._locks.setdefault(version, asyncio.Lock()):
             if path.is_dir():
@@ -70,13 +72,13 @@ class AdapterFiles:
             return path
 
     def delete(self, path: str) -> None:
-        """Delete the files of an adapter that no replica holds any more."""
+        """Delete the files of an adapter. A path outside of this folder is ignored."""
         if Path(path).parent == self.folder:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
-    """Whether the folder holds exactly the files of the published adapter."""
+    """Return whether the folder holds exactly the files of the published adapter. `files`: as in `ensure`."""
     if not files:  # an event of a version that did not list them
         return True
     held = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
@@ -92,6 +94,6 @@ def _unpack(data: bytes, path: Path) -> None:
         archive.extractall(temporary, filter="data")
     for file in temporary.rglob("*"):  # the archive's own modes let everyone read
         file.chmod(0o700 if file.is_dir() else 0o600)
-    crash.point("gateway.before_rename")
+    crash.point("sampler.before_rename")
     temporary.rename(path)
-    crash.point("gateway.after_rename")
+    crash.point("sampler.after_rename")

@@ -1,4 +1,4 @@
-"""Adapters on the gateway's disk: verified content, safe in shared folders, readable by the owner only."""
+"""Adapters on the disk: verified content, safe in shared folders, readable by the owner only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.streams import ADAPTERS_BUCKET
-from rollout_gateway.serving.adapter_files import AdapterError, AdapterFiles
+from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
 from trainer.checkpoints.checkpoint import pack
 
 pytestmark = pytest.mark.anyio

@@ -1,0 +1,101 @@
+"""Loads and unloads adapters in an inference server, and probes that an adapter changes its logprobs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeline.names import version_name
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.http.upstream import Upstream
+from rollout_gateway.sampler.adapter_files import AdapterError
+
+log = get_logger("rollout_gateway.sampler.adapter_api")
+
+_PROMPTS = tuple(tuple(range(first, first + 16)) for first in (3, 35, 67, 99))
+"""Prompts of the probe, as token ids. The ids are small, so that every vocabulary has them."""
+_TOP_LOGPROBS = 20
+"""Number of logprobs of the next token that are compared after each prompt: as many as vLLM gives by default. A
+prompt's own logprobs are not requested, because vLLM 0.32 crashes on such a request if calls to other adapters are in
+the batch."""
+
+
+class _TopLogprobs(msgspec.Struct):
+    top_logprobs: list[dict[str, float]]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    logprobs: _TopLogprobs
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+async def load(server: Upstream, version: str, path: str) -> None:
+    """Have the server load the adapter in the folder `path`. Raises `AdapterError`, lasting for a 4xx status, and
+    `UpstreamError`."""
+    request = msgspec.json.encode({"lora_name": version, "lora_path": path})
+    status, body = await server.fetch("POST", "/v1/load_lora_adapter", request, timeout_s=120)
+    if status != 200 and b"already been loaded" not in body:
+        text = body[:300].decode(errors="replace")
+        raise AdapterError(f"the server answered {status}: {text}", lasting=400 <= status < 500)
+
+
+async def unload(server: Upstream, version: str) -> None:
+    """Have the server unload an adapter. Nothing happens if it has not loaded it. Raises `UpstreamError`."""
+    request = msgspec.json.encode({"lora_name": version})
+    status, body = await server.fetch("POST", "/v1/unload_lora_adapter", request, timeout_s=60)
+    if status not in (200, 404):
+        text = body[:300].decode(errors="replace")
+        log.warning("adapter not unloaded", version=version, server=server.url, status=status, answer=text)
+
+
+async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
+    """Return for each probe prompt the likeliest next tokens and their logprobs. `model` is a name that the server
+    serves.
+
+    Raises `AdapterError`, `UpstreamError`."""
+    request = {
+        "model": model,
+        "prompt": _PROMPTS,
+        "max_tokens": 1,
+        "temperature": 1,
+        "logprobs": _TOP_LOGPROBS,
+        "return_tokens_as_token_ids": True,
+    }
+    data = msgspec.json.encode(request)
+    status, body = await server.fetch("POST", "/v1/completions", data, timeout_s=120)
+    if status != 200:
+        raise AdapterError(
+            f"the probe was answered {status}: {body[:300].decode(errors='replace')}", lasting=False
+        )
+    choices = sorted(msgspec.json.decode(body, type=_Completion).choices, key=lambda c: c.index)
+    return [c.logprobs.top_logprobs[0] for c in choices]
+
+
+class Probe:
+    """Measures how much a version's logprobs differ from its base model's. The base model is asked once for each server
+    process."""
+
+    def __init__(self) -> None:
+        self._base: dict[tuple[str, str, str], list[dict[str, float]]] = {}
+
+    async def delta(self, server: Upstream, incarnation: str, model: str, version: str) -> float:
+        """Return the largest difference of a logprob after the probe prompts; 0 if the adapter changes nothing.
+
+        `incarnation` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
+        key = server.url, incarnation, model
+        if key not in self._base:
+            self._base[key] = await next_logprobs(server, version_name(model, 0))
+        found = await next_logprobs(server, version)
+        return max(_difference(a, b) for a, b in zip(self._base[key], found, strict=True))
+
+
+def _difference(a: dict[str, float], b: dict[str, float]) -> float:
+    """Return the largest difference over the tokens in both. If no token is in both, the difference of the likeliest
+    tokens' logprobs."""
+    shared = a.keys() & b.keys()
+    if shared:
+        return max(abs(a[token] - b[token]) for token in shared)
+    return abs(max(a.values()) - max(b.values())) or 1.0

@@ -1,0 +1,191 @@
+"""Keeps the fleet up to date: replicas join by the records of their sampler agents and leave with them, and each is
+checked over HTTP. Reports to the agents which versions this gateway uses.
+
+The gateway loads no adapter itself. Which versions a replica holds is known from `policy.loaded` and `policy.unloaded`
+events. Before it unloads a version, an agent publishes `policy.unloaded`, and waits until the record of every gateway
+shows that the gateway has applied the event and that no call uses the version there.
+"""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import anyio.abc
+import msgspec
+
+from pipeline import streams
+from pipeline.config import Config
+from pipeline.events import Event, PolicyLoaded, PolicyUnloaded
+from pipeline.log import key_value
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.http.upstream import UpstreamError
+from rollout_gateway.serving import server_state
+from rollout_gateway.serving.fleet_records import GatewayRecord, SamplerRecord, gateway_key, sampler_key
+from rollout_gateway.serving.policies import Policies
+from rollout_gateway.serving.replicas import Fleet, Replica
+
+log = get_logger("rollout_gateway.serving.members")
+
+_BUCKET = streams.FLEET.name
+_WANTED_S = 3.0
+"""A version is reported as wanted for this long after the last call that waits for it. Calls that wait are counted
+again at each health check."""
+_RECENT_S = 60.0
+_decode = msgspec.json.Decoder(SamplerRecord).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Members:
+    """The replicas of a fleet, and this gateway's record."""
+
+    def __init__(
+        self, config: Config, broker: Broker, policies: Policies, fleet: Fleet, gateway: str
+    ) -> None:
+        """`gateway`: id of this gateway process, unique in the project."""
+        self._settings, self._ttl_s = config.gateway.replicas, config.sampler.ttl_s
+        self._broker, self._policies, self._fleet = broker, policies, fleet
+        self._samplers = sampler_key(config.project, "*")
+        self._key = gateway_key(config.project, gateway)
+        self._by_key: dict[str, tuple[Replica, anyio.CancelScope]] = {}
+        """For each record's key, the replica and the task that checks it."""
+
+    async def run(self) -> None:
+        """Follow the records of sampler agents, check replicas and report. Never returns. When cancelled, removes this
+        gateway's record."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._report)
+                async for key, value in key_value.follow(self._broker, _BUCKET, self._samplers):
+                    self._apply(key, value, tasks)
+        finally:
+            with anyio.move_on_after(2, shield=True):
+                try:
+                    await key_value.delete(self._broker, _BUCKET, self._key)
+                except BrokerError as error:
+                    log.warning("the gateway's record stays until it expires", error=str(error))
+
+    def policies_changed(self, event: Event) -> None:
+        """Apply an event that `policies` has applied: which versions exist, and where they are loaded."""
+        for replica in self._fleet.replicas:
+            self._read_loads(replica)
+            if (
+                isinstance(event, PolicyLoaded | PolicyUnloaded)
+                and event.replica == replica.name
+                and not replica.up
+            ):
+                replica.work.set()  # it may hold now what it had lost
+        if isinstance(event, PolicyUnloaded):
+            self._fleet.use_changed.set()  # the agent waits to read that this gateway knows
+        self._fleet.changed()
+
+    # -- replicas --------------------------------------------------------------------------------------------------
+
+    def _apply(self, key: str, value: bytes, tasks: anyio.abc.TaskGroup) -> None:
+        """Apply a sampler agent's record; an empty one is gone."""
+        if not value:
+            self._remove(key)
+            return
+        try:
+            record = _decode(value)
+            replica = self._fleet.add(record.url)
+        except (msgspec.DecodeError, ValueError) as error:
+            log.error("record of a sampler agent ignored", key=key, error=str(error))
+            return
+        known = self._by_key.get(key)
+        if known is not None and known[0] is not replica:  # the agent has another URL now
+            self._remove(key)
+            known = None
+        restarted = replica.incarnation != record.incarnation
+        replica.incarnation, replica.models, replica.capacity = (
+            record.incarnation, record.models, record.capacity
+        )  # fmt: skip
+        replica.refused = dict(record.refused)
+        self._read_loads(replica)
+        self._policies.refused = self._fleet.refused()
+        if known is None:
+            log.info("replica joined", replica=replica.name, incarnation=record.incarnation)
+            scope = anyio.CancelScope()
+            self._by_key[key] = replica, scope
+            tasks.start_soon(self._keep, replica, scope)
+        elif restarted:
+            replica.up = replica.ready = False
+            replica.work.set()
+        self._fleet.changed()
+
+    def _remove(self, key: str) -> None:
+        found = self._by_key.pop(key, None)
+        if found is not None:
+            replica, scope = found
+            log.warning(
+                "replica left: its sampler agent has stopped or lost its server", replica=replica.name
+            )
+            scope.cancel()
+            self._fleet.remove(replica)
+            self._policies.refused = self._fleet.refused()
+
+    def _read_loads(self, replica: Replica) -> None:
+        replica.loaded = self._policies.loaded(replica.name, replica.incarnation)
+
+    async def _keep(self, replica: Replica, scope: anyio.CancelScope) -> None:
+        """Check a replica until it leaves."""
+        with scope:
+            while True:
+                replica.work.clear()
+                try:
+                    if replica.up:
+                        await server_state.check_health(replica.upstream)
+                    else:
+                        await self._handshake(replica)
+                    pause_s = self._settings.health_interval_s
+                except (UpstreamError, msgspec.DecodeError) as error:
+                    if replica.up or replica.suspected:
+                        log.warning("replica lost", replica=replica.name, error=str(error))
+                    replica.up = replica.ready = replica.suspected = False
+                    pause_s = self._settings.health_retry_s
+                self._fleet.changed()
+                with anyio.move_on_after(pause_s):
+                    await replica.work.wait()
+
+    async def _handshake(self, replica: Replica) -> None:
+        """Make the replica ready if the server is up, is the process that was registered, and holds what the log says.
+
+        Raises `UpstreamError`, `msgspec.DecodeError`."""
+        await server_state.check_health(replica.upstream)
+        started = await server_state.process_start_time(replica.upstream)
+        loaded = await server_state.loaded_adapters(replica.upstream)
+        if started and started != replica.incarnation:
+            raise UpstreamError("it was restarted, and its agent has not registered it since", answered=True)
+        if lost := replica.loaded.keys() - loaded.keys():
+            raise UpstreamError(
+                f"it lost {', '.join(sorted(lost))}, and its agent loads it again", answered=True
+            )
+        if not replica.ready:
+            log.info("replica ready", replica=replica.name, incarnation=replica.incarnation)
+        replica.up = replica.ready = True
+        replica.suspected = False
+
+    # -- this gateway's record ---------------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        """Write this gateway's record when it changes, and renew it."""
+        while True:
+            self._fleet.use_changed.clear()
+            try:
+                await key_value.put(self._broker, _BUCKET, self._key, _encode(self._record()), self._ttl_s)
+            except BrokerError as error:
+                log.warning("the gateway's record was not renewed", error=str(error))
+            with anyio.move_on_after(self._ttl_s / 3):
+                await self._fleet.use_changed.wait()
+
+    def _record(self) -> GatewayRecord:
+        fleet, now = self._fleet, time.monotonic()
+        fleet.wanted = {v: at for v, at in fleet.wanted.items() if now - at < _WANTED_S}
+        fleet.used = {v: at for v, at in fleet.used.items() if now - at < _RECENT_S}
+        return GatewayRecord(
+            policy_seq=self._policies.next_seq - 1,
+            wanted=tuple(sorted(fleet.wanted, key=lambda v: -fleet.wanted[v])),
+            recent=tuple(sorted(fleet.used, key=lambda v: -fleet.used[v])),
+            in_flight={r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight},
+        )

@@ -1,0 +1,23 @@
+"""The API key of the inference servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError
+
+
+def api_key(config: Config) -> str:
+    """Return the API key of the inference servers; empty if the settings name none. Raises `ConfigError` if its file is
+    not usable."""
+    if not config.vllm.api_key_file:
+        return ""
+    try:
+        key = Path(config.vllm.api_key_file).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read") from error
+    if not key or not key.isprintable():
+        raise ConfigError(
+            f"vllm.api_key_file: {config.vllm.api_key_file} must hold the key as one printable line"
+        )
+    return key

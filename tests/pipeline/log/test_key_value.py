@@ -1,0 +1,39 @@
+"""Values with a time to live: what a follower of the bucket sees."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import anyio
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.log import key_value
+from pipeline.log.broker import Broker
+
+pytestmark = pytest.mark.anyio
+
+BUCKET = streams.FLEET.name
+
+
+async def test_a_follower_sees_present_values_changes_deletions_and_expiry(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as log:
+        for value in (b"old", b"new"):
+            await key_value.put(log, BUCKET, "sampler.p.a", value, 60)
+        await key_value.put(log, BUCKET, "gateway.p.g", b"other", 60)
+        async with aclosing(key_value.follow(log, BUCKET, "sampler.p.*")) as seen:
+            with anyio.fail_after(30):
+                assert await anext(seen) == ("sampler.p.a", b"new")
+                await key_value.delete(log, BUCKET, "sampler.p.a")
+                assert await anext(seen) == ("sampler.p.a", b"")
+                await key_value.put(log, BUCKET, "sampler.p.b", b"short", 1)
+                assert await anext(seen) == ("sampler.p.b", b"short")
+                assert await anext(seen) == ("sampler.p.b", b"")
+
+
+async def test_any_nats_client_reads_the_values(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as log:
+        await key_value.put(log, BUCKET, "sampler.p.a", b"value", 60)
+        bucket = await log.js.key_value(BUCKET)
+        assert (await bucket.get("sampler.p.a")).value == b"value"
