@@ -43,8 +43,9 @@ import uvloop
 
 from benchmarks.gateway import nats, open_trajectories
 from benchmarks.proxied import CONNECTIONS, HERE, PATH, Bench, Measured, cpu_seconds, free_port
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.config import save as save_config
+from tests.kits.sampler import SamplerThread
 
 RESULTS = HERE / "results" / "gateway_workers.json"
 COUNTS = (1, 2)
@@ -68,6 +69,7 @@ def gateway(
         gateway=GatewayConfig(port=port, capture=capture, workers=workers),  # type: ignore[arg-type]
     )
     save_config(config, config.path("config.toml"))
+    agent = SamplerThread(with_values(config, {"run_dir": str(config.path("sampler"))}))
     log = (bench.folder / "gateway.log").open("ab")
     command = [sys.executable, "-m", "rollout_gateway", "--config", str(config.path("config.toml"))]
     read, write = os.pipe()
@@ -80,10 +82,12 @@ def gateway(
         with os.fdopen(read, "rb") as pipe:
             if not pipe.readline():
                 raise RuntimeError((bench.folder / "gateway.log").read_text()[-2000:])
+            agent.start()
             while not httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).json()["serving"]:
                 time.sleep(0.05)
             yield psutil.Process(process.pid), config
     finally:
+        agent.stop()
         process.terminate()
         process.wait(60)
 

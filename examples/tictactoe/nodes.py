@@ -4,7 +4,7 @@ Three NATS servers with three copies of every stream, two gateways behind one ad
 an installation of its own, connected to the log through relays. Each installation is a `journeyman up` with its own
 run directory, as on machines of their own:
 
-    <run-dir>/first     vLLM, a gateway, a judge, the store, and the demo's report
+    <run-dir>/first     vLLM with its sampler agent, a gateway, a judge, the store, and the demo's report
     <run-dir>/second    a gateway, a judge
     <run-dir>/trainer   the trainer
     <run-dir>/nats      the NATS servers
@@ -196,7 +196,7 @@ class Nodes:
         for relay in (*self.relays, self.front):
             self._portal.call(relay.start)
         ports = {"gateway.port": self._gateways[0], "vllm.port": self._vllm}
-        first = self._up("first", "gateway,judge,store", ports)
+        first = self._up("first", "gateway,sampler,judge,store", ports)
         await first.ready()
         vllm = {
             "vllm.urls": [f"http://{LOOPBACK}:{self._vllm}"],
