@@ -7,7 +7,6 @@ nothing. The structure, token counts and scores of a trace are not content.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -113,17 +112,66 @@ def messages(of: Any) -> list[Json]:
     return [{"role": m.get("role", "user"), "parts": _parts(m)} for m in found if isinstance(m, dict)]
 
 
+def conversation(request: Json) -> list[Json]:
+    """Return what a request says as chat messages: its messages (of a chat completion, or of Anthropic's API), the
+    items of OpenAI's Responses API, or its prompt. What a message holds beyond text and tools is left as it is."""
+    found = request.get("messages", request.get("input", request.get("prompt")))
+    if isinstance(found, str):
+        found = [{"role": "user", "content": found}]
+    items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    said = [message for item in items for message in _as_chat(item)]
+    instructions = request.get("instructions", request.get("system"))
+    return [{"role": "system", "content": instructions}, *said] if instructions else said
+
+
+def _as_chat(item: Json) -> list[Json]:
+    """Return a chat message, a message of Anthropic's API, or an item of the Responses API as chat messages."""
+    match item.get("type"):
+        case "function_call" | "custom_tool_call":
+            arguments = item.get("arguments", item.get("input", ""))
+            return [_calling([_tool_call(item.get("call_id"), item.get("name"), arguments)])]
+        case "function_call_output" | "custom_tool_call_output":
+            return [_result(item.get("call_id"), item.get("output"))]
+    content = item.get("content")
+    blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+    results = [
+        _result(b.get("tool_use_id"), b.get("content")) for b in blocks if b.get("type") == "tool_result"
+    ]
+    calls = [
+        _tool_call(b.get("id"), b.get("name"), b.get("input")) for b in blocks if b.get("type") == "tool_use"
+    ]
+    if not results and not calls:
+        return [item] if "role" in item else []
+    rest = [block for block in blocks if block.get("type") not in ("tool_result", "tool_use")]
+    if calls:
+        return [_calling(calls, rest)]
+    return results + ([{**item, "content": rest}] if rest else [])
+
+
+def _tool_call(call_id: Any, name: Any, arguments: Any) -> Json:
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return {"id": call_id or "", "type": "function", "function": {"name": name or "", "arguments": text}}
+
+
+def _calling(calls: list[Json], content: list[Json] | None = None) -> Json:
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def _result(call_id: Any, content: Any) -> Json:
+    return {"role": "tool", "tool_call_id": call_id or "", "content": content}
+
+
 def answered_tools(request: Json) -> list[tuple[Json, Any]]:
     """Return the tool calls of the newest reply in a request, each with its result: what the agent's tools did
     between the last call and this one."""
-    found = request.get("messages")
-    chat: Sequence[Json] = [m for m in found if isinstance(m, dict)] if isinstance(found, list) else []
     results: dict[str, Any] = {}
-    for message in reversed(chat):
-        if message.get("role") == "tool":
+    calls: list[Json] = []
+    for message in reversed(conversation(request)):
+        if message.get("role") == "tool" and not calls:
             results[str(message.get("tool_call_id", ""))] = message.get("content")
-        elif message.get("role") == "assistant":
-            calls = message.get("tool_calls")
-            known = [c for c in calls if isinstance(c, dict)] if isinstance(calls, list) else []
-            return [(c, results[str(c.get("id"))]) for c in known if str(c.get("id")) in results]
-    return []
+        elif message.get("role") == "assistant" and isinstance(message.get("tool_calls"), list):
+            # An item of the Responses API holds one call, so a reply may be several messages here.
+            calls = [call for call in message["tool_calls"] if isinstance(call, dict)] + calls
+        elif calls or (message.get("role") == "assistant" and not results):
+            break
+    return [(call, results[str(call.get("id"))]) for call in calls if str(call.get("id")) in results]

@@ -32,6 +32,7 @@ from pipeline.telemetry.content import (
     Content,
     Json,
     answered_tools,
+    conversation,
     document,
     messages,
     reply,
@@ -150,7 +151,7 @@ def _said(request: Json, response: Json, finish_reason: str, content: Content) -
     found: Attributes = {
         "langfuse.observation.input": content.json(asked),
         "langfuse.observation.output": content.json(answer or response),
-        "gen_ai.input.messages": content.json(messages(asked)),
+        "gen_ai.input.messages": content.json(messages(conversation(request))),
         "gen_ai.output.messages": content.json(said),
     }
     if isinstance(request.get("tools"), list):
