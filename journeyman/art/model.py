@@ -264,13 +264,25 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         _config: DevTrainSFTConfig | None = None,
         verbose: bool = False,
     ) -> None:
-        """Not supported: raises `UnsupportedError`, which says how a model is fine-tuned before its training."""
-        raise UnsupportedError(
-            "train_sft: the trainer takes steps by reinforcement learning only. Fine-tune before the training: write "
-            'the conversations as lines {"messages": [...]} to chats.jsonl, run '
-            f"`journeyman sft OUT --base {self.base_model} --data chats.jsonl`, and set base_model to OUT "
-            "(docs/art.md)"
-        )
+        """Fine-tune the base model on the assistant's messages of trajectories, before the first call of `train`.
+
+        With `LocalBackend`, which starts the installation anew from the fine-tuned model. `learning_rate` is the first
+        one; it falls linearly to 0 over one epoch. Raises as `backend.train_sft` does, and `UnsupportedError` for a
+        list of learning rates."""
+        chats: list[dict[str, Any]] = []
+        for trajectory in trajectories:
+            further = ((history.messages(), history.tools) for history in trajectory.additional_histories)
+            for messages, tools in ((trajectory.messages(), trajectory.tools), *further):
+                chats.append({"messages": messages, **({"tools": tools} if tools else {})})
+        chosen = config or TrainSFTConfig()
+        if isinstance(chosen.learning_rate, list):
+            raise UnsupportedError(
+                "train_sft: a list of learning rates is not supported; give the first one, from which it falls to 0"
+            )
+        options = ["--learning-rate", str(chosen.learning_rate)]
+        if chosen.batch_size != "auto":
+            options += ["--batch-size", str(chosen.batch_size)]
+        await cast(Any, self.backend()).train_sft(self, chats, options)
 
 
 def _as_groups(

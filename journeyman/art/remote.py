@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -151,6 +151,16 @@ class RemoteBackend:
         """Record groups as validation runs, which count for the best checkpoint."""
         async with await self._gateway(model) as gateway:
             await record_groups(gateway, model.name, trajectory_groups)
+
+    async def train_sft(
+        self, model: AnyTrainableModel, chats: Iterable[Mapping[str, Any]], options: Sequence[str]
+    ) -> None:
+        """Not possible: raises `UnsupportedError`, which says how a model is fine-tuned before its training."""
+        raise UnsupportedError(
+            "train_sft: a running installation keeps its base model. Write the conversations as lines "
+            f'{{"messages": [...]}} to chats.jsonl, run `journeyman sft OUT --base {model.base_model} --data '
+            "chats.jsonl`, and start the installation with `models.0.base` at OUT; or use LocalBackend (docs/art.md)"
+        )
 
     async def delete_checkpoints(self, model: AnyTrainableModel, best_checkpoint_metric: str) -> None:
         """Nothing for `val/reward`: the trainer keeps the newest checkpoints and the best one by itself.

@@ -1,6 +1,6 @@
 """`journeyman sft`: supervised fine-tuning as a warm start, with TRL's SFTTrainer.
 
-    journeyman sft OUT --base MODEL --data chats.jsonl           one {"messages": [...]} a line
+    journeyman sft OUT --base MODEL --data chats.jsonl           one {"messages": [...]} a line, perhaps with "tools"
     journeyman sft OUT --base MODEL --from-run runs/x --top 200  the best trajectories of a run's store
 
 It writes a model folder: the base with the trained adapter merged in, and the tokenizer. Set `models.base` to it
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.events import ExchangeRecorded, pack_ids, pack_mask
 from pipeline.telemetry import logs as log
@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("out", type=Path, help="model folder to write; must not exist")
     made.add_argument("--base", required=True, help="folder or hub name of the model to start from")
     source = made.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, help='JSONL file, one {"messages": [...]} a line')
+    source.add_argument(
+        "--data", type=Path, help='JSONL file, one {"messages": [...]} a line, perhaps with "tools"'
+    )
     source.add_argument("--from-run", type=Path, help="run directory whose store holds the trajectories")
     made.add_argument(
         "--top",
@@ -58,23 +60,33 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def chats_of(lines: Iterable[str]) -> Iterator[list[dict[str, Any]]]:
+class Chat(NamedTuple):
+    """A conversation, and the tools that the model was offered."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+def chats_of(lines: Iterable[str]) -> Iterator[Chat]:
     """The conversations of the lines of a JSONL file. Raises `UsageError`, which names the line that holds none."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            messages = json.loads(line)["messages"]
-        except (ValueError, KeyError, TypeError) as error:
+            found = json.loads(line)
+            messages, tools = found["messages"], found.get("tools")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise cli.UsageError(f'line {number}: write {{"messages": [...]}}') from error
         if not isinstance(messages, list) or not any(m.get("role") == "assistant" for m in messages):
             raise cli.UsageError(
                 f"line {number} has no assistant message to train: add one or remove the line"
             )
-        yield messages
+        yield Chat(messages, tools or None)
 
 
-def tokens_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[Row]:
+def tokens_of_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[Row]:
     """The rows of a conversation, put together as for sampled calls: a turn whose prompt continues the one before
     shares its row.
 
@@ -84,8 +96,8 @@ def tokens_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> lis
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
-        whole = _render(tokenizer, messages[: i + 1], add_generation_prompt=False)
+        prompt = _render(tokenizer, messages[:i], tools, add_generation_prompt=True)
+        whole = _render(tokenizer, messages[: i + 1], tools, add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
             raise cli.UsageError(
                 "the model's chat template changes the prompt once a reply follows, so no turn can be trained: "
@@ -96,10 +108,14 @@ def tokens_of_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    add_generation_prompt: bool,
 ) -> list[int]:
     text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -222,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.base)
         if args.data:
             lines = args.data.read_text("utf-8").splitlines()
-            rows = [row for chat in chats_of(lines) for row in tokens_of_chat(tokenizer, chat)]
+            rows = [row for chat in chats_of(lines) for row in tokens_of_chat(tokenizer, *chat)]
         else:
             rows = rows_of_run(args.from_run, args.top, args.min_reward)
         if not rows:

@@ -11,17 +11,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from journeyman.art.backend import AnyModel, AnyTrainableModel
+from journeyman.art.backend import AnyModel, AnyTrainableModel, UnsupportedError
 from journeyman.art.dev import settings_of
+from journeyman.art.local.finetuning import fine_tune, newest_model
 from journeyman.art.model import TrainableModel
 from journeyman.art.remote import RemoteBackend
+from journeyman.art.training import TrainingError
 from journeyman.art.trajectories import TrajectoryGroup
 from journeyman.art.types import LocalTrainResult
 
@@ -67,8 +69,16 @@ class LocalBackend(RemoteBackend):
         atexit.register(self._stop)
 
     def run_dir(self, model: AnyModel) -> Path:
-        """Return the run directory of a model's installation."""
-        return (self._path / model.project / "models" / model.name / "journeyman").resolve()
+        """Return the run directory of a model's installation. Each fine-tuned base model has one of its own."""
+        folder = self._folder(model)
+        tuned = newest_model(folder)
+        return folder / (f"journeyman-{tuned.name}" if tuned else "journeyman")
+
+    def _folder(self, model: AnyModel) -> Path:
+        return (self._path / model.project / "models" / model.name).resolve()
+
+    def _base(self, model: AnyTrainableModel) -> str:
+        return str(newest_model(self._folder(model)) or model.base_model)
 
     # -- the installation ------------------------------------------------------------------------------------------
 
@@ -123,19 +133,19 @@ class LocalBackend(RemoteBackend):
 
     def command(self, run_dir: Path, model: AnyModel) -> list[str]:
         """Return the command that starts the installation of a model. Raises `UpError` if it is not installed."""
-        beside = Path(sys.executable).with_name("journeyman")
-        program = str(beside) if beside.exists() else shutil.which("journeyman")
-        if program is None or not isinstance(model, TrainableModel):
-            raise UpError(
-                "the command `journeyman` is not installed here: install the extra `cpu` or `gpu`, or set "
-                "JOURNEYMAN_URL to the gateway of an installation that runs elsewhere"
-            )
+        program = _program()
+        if not isinstance(model, TrainableModel):
+            raise UpError(f"model {model.name!r} is not trainable, so no installation is started for it")
         settings, without_effect = settings_of(model._internal_config)
         if without_effect:
             log.warning(
                 "options without effect in _internal_config: %s (docs/art.md)", ", ".join(without_effect)
             )
-        settings |= {"models.0.name": model.name, "models.0.base": model.base_model, "project": model.project}
+        settings |= {
+            "models.0.name": model.name,
+            "models.0.base": self._base(model),
+            "project": model.project,
+        }
         flags = [
             part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")
         ]
@@ -151,14 +161,7 @@ class LocalBackend(RemoteBackend):
         stopping = list(self._started.values())
         self._started.clear()
         self._urls.clear()
-        for process in stopping:
-            process.send_signal(signal.SIGINT)
-        for process in stopping:
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        _end(stopping)
         atexit.unregister(self._stop)
 
     def __enter__(self) -> Self:
@@ -184,6 +187,69 @@ class LocalBackend(RemoteBackend):
         result = await self._train(model, trajectory_groups, learning_rate, options)
         folder = self.run_dir(model) / "checkpoints" / model.name / f"step-{result.step:08d}"
         return LocalTrainResult(result.step, result.metrics, str(folder) if folder.is_dir() else None)
+
+    async def train_sft(
+        self, model: AnyTrainableModel, chats: Iterable[Mapping[str, Any]], options: Sequence[str]
+    ) -> None:
+        """Fine-tune the base model of an installation that has trained no step yet: stop it, run `journeyman sft` with
+        `options`, and start a new one, with an empty log, from the result.
+
+        Raises `UnsupportedError` if the installation was not started here, has an inference server of its own, or has
+        trained a step; `ValueError` without a chat, and `TrainingError` if the command fails."""
+        chosen = list(chats)
+        if not chosen:
+            raise ValueError("train_sft: there is no trajectory to train on")
+        run_dir, base = self.run_dir(model), self._base(model)
+        process = self._started.get(run_dir)
+        if process is None:
+            raise UnsupportedError(
+                "train_sft: only an installation that this program has started can change its base model. For this "
+                f"one, run `journeyman sft OUT --base {base} --data chats.jsonl`, and start it with `models.0.base` "
+                "at OUT"
+            )
+        fixed = ("vllm-url", "vllm.url", "models.0.base")
+        if any(name in option for option in self._up_options for name in fixed):
+            raise UnsupportedError(
+                "train_sft: `up_options` names an inference server or a base model, which would keep the old weights; "
+                f"leave out {', '.join(fixed)}"
+            )
+        if step := await self.get_step(model):
+            raise UnsupportedError(
+                f"train_sft: {model.name} has trained {step} steps of reinforcement learning, which a new base model "
+                "would lose: fine-tune before the first step, or under another name of the model"
+            )
+        del self._started[run_dir], self._urls[str(run_dir)]
+        await asyncio.to_thread(_end, [process])
+        try:
+            await fine_tune(_program(), base, chosen, self._folder(model), options)
+        except TrainingError:
+            await self.register(model)  # from the old base model
+            raise
+        await self.register(model)
+
+
+def _program() -> str:
+    """Return the command `journeyman`. Raises `UpError` if it is not installed."""
+    beside = Path(sys.executable).with_name("journeyman")
+    program = str(beside) if beside.exists() else shutil.which("journeyman")
+    if program is None:
+        raise UpError(
+            "the command `journeyman` is not installed here: install the extra `cpu` or `gpu`, or set "
+            "JOURNEYMAN_URL to the gateway of an installation that runs elsewhere"
+        )
+    return program
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Stop installations. Blocks until they have stopped."""
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _state(run_dir: Path) -> dict[str, Any]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
+from safetensors.torch import load_file
 
 import journeyman.art as art
 from journeyman import Journeyman
@@ -213,8 +216,11 @@ async def test_options_that_change_nothing_are_taken(model: Any) -> None:
 
 
 async def test_what_has_no_counterpart_says_what_to_do(model: Any) -> None:
+    tuning = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "a1"}])
     with pytest.raises(art.UnsupportedError, match="journeyman sft OUT --base"):
-        await model.train_sft([])
+        await model.train_sft([tuning])
+    with pytest.raises(art.UnsupportedError, match="list of learning rates"):
+        await model.train_sft([tuning], art.TrainSFTConfig(learning_rate=[1e-3, 1e-4]))
     with pytest.raises(art.UnsupportedError, match="journeyman sft"):
         await train_sft_from_file(model, "chats.jsonl")
     with pytest.raises(art.UnsupportedError, match="train/reward"):
@@ -257,9 +263,16 @@ async def test_a_gateway_that_restarts_is_waited_for(up: Up, model: Any) -> None
 # -- an installation of one's own ------------------------------------------------------------------------------------
 
 
-async def test_a_local_backend_starts_and_joins_an_installation(
+@pytest.mark.timeout(500)  # it starts two installations
+async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it(
     tmp_path: Path, inference_double: InferenceDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class BeforeTheDouble(LocalBackend):
+        """Its installations have the double in place of a vLLM of their own."""
+
+        def command(self, run_dir: Path, model: Any) -> list[str]:
+            return [*super().command(run_dir, model), "--vllm-url", inference_double.url]
+
     monkeypatch.delenv("JOURNEYMAN_URL", raising=False)
     model = art.TrainableModel(
         name=MODEL, project="own", base_model=str(BASE), base_path=str(tmp_path),
@@ -267,18 +280,58 @@ async def test_a_local_backend_starts_and_joins_an_installation(
             init_args={"max_seq_length": 256}, peft_args={"r": 8}, engine_args={"max_num_seqs": 4}
         ),
     )  # fmt: skip
-    options = ("--vllm-url", inference_double.url, *flags(DOUBLE_SETTINGS))
-    async with LocalBackend(path=str(tmp_path), up_options=options) as backend:
+    said = [{"role": "user", "content": "a1=. b1=x"}, {"role": "assistant", "content": "a1"}]
+    history = art.trajectories.History(messages_and_choices=said)
+    tuning = art.Trajectory(messages_and_choices=said, additional_histories=[history])
+    async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
         await model.register(backend)
+        before, address = backend.run_dir(model), model.inference_base_url
+        (process,) = backend._started.values()
+        with pytest.raises(ValueError, match="no trajectory"):
+            await model.train_sft([])
+        await model.train_sft([tuning] * 8, art.TrainSFTConfig(learning_rate=1e-3, batch_size=4))
+        assert process.returncode is not None
+        after = backend.run_dir(model)
+        assert (before.name, after.name) == ("journeyman", "journeyman-sft-0001")
+        assert model.inference_base_url != address
+        made = after.parent / "sft-0001"
+        assert weights(made).keys() == weights(BASE).keys()
+        assert not all(torch.equal(weights(made)[name], value) for name, value in weights(BASE).items())
+        assert tomllib.loads((after / "config.toml").read_text())["models"][0]["base"] == str(made)
+
         result = await backend.train(model, [await group(model, 0, 1)])
         assert result.checkpoint_path is not None
         assert (Path(result.checkpoint_path) / "adapter_model.safetensors").exists()
-        joined = LocalBackend(path=str(tmp_path))
+        with pytest.raises(art.UnsupportedError, match="has trained 1 steps"):
+            await model.train_sft([tuning])
+        joined = LocalBackend(
+            path=str(tmp_path)
+        )  # as a later program: it finds the fine-tuned model's installation
         assert await joined.url_of(model) == await backend.url_of(model)
         await joined.close()
         assert await model.get_step() == 1, "an installation that was joined keeps running"
         (process,) = backend._started.values()
     assert process.returncode is not None, "one that was started ends with its backend"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+async def test_a_server_that_would_keep_the_old_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JOURNEYMAN_URL", raising=False)
+    model = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE))
+    chats = [{"messages": [{"role": "assistant", "content": "a1"}]}]
+    backend = LocalBackend(path=str(tmp_path), up_options=("--vllm-url", "http://127.0.0.1:9"))
+    with pytest.raises(art.UnsupportedError, match="only an installation that this program has started"):
+        await backend.train_sft(model, chats, ())
+    backend._started[backend.run_dir(model)] = cast(Any, object())
+    with pytest.raises(art.UnsupportedError, match="would keep the old weights"):
+        await backend.train_sft(model, chats, ())
+    backend._started.clear()
 
 
 async def test_an_installation_that_does_not_start_shows_why(

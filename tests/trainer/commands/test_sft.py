@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -43,7 +45,25 @@ def test_a_line_that_is_no_chat_is_named() -> None:
         list(sft.chats_of([good, "{}"]))
     with pytest.raises(cli.UsageError, match="line 1 has no assistant"):
         list(sft.chats_of([json.dumps({"messages": CHAT[:1]})]))
-    assert list(sft.chats_of(["", good])) == [CHAT]
+    assert list(sft.chats_of(["", good])) == [(CHAT, None)]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert list(sft.chats_of([json.dumps({"messages": CHAT, "tools": tools})])) == [(CHAT, tools)]
+
+
+def test_tools_are_rendered_as_the_template_does() -> None:
+    class Template:
+        """A tokenizer whose template shows the tools first."""
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+            shown = "".join(tool["function"]["name"] for tool in options["tools"] or ())
+            text = shown + "".join(f"<{m['role'][0]}>{m['content']}" for m in messages)
+            return text + ("<a>" if options["add_generation_prompt"] else "")
+
+        def __call__(self, text: str, **_: Any) -> Any:
+            return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+    (row,) = sft.tokens_of_chat(Template(), CHAT[:2], [{"type": "function", "function": {"name": "look"}}])
+    assert "".join(map(chr, row["input_ids"])).startswith("look<u>a1=. b1=x<a>")
 
 
 def test_the_trained_model_reproduces_its_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
