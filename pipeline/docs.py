@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline import config, events, streams
-from pipeline.events import schema
+from pipeline.events import continuation, schema
 from pipeline.events.schema import Column
 from pipeline.security import users
 
@@ -95,6 +95,10 @@ def events_page() -> str:
         parts.append(_fields(struct))
     parts.append(f"## Claim check\n\n{_doc(events.ClaimCheck)}\n")
     parts.append(_fields(events.ClaimCheck))
+    parts.append(f"## Continuation\n\n{_doc(events.Continuation)}\n")
+    parts.append(_fields(events.Continuation))
+    parts.append(f"### `Piece`\n\n{_doc(continuation.Piece)}\n")
+    parts.append(_fields(continuation.Piece))
     return "\n".join(parts)
 
 

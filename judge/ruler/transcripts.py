@@ -42,11 +42,15 @@ def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Tr
 
 
 async def load_transcript(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:
-    """Read a trajectory's transcript from the log. `at_least` exchanges are known to be there, which saves a request.
+    """Read a trajectory's transcript from the log. `at_least` exchanges were recorded, which saves a request.
 
-    Raises `HistoryGoneError` if retention has removed it."""
+    Raises `HistoryGoneError` if fewer can be read."""
     history = await broker.read(ExchangeRecorded, at_least=at_least, project=project, trajectory=trajectory)
     exchanges = [r.event for r in history]
+    if (held := len({(e.seq, e.choice) for e in exchanges})) < at_least:
+        raise HistoryGoneError(
+            f"the whole history of trajectory {trajectory} ({held} of {at_least} exchanges can be read)"
+        )
     if sum(len(e.request) + len(e.response) for e in exchanges) < _LARGE:
         return from_exchanges(trajectory, exchanges)
     return await anyio.to_thread.run_sync(from_exchanges, trajectory, exchanges)

@@ -39,6 +39,10 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Age in hours at which the log deletes the events of runs. History is kept in the store. A trajectory that was
     opened longer ago takes no calls, can't be completed and doesn't train, and its id is not given again. An alarm is
     raised when half of this time has passed and the store has not written an event."""
+    exchange_memory_bytes: Natural = 268_435_456
+    """Bytes of the latest exchanges of runs that a process remembers, at most. The gateway records an exchange as what
+    follows a remembered one of its trajectory, and readers make it whole again. 0: the gateway records whole
+    exchanges."""
     max_payload: Payload = 1_048_576
     """Largest message in bytes. Larger events go through the object store."""
     replicas: Copies = 1

@@ -10,6 +10,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 | `evaluation`, `alarm` | the events of an evaluation and of an alarm, in the stream of `policy` |
 | `base` | `Event`: what every event carries |
 | `codec` | `encode`, `decode`, the list of all events, the claim check of an event too large for the log |
+| `continuation` | an exchange as what follows an earlier one of its trajectory |
 | `packing` | token ids, logprobs and masks as packed little-endian arrays |
 | `types` | types of fields, with their Parquet columns |
 | `schema` | columns of each event, read off the classes |
@@ -18,6 +19,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 from pipeline.events.alarm import AlarmChanged
 from pipeline.events.base import Event, now_us
 from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, wire_name
+from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
 from pipeline.events.group import (

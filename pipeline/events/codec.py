@@ -8,6 +8,7 @@ import msgspec
 
 from pipeline.events.alarm import AlarmChanged
 from pipeline.events.base import Event
+from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import PolicyEvaluated
 from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupLabeled, GroupScored, JudgeMeasured
@@ -57,7 +58,7 @@ EVENTS: tuple[type[Event], ...] = AnyEvent.__args__
 """Every event class, in the order of a trajectory's life."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyEvent | ClaimCheck)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyEvent | ClaimCheck | Continuation)
 
 
 def wire_name(event: type[Event] | Event) -> str:
@@ -66,19 +67,20 @@ def wire_name(event: type[Event] | Event) -> str:
     return str(cls.__struct_config__.tag)
 
 
-def encode(event: Event | ClaimCheck) -> bytes:
+def encode(event: Event | ClaimCheck | Continuation) -> bytes:
     return _encoder.encode(event)
 
 
-def decode(payload: bytes) -> AnyEvent | ClaimCheck:
+def decode(payload: bytes) -> AnyEvent | ClaimCheck | Continuation:
     """Decode a message. Raises `msgspec.DecodeError` (or its `ValidationError`) if it is no known event, or if a
     packed array has an impossible length, so that readers can unpack arrays without a check."""
     event = _decoder.decode(payload)
     kind = type(event)
-    if kind is ExchangeRecorded:
+    if kind is ExchangeRecorded or kind is Continuation:
+        exchange = event if kind is ExchangeRecorded else event.exchange
         # Logprobs and masks may differ in length from the tokens. The trainer then ignores them.
-        if (len(event.prompt_ids) | len(event.sampled_ids) | len(event.logprobs)) % 4:
-            _check_packed(event, ("prompt_ids", "sampled_ids", "logprobs"), 4)
+        if (len(exchange.prompt_ids) | len(exchange.sampled_ids) | len(exchange.logprobs)) % 4:
+            _check_packed(exchange, ("prompt_ids", "sampled_ids", "logprobs"), 4)
     elif kind is CheckpointPublished:
         _check_packed(event, ("group_seqs", "group_times"), 8)
         seqs, times = len(event.group_seqs) // 8, len(event.group_times) // 8
@@ -88,7 +90,7 @@ def decode(payload: bytes) -> AnyEvent | ClaimCheck:
                 "the numbers must be equal - at "
                 "`$.group_seqs`"
             )
-    checked: AnyEvent | ClaimCheck = event
+    checked: AnyEvent | ClaimCheck | Continuation = event
     return checked
 
 

@@ -4,6 +4,7 @@
 | --- | --- |
 | `broker` | one connection: publish with deduplication, consume, dead letters |
 | `history` | typed reads: the event class gives stream, subject and type |
+| `exchanges` | exchanges as what follows earlier ones, and whole again |
 | `follow` | follow events from a position on, through restarts of servers |
 | `stream_reader` | undecoded messages without a consumer: one, a page, a subject; what a stream holds |
 | `subjects` | event classes to streams and subjects |

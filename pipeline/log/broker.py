@@ -29,6 +29,7 @@ from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
+from pipeline.events.continuation import Form
 from pipeline.log import credentials as access
 from pipeline.log import objects, provision, retry
 from pipeline.log.consumer import Consumption as Consumption
@@ -181,13 +182,19 @@ class Broker(Reader):
     # -- publishing ----------------------------------------------------------------------------------------------
 
     async def publish(
-        self, event: Event, headers: Mapping[str, str] | None = None, *, message_id: str = ""
+        self,
+        event: Event,
+        headers: Mapping[str, str] | None = None,
+        *,
+        message_id: str = "",
+        form: Form | None = None,
     ) -> Ack:
         """Publish `event` and return once the server acknowledged it; safe to repeat. A `message_id` other than the
-        event's own is for an event that the log held before and lost.
+        event's own is for an event that the log held before and lost. `form`: how the log shall hold an exchange
+        (`pipeline.log.exchanges`).
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
-        subject, payload = event.subject(), encode(event)
+        subject, payload = event.subject(), encode(form or event)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, wire_name(event))
         sent = dict(headers or {})
@@ -360,10 +367,10 @@ class Broker(Reader):
             await self.dead_letter(message, spec, "max_deliver", why)
             return None
         try:
-            event = decode(message.data)
-            if isinstance(event, ClaimCheck):
-                message.size = event.size
-                event = await self.claimed_event(event)
+            found = decode(message.data)
+            if isinstance(found, ClaimCheck):
+                message.size = found.size
+            event = await self.event_of(found)
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.dead_letter(message, spec, "undecodable", str(error))
             return None

@@ -14,12 +14,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.config import NatsConfig
 from pipeline.errors import HistoryGoneError, OtherEventError, UndecodableError
-from pipeline.events import AnyEvent, ClaimCheck, Event, decode
+from pipeline.events import AnyEvent, ClaimCheck, Continuation, Event, ExchangeRecorded, decode
 from pipeline.log import objects
+from pipeline.log.exchanges import ExchangeNotWholeError, RememberedExchanges, make_whole
+from pipeline.log.fast_client import FastClient
 from pipeline.log.messages import Page, Recorded, StoredMessage
 from pipeline.log.stream_reader import StreamReader
 from pipeline.log.subjects import former_subject_filter, stream_of, subject_filter
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("pipeline.log.history")
 
 E = TypeVar("E", bound=Event)
 
@@ -31,7 +37,12 @@ _SKIPPED_AT_ONCE = 64
 
 class Reader(StreamReader):
     """Reads events over one connection. `keys` are fields of the event's subject, strings or numbers
-    (`pipeline.log.subjects`)."""
+    (`pipeline.log.subjects`). Exchanges are whole, however the log holds them (`pipeline.log.exchanges`)."""
+
+    def __init__(self, client: FastClient, config: NatsConfig) -> None:
+        super().__init__(client, config)
+        self.exchanges = RememberedExchanges(config.exchange_memory_bytes)
+        """Exchanges that were read or written over this connection."""
 
     # -- many events ---------------------------------------------------------------------------------------------
 
@@ -77,10 +88,14 @@ class Reader(StreamReader):
             more = bool(found) and found[-1].seq > last
         out: list[Recorded[E]] = []
         undecodable: list[tuple[StoredMessage, str]] = []
+        not_whole: list[int] = []
         decoded = 0
         for message in found:
             try:
                 recorded = await self._recorded(stream, message)
+            except ExchangeNotWholeError as error:
+                log.error("exchange not read", why=str(error))
+                not_whole.append(error.seq)
             except (msgspec.DecodeError, HistoryGoneError) as error:
                 undecodable.append((message, str(error)))
             else:
@@ -91,7 +106,7 @@ class Reader(StreamReader):
                 decoded = 0
                 await asyncio.sleep(0)
         await self._skip_all(stream, undecodable)
-        return Page(out, last, more)
+        return Page(out, last, more, not_whole)
 
     async def _skip_all(self, stream: str, undecodable: list[tuple[StoredMessage, str]]) -> None:
         # Several at once: each waits for an acknowledgement, and the start of a service may meet hundreds.
@@ -126,12 +141,13 @@ class Reader(StreamReader):
         """Return the event of a class at a sequence of its stream.
 
         Raises `HistoryGoneError` if retention removed it; its subclass `OtherEventError` if an event of another class
-        has that sequence, `UndecodableError` if the message is no event."""
+        has that sequence, `UndecodableError` if the message is no event, `ExchangeNotWholeError` if it continues an
+        exchange that is gone."""
         stream = stream_of(event)
         message = await self.direct_get(stream, seq)
         if message is None:
             raise HistoryGoneError(f"message {seq} of {stream}")
-        recorded = await self.recorded(stream, message)
+        recorded = await self._recorded_or_skipped(stream, message)
         if recorded is None:
             raise UndecodableError(stream, seq)
         for found in _of_class(recorded, event):
@@ -139,9 +155,18 @@ class Reader(StreamReader):
         raise OtherEventError(stream, seq, event.__name__)
 
     async def recorded(self, stream: str, message: StoredMessage) -> Recorded[AnyEvent] | None:
-        """Return the event in a message. None if it cannot be decoded: it is skipped then."""
+        """Return the event in a message. None if it cannot be decoded or made whole: it is skipped then."""
+        try:
+            return await self._recorded_or_skipped(stream, message)
+        except ExchangeNotWholeError as error:
+            log.error("exchange not read", why=str(error))
+            return None
+
+    async def _recorded_or_skipped(self, stream: str, message: StoredMessage) -> Recorded[AnyEvent] | None:
         try:
             return await self._recorded(stream, message)
+        except ExchangeNotWholeError:
+            raise
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.skip_undecodable(stream, message, str(error))
             return None
@@ -156,14 +181,21 @@ class Reader(StreamReader):
     # -- payloads ------------------------------------------------------------------------------------------------
 
     async def decode(self, payload: bytes) -> AnyEvent:
-        """Return the event in a payload; a claim check is replaced by its event.
+        """Return the event in a payload; a claim check is replaced by its event, a continuation by its exchange.
 
-        Raises `msgspec.DecodeError`, and `HistoryGoneError` if the claim check's object has expired."""
-        event = decode(payload)
-        return await self.claimed_event(event) if isinstance(event, ClaimCheck) else event
+        Raises `msgspec.DecodeError`, and `HistoryGoneError` if the claim check's object has expired or the exchange
+        can't be made whole."""
+        return await self.event_of(decode(payload))
 
-    async def claimed_event(self, claim: ClaimCheck) -> AnyEvent:
-        """Return the event that a claim check refers to. Raises as `decode` does."""
+    async def event_of(self, found: AnyEvent | ClaimCheck | Continuation) -> AnyEvent:
+        """Return the event that a decoded payload stands for. Raises as `decode` does."""
+        if isinstance(found, ClaimCheck):
+            found = await self._claimed(found)
+        if isinstance(found, ExchangeRecorded | Continuation):
+            return await make_whole(self, self.exchanges, found)
+        return found
+
+    async def _claimed(self, claim: ClaimCheck) -> AnyEvent | Continuation:
         event = decode(await self.get_object(claim.bucket, claim.object))
         if isinstance(event, ClaimCheck):
             raise msgspec.DecodeError("the object of a claim check is a claim check itself")

@@ -6,7 +6,7 @@ then gives the same sequences to other events. The stream time, which the server
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, NamedTuple, TypeVar
@@ -66,6 +66,8 @@ class Page(NamedTuple, Generic[E_co]):
     """Stream sequence of the last message read, decodable or not."""
     more: bool
     """Whether the subject may hold more messages after `last`."""
+    not_whole: Sequence[int] = ()
+    """Numbers, in their trajectories, of exchanges that were left out because what they continue is gone."""
 
 
 def stream_time_us(headers: Mapping[str, str]) -> int:

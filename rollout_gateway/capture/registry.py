@@ -257,10 +257,10 @@ def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
 
 def _completed(found: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
     opened, outcome, metrics, calls = found.opened, body.outcome, body.metrics, found.recorded
-    if found.not_recorded:
+    if missing := found.not_recorded + calls.not_whole:
         # Calls that are missing on the log can't be trained. That is a failure of infrastructure, which never becomes a
         # reward.
-        outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(found.not_recorded)}
+        outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(missing)}
     return TrajectoryCompleted(
         **{name: getattr(opened, name) for name in _COPIED},
         outcome=outcome,

@@ -51,6 +51,8 @@ class RecordedCalls:
     """Stream sequence of the last message on the run's subject; 0 if there is none."""
     last_at: int = 0
     """`at` of the exchange in that message; 0 if it holds no exchange."""
+    not_whole: int = 0
+    """Number of further exchange events, whose tokens can't be read because what they continue is gone."""
     first_step: int = -1
     last_step: int = -1
     prompt_tokens: int = 0
@@ -177,7 +179,9 @@ class Trajectory:
         Raises `BrokerError` if the log refuses the event although `recorded` is up to date."""
         known = self.recorded
         headers = {"traceparent": traceparent, EXPECTED_LAST_SEQ: str(known.last_stream_seq)}
-        ack = await self.log.broker.publish(event, headers)
+        broker = self.log.broker
+        form = broker.exchanges.shortest(event)
+        ack = await broker.publish(event, headers, form=form)
         # A duplicate: the condition did not hold, or the log has the message id already. The latter may be an earlier
         # attempt of this publish whose acknowledgement was lost.
         published = not ack.duplicate or await self._is_at(event, ack.seq)
@@ -185,6 +189,7 @@ class Trajectory:
             return published  # `recorded` was read again, with this event if the log holds it
         if published:
             known.add(event, ack.seq)
+            broker.exchanges.add(event, form)
             return True
         log.info("another replica wrote to the trajectory", trajectory=self.id)
         before = known.next_seq, known.last_stream_seq
@@ -222,6 +227,9 @@ class Trajectory:
             page = await self._page(into.last_stream_seq)
             for recorded in page.events:
                 into.add(recorded.event, recorded.seq)
+            for seq in page.not_whole:
+                into.not_whole += 1
+                into.next_seq = max(into.next_seq, seq + 1)
             if page.last > into.last_stream_seq:
                 # Undecodable messages count too: the next exchange must name the last message, whatever it is.
                 into.last_stream_seq, into.last_at = page.last, 0
@@ -278,6 +286,7 @@ class Trajectory:
             opening = await self.log.opening(self.id)
             if opening is None or not same_opening(opening.event, self.opened):
                 raise opened_differently(self.id)
+        self.log.broker.exchanges.forget(self.log.project, self.id)
         before, fresh = self.recorded, self._no_calls()
         await self._read(fresh)
         lost = before.exchanges - fresh.exchanges

@@ -56,7 +56,8 @@ class Histories:
         return None
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
-        """The exchanges of a member. Raises `HistoryGoneError` where the log holds fewer than the member had."""
+        """The exchanges of a member. Raises `HistoryGoneError` where fewer can be read than the member had: the log
+        deleted some, or one that others continue."""
         read = partial(self._broker.read, ExchangeRecorded, project=project, trajectory=member.trajectory)
         async with self._limit:
             exchanges = [r.event for r in await read(at_least=member.exchanges)]
@@ -65,7 +66,8 @@ class Histories:
             exchanges = [r.event for r in await read()]
         if (held := _distinct(exchanges)) < member.exchanges:
             raise HistoryGoneError(
-                f"the whole history of trajectory {member.trajectory} ({held} of {member.exchanges} exchanges are left)"
+                f"the whole history of trajectory {member.trajectory} ({held} of {member.exchanges} exchanges can be "
+                "read)"
             )
         return exchanges
 

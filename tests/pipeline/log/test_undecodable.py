@@ -72,7 +72,7 @@ async def test_reads_skip_it_and_make_one_dead_letter_of_it(nats_config: NatsCon
         assert await broker.read_last(ExchangeRecorded, project="p", trajectory="none") is None
         with pytest.raises(UndecodableError, match=f"message {seq} of ROLLOUTS"):
             await broker.read_at(ExchangeRecorded, seq)
-        found, last, _ = await broker.read_page(ExchangeRecorded, project="p", trajectory="t1")
+        found, last, _, _ = await broker.read_page(ExchangeRecorded, project="p", trajectory="t1")
         assert ([r.seq for r in found], last) == ([1], seq)
     # Another service, and the same one after a restart, find it again: one letter.
     for _ in range(2):

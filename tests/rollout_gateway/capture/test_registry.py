@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any, cast
 
 import msgspec
@@ -45,12 +46,13 @@ async def record_run(broker: Broker, name: str) -> None:
     opened = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", owner="alice")
     registry = Registry(broker, "test", TOKENS)
     found = await registry.open(opened, "")
-    body = msgspec.json.encode("x" * CALL_BYTES)
 
     def exchange(seq: int) -> list[ExchangeRecorded]:
         return [
             ExchangeRecorded(
-                project="test", trajectory=name, seq=seq, model="m", policy_version="m@0", step=0, request=body,
+                project="test", trajectory=name, seq=seq, model="m", policy_version="m@0", step=0,
+                # No call repeats another one.
+                request=msgspec.json.encode(random.Random(seq).randbytes(CALL_BYTES // 2).hex()),
                 response=b'{"id": "r%d"}' % seq, prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"h{seq}",
             )
         ]  # fmt: skip

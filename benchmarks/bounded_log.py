@@ -1,0 +1,171 @@
+"""Benchmark of the log's memory: `python -m benchmarks.bounded_log` writes benchmarks/results/bounded_log.json.
+
+Trajectories (opened, one small exchange, completed: three subjects each) go through a NATS server whose ROLLOUTS
+deletes events after `--max-age` seconds, `--rate` a second. The server holds every subject that has a message in
+memory, so its heap has to stop growing once the first events are deleted.
+
+    heap_mb            Go's live heap (`HeapAlloc` of /expvarz) once events are deleted: least, median and most
+    heap_growth        mean of the last quarter of that time over its first quarter; 1 is flat
+    rss_mb             resident memory of the server (`mem` of /varz and the process's own): most
+    subjects           subjects in the stream: most
+    trajectories, rate what was published, and how fast
+
+A million takes about `1e6 / rate` seconds. The heap depends on `rate * max_age`, not on the number of trajectories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import psutil
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, pack_ids, pack_logprobs
+from pipeline.log.broker import Broker
+from pipeline.names import new_dated_id
+from tests.conftest import NatsServer, free_port
+
+RESULT = Path(__file__).parent / "results" / "bounded_log.json"
+_AT_ONCE = 64
+_EVERY_S = 2.0
+_EXPECTED = {"Nats-Expected-Last-Subject-Sequence": "0"}
+_IDS, _LOGPROBS = pack_ids(range(40)), pack_logprobs([-0.5] * 40)
+
+
+@dataclass
+class Sample:
+    """The server at one time."""
+
+    at_s: float
+    published: int
+    heap: int
+    varz_rss: int
+    rss: int
+    subjects: int
+    messages: int
+
+
+class Load:
+    """Publishes trajectories at a rate."""
+
+    def __init__(self, broker: Broker, count: int, rate: float) -> None:
+        self._broker, self.count, self._rate = broker, count, rate
+        self.started = self.done = 0
+        self._began = time.monotonic()
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tg:
+            for _ in range(_AT_ONCE):
+                tg.start_soon(self._some)
+
+    async def _some(self) -> None:
+        while self.started < self.count:
+            due = self._began + self.started / self._rate
+            self.started += 1
+            if (wait_s := due - time.monotonic()) > 0:
+                await anyio.sleep(wait_s)
+            await self._one(new_dated_id("t"))
+            self.done += 1
+
+    async def _one(self, name: str) -> None:
+        broker = self._broker
+        await broker.publish(TrajectoryOpened(project="bench", trajectory=name, model="m", group=name))
+        exchange = ExchangeRecorded(
+            project="bench", trajectory=name, seq=0, model="m", policy_version="m@0", step=0, request=b"{}",
+            response=b"{}", prompt_ids=_IDS, sampled_ids=_IDS, logprobs=_LOGPROBS,
+        )  # fmt: skip
+        await broker.publish(exchange, _EXPECTED)
+        await broker.publish(
+            TrajectoryCompleted(
+                project="bench", trajectory=name, model="m", group=name, reward=1.0, exchanges=1
+            )
+        )
+
+
+async def watch(broker: Broker, process: psutil.Process, port: int, load: Load) -> list[Sample]:
+    """Sample the server until the load has ended."""
+    samples: list[Sample] = []
+    began = time.monotonic()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
+        while load.done < load.count:
+            await anyio.sleep(_EVERY_S)
+            varz, vars_ = (await client.get("/varz")).json(), (await client.get("/expvarz")).json()
+            state = (await broker.js.stream_info("ROLLOUTS")).state
+            samples.append(
+                Sample(
+                    time.monotonic() - began, load.done, vars_["memstats"]["HeapAlloc"], varz["mem"],
+                    process.memory_info().rss, state.num_subjects or 0, state.messages,
+                )
+            )  # fmt: skip
+    return samples
+
+
+def summary(samples: list[Sample], max_age_s: float) -> dict[str, Any]:
+    """Figures of the time in which events are deleted."""
+    steady = [s for s in samples if s.at_s > max_age_s]
+    heaps = [s.heap / 1e6 for s in steady]
+    quarter = max(1, len(heaps) // 4)
+    return {
+        "steady_s": steady[-1].at_s - max_age_s,
+        "heap_mb": {"least": min(heaps), "median": statistics.median(heaps), "most": max(heaps)},
+        "heap_growth": statistics.mean(heaps[-quarter:]) / statistics.mean(heaps[:quarter]),
+        "rss_mb": {
+            "varz": max(s.varz_rss for s in samples) / 1e6,
+            "process": max(s.rss for s in samples) / 1e6,
+        },
+        "subjects": max(s.subjects for s in samples),
+        "messages": max(s.messages for s in samples),
+        "heap_mb_every_20_s": [round(s.heap / 1e6, 1) for s in samples[:: int(20 / _EVERY_S)]],
+    }
+
+
+async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> dict[str, Any]:
+    port = free_port()
+    server = NatsServer(folder, extra=f"http: 127.0.0.1:{port}\n")
+    server.start()
+    try:
+        assert server.process is not None
+        config = NatsConfig(url=server.url, rollouts_max_age_h=max_age_s / 3600)
+        async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
+            load = Load(broker, count, rate)
+            began = time.monotonic()
+            tg.start_soon(load.run)
+            samples = await watch(broker, psutil.Process(server.process.pid), port, load)
+            return {"rate": count / (time.monotonic() - began), **summary(samples, max_age_s)}
+    finally:
+        server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trajectories", type=int, default=1_000_000)
+    parser.add_argument("--rate", type=float, default=1_000.0, help="trajectories a second, at most")
+    parser.add_argument("--max-age", type=float, default=60.0, help="seconds that the log keeps events")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    out: dict[str, Any] = {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version(),
+        "cores": os.cpu_count(), "trajectories": args.trajectories, "max_age_s": args.max_age,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="bench-bounded-") as folder:
+        out |= anyio.run(measure, Path(folder), args.trajectories, args.rate, args.max_age)
+    out = json.loads(json.dumps(out), parse_float=lambda text: round(float(text), 3))
+    args.out.write_text(json.dumps(out, indent=2) + "\n")
+    print(json.dumps(out, indent=2))
+
+
+if __name__ == "__main__":
+    main()
