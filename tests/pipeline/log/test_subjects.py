@@ -40,6 +40,7 @@ PUBLISHED_TO = {
     "group.discarded": "N.N.N.main",
     "group.measured": "N.N.N",
     "group.labeled": "N.N",
+    "group.admitted": "N.N",
     "policy.checkpoint": "N.N.7",
     "policy.loaded": "N.N",
     "policy.unloaded": "N.N",

@@ -244,8 +244,12 @@ async def test_a_judge_looks_up_its_groups(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await throw(broker, "group.discarded.p.m.g.judge.x")
         await throw(broker, "rollout.completed.p.m.garbage")
-        async with broker.consume("judge") as messages, anyio.create_task_group() as tg:
-            tg.start_soon(Judge(broker, config, None, "j").run, messages)
+        async with (
+            broker.consume("judge") as messages,
+            broker.consume("judge-timers") as timers,
+            anyio.create_task_group() as tg,
+        ):
+            tg.start_soon(Judge(broker, config, None, "j").run, messages, timers)
             for name, reward in (("a", 0.0), ("b", 1.0)):
                 await broker.publish(msgspec.structs.replace(completed(name), reward=reward))
             with anyio.fail_after(20):
