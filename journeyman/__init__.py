@@ -14,7 +14,7 @@
 | --- | --- |
 | `client` | HTTP clients of the gateway, blocking and asynchronous |
 | `transport` | errors, backoff, responses |
-| `arguments` | types of command-line arguments |
+| `command_line` | types of command-line arguments, exit statuses |
 | `trajectory` | one agent run and its result |
 | `gathering` | concurrent runs, evaluation, comparison of versions |
 | `art` | programs that were written for openpipe-art |

@@ -19,8 +19,8 @@ from typing import Any
 
 import anyio
 
-from journeyman.arguments import at_least_one, not_negative
 from journeyman.client import AsyncJourneyman
+from journeyman.command_line import at_least_one, exit_status, not_negative
 from journeyman.environments.from_openenv import OpenEnvScenarios
 from journeyman.environments.from_verifiers import VerifiersScenarios
 from journeyman.environments.scenarios import Scenario, ScenarioError, Scenarios
@@ -83,14 +83,8 @@ async def play(args: argparse.Namespace, scenarios: Scenarios) -> dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if playing failed, 2 if an argument or the environment cannot be used."""
     args = _parser().parse_args(argv)
-    try:
+    with exit_status((ValueError, ScenarioError), (JourneymanError, TooManyExceptionsError)):
         told = anyio.run(play, args, load_scenarios(args))
-    except (ValueError, ScenarioError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
-        raise SystemExit(2) from error
-    except (JourneymanError, TooManyExceptionsError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
-        raise SystemExit(1) from error
     if args.json:
         sys.stdout.write(json.dumps(told) + "\n")
         return

@@ -21,8 +21,8 @@ from typing import Any
 
 import anyio
 
-from journeyman.arguments import at_least_one, not_negative
 from journeyman.client import AsyncJourneyman
+from journeyman.command_line import at_least_one, exit_status, not_negative
 from journeyman.evaluation.entrants import Entrant, parse_entrant, parse_price
 from journeyman.evaluation.loading import load_rollout, load_scenarios
 from journeyman.evaluation.playing import play, with_settings
@@ -35,7 +35,7 @@ from journeyman.transport import JourneymanError
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if the evaluation failed or an entrant has no reward, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
-    try:
+    with exit_status((ValueError, OSError), (JourneymanError, TooManyExceptionsError)):
         entrants = _entrants(args)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
         if args.out:
@@ -46,12 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             else ""
         )
         report = anyio.run(_run, args, entrants, rollout, tasks, url)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
-        raise SystemExit(2) from error
-    except (JourneymanError, TooManyExceptionsError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
-        raise SystemExit(1) from error
     folder = Path(args.out or f"evaluations/{report.id}")
     folder.mkdir(parents=True, exist_ok=True)  # a folder given with --out was made before
     (folder / "report.md").write_text(markdown_page(report), "utf-8")

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from journeyman.command_line import exit_status
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _PLACEHOLDER = "starter_model"
 FILES = ("agent.py", "journeyman.toml", "README.md", "test_agent.py")
@@ -60,11 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--base", default="", help="folder of the base model, or its name on the Hugging Face hub"
     )
     args = parser.parse_args(argv)
-    try:
+    with exit_status((InitError, OSError), ()):
         written = write_project(args.name, Path(args.dir or args.name), args.base)
-    except (InitError, OSError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
-        raise SystemExit(2) from error
     folder = written[0].parent
     names = ", ".join(path.name for path in written)
     sys.stdout.write(

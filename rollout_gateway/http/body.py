@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from rollout_gateway.http.errors import ApiError
 
@@ -13,6 +14,7 @@ _T = TypeVar("_T")
 
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
+_STEP = re.compile(r"\.(\w+)|\[([^\]]*)\]")
 
 
 def read_body(body: bytes, kind: type[_T]) -> _T:
@@ -24,8 +26,31 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         where, field = _WHERE.search(str(error)), _FIELD.search(str(error))
         param = ".".join(match[1] for match in (where, field) if match) or None
-        raise ApiError(400, "invalid_body", f"The body is not valid: {error}.", param=param) from error
+        hint = _allowed(kind, where[1]) if where and "enum value" in str(error) else ""
+        raise ApiError(400, "invalid_body", f"The body is not valid: {error}{hint}.", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "invalid_json", "The body is not valid JSON: it is nested too deeply") from error
+
+
+def _allowed(kind: Any, path: str) -> str:
+    """Return the end of an error: the values that the field at `path` may have; empty if they are not known."""
+    found = _without_none(inspect.type_info(kind))
+    for name, _ in _STEP.findall(f".{path}"):
+        match found:
+            case inspect.StructType(fields=fields):
+                found = next((field.type for field in fields if field.encode_name == name), found)
+            case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+                found = item
+        found = _without_none(found)
+    if not isinstance(found, inspect.LiteralType):
+        return ""
+    return f"; it must be one of {', '.join(map(repr, found.values))}"
+
+
+def _without_none(kind: inspect.Type) -> inspect.Type:
+    """Return the other type of an optional field."""
+    if isinstance(kind, inspect.UnionType):
+        return next((one for one in kind.types if not isinstance(one, inspect.NoneType)), kind)
+    return kind

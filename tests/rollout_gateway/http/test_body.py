@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import pytest
 
@@ -13,9 +15,15 @@ class Inner(msgspec.Struct, forbid_unknown_fields=True):
     size: int = 0
 
 
+class Part(msgspec.Struct):
+    kind: Literal["a", "b"] | None = None
+
+
 class Body(msgspec.Struct):
     model: str
     inner: Inner | None = None
+    outcome: Literal["scored", "masked"] = "scored"
+    parts: list[Part] = []
 
 
 def test_a_valid_body_is_decoded() -> None:
@@ -39,3 +47,16 @@ def test_an_invalid_body_says_where(body: bytes, code: str, param: str | None) -
     with pytest.raises(ApiError) as refused:
         read_body(body, Body)
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "m", "outcome": "failed"}', "`$.outcome`; it must be one of 'masked', 'scored'."),
+        (b'{"model": "m", "parts": [{}, {"kind": "c"}]}', "`$.parts[1].kind`; it must be one of 'a', 'b'."),
+    ],
+)
+def test_a_value_that_is_not_one_of_a_few_is_told_with_those(body: bytes, said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_body(body, Body)
+    assert refused.value.message.endswith(said)
