@@ -41,10 +41,12 @@ import httpx
 import psutil
 import uvloop
 
-from benchmarks.gateway import nats, open_trajectories
+from benchmarks.gateway import nats
 from benchmarks.proxied import CONNECTIONS, HERE, PATH, Bench, Measured, cpu_seconds, free_port
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.config import save as save_config
+from pipeline.events import TrajectoryOpened
+from pipeline.log.broker import Broker
 from tests.kits.sampler import SamplerThread
 
 RESULTS = HERE / "results" / "gateway_workers.json"
@@ -97,6 +99,15 @@ def processes(gateway: psutil.Process) -> list[psutil.Process]:
     return gateway.children(recursive=True) or [gateway]
 
 
+async def open_trajectories(config: Config, count: int, prefix: str) -> None:
+    async with Broker.connect(config.nats) as broker:
+        for number in range(count):
+            opened = TrajectoryOpened(
+                project="bench", trajectory=f"{prefix}{number}", model="policy", group="g"
+            )
+            await broker.publish(opened)
+
+
 @contextlib.contextmanager
 def shares(gateway: psutil.Process, share: float) -> Iterator[None]:
     """Let each process that answers calls use `share` of a core, where this machine permits cgroups."""
@@ -118,10 +129,9 @@ def shares(gateway: psutil.Process, share: float) -> Iterator[None]:
 
 
 def load(
-    bench: Bench, config: Config, process: psutil.Process, capture: str, *, warming: bool = False
+    bench: Bench, config: Config, process: psutil.Process, path: str, *, warming: bool = False
 ) -> Measured:
     """One run of the client, which the scheduler may put on any core."""
-    path = f"/t/b%d{PATH}" if capture == "acked" else PATH
     command = [
         str(bench.program), "load", str(config.gateway.port), path, str(CONNECTIONS), str(bench.seconds),
         str(bench.plain_body), "", "0",
@@ -130,36 +140,39 @@ def load(
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     run = Measured(json.loads(done.stdout), cpu_seconds(process) - before)
     if not run.whole and not warming:
-        raise RuntimeError(f"calls failed: {capture} {config.gateway.workers} {run.load}")
+        raise RuntimeError(f"calls failed: {path} {config.gateway.workers} {run.load}")
     return run
 
 
-def bench_calls(bench: Bench, out: dict[str, Any], tries: int, share: float) -> None:
-    for capture in ("off", "acked"):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(bench.upstream())
-            url = stack.enter_context(nats(bench))
-            fronts = {n: stack.enter_context(gateway(bench, url, capture, n)) for n in COUNTS}
-            anyio.run(open_trajectories, fronts[1][1], CONNECTIONS)
-            modes = ["free", *(["share"] if os.access(_CPU_GROUPS / "cgroup.procs", os.W_OK) else [])]
-            runs: dict[tuple[str, int], list[Measured]] = {(m, n): [] for m in modes for n in COUNTS}
-            for turn in range(tries + 1):
-                for mode, workers in runs:
-                    process, config = fronts[workers]
-                    limited = shares(process, share) if mode == "share" else contextlib.nullcontext()
-                    with limited:
-                        runs[mode, workers].append(load(bench, config, process, capture, warming=not turn))
-        for mode in modes:
-            rates = {n: statistics.median(r.rps for r in runs[mode, n][1:]) for n in COUNTS}
-            per_core = {n: statistics.median(r.per_core for r in runs[mode, n][1:]) for n in COUNTS}
-            out[f"{capture}_{mode}"] = {
-                **{f"workers_{n}_rps": round(rates[n], 1) for n in COUNTS},
-                **{f"workers_{n}_rps_per_core": round(per_core[n], 1) for n in COUNTS},
-                "rps_ratio": round(rates[2] / rates[1], 3),
-                "per_core_ratio": round(per_core[2] / per_core[1], 3),
-                "p99_ms": {n: statistics.median(r.load["p99_ms"] for r in runs[mode, n][1:]) for n in COUNTS},
-            }
-            sys.stderr.write(f"{capture}_{mode} {out[f'{capture}_{mode}']}\n")
+def bench_calls(bench: Bench, out: dict[str, Any], capture: str, tries: int, share: float) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bench.upstream())
+        url = stack.enter_context(nats(bench))
+        fronts = {n: stack.enter_context(gateway(bench, url, capture, n)) for n in COUNTS}
+        modes = ["free", *(["share"] if os.access(_CPU_GROUPS / "cgroup.procs", os.W_OK) else [])]
+        runs: dict[tuple[str, int], list[Measured]] = {(m, n): [] for m in modes for n in COUNTS}
+        for turn in range(tries + 1):
+            for mode, workers in runs:
+                process, config = fronts[workers]
+                limited = shares(process, share) if mode == "share" else contextlib.nullcontext()
+                path = PATH
+                if capture == "acked":  # new runs: a worker reads what another one recorded of a run first
+                    prefix = f"{mode}-{workers}-{turn}-"
+                    anyio.run(open_trajectories, config, CONNECTIONS, prefix)
+                    path = f"/t/{prefix}%d{PATH}"
+                with limited:
+                    runs[mode, workers].append(load(bench, config, process, path, warming=not turn))
+    for mode in modes:
+        rates = {n: statistics.median(r.rps for r in runs[mode, n][1:]) for n in COUNTS}
+        per_core = {n: statistics.median(r.per_core for r in runs[mode, n][1:]) for n in COUNTS}
+        out[f"{capture}_{mode}"] = {
+            **{f"workers_{n}_rps": round(rates[n], 1) for n in COUNTS},
+            **{f"workers_{n}_rps_per_core": round(per_core[n], 1) for n in COUNTS},
+            "rps_ratio": round(rates[2] / rates[1], 3),
+            "per_core_ratio": round(per_core[2] / per_core[1], 3),
+            "p99_ms": {n: statistics.median(r.load["p99_ms"] for r in runs[mode, n][1:]) for n in COUNTS},
+        }
+        sys.stderr.write(f"{capture}_{mode} {out[f'{capture}_{mode}']}\n")
 
 
 # -- how connections are divided ---------------------------------------------------------------------------------------
@@ -271,6 +284,9 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--share", type=float, default=0.3, help="share of a core that each process may use")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--only", nargs="+", choices=("balance", "off", "acked"), default=("balance", "off", "acked")
+    )
     parser.add_argument("--accept", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.accept is not None:
@@ -284,10 +300,15 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-workers-"))
     try:
         bench = Bench(folder, args.seconds)
-        bench_balance(bench, out)
-        bench_calls(bench, out, args.tries, args.share)
+        if "balance" in args.only:
+            bench_balance(bench, out)
+        for capture in ("off", "acked"):
+            if capture in args.only:
+                bench_calls(bench, out, capture, args.tries, args.share)
     finally:
         shutil.rmtree(folder)
+    if args.out.exists():
+        out = {**json.loads(args.out.read_text()), **out}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(out, indent=2) + "\n")
     print(json.dumps(out, indent=2))

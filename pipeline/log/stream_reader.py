@@ -38,6 +38,7 @@ _PAGE_BYTES = 8 * 1024 * 1024
 _TOO_MANY = "413"
 """Status of a direct get whose subjects are too many for the server."""
 _NO_MESSAGE = 10037
+_NO_SEQUENCE = 10043
 _NO_STREAM = 10059
 
 
@@ -106,17 +107,21 @@ class StreamReader:
         found = await self.leader_get(stream, {"seq": place.seq})
         return found is not None and place.matches(found.place)
 
-    async def delete(self, stream: str, seq: int) -> None:
-        """Delete one message; one that is not there is deleted already."""
+    async def delete(self, stream: str, seq: int) -> bool:
+        """Delete one message; one that is not there is deleted already. Returns whether this call deleted it; false,
+        too, if it did and the server's answer was lost. Of several calls at once one gets true at most."""
 
-        async def once() -> None:
+        async def once() -> bool:
             try:
                 await self.js.delete_msg(stream, seq)
             except nats.js.errors.APIError as error:
-                if error.description != "no message found":  # its code, 10057, stands for any failure
-                    raise
+                # A server alone answers "no message found", whose code, 10057, stands for any failure.
+                if error.description == "no message found" or error.err_code == _NO_SEQUENCE:
+                    return False
+                raise
+            return True
 
-        await self.retry(once, f"message {seq} of {stream} was not deleted")
+        return await self.retry(once, f"message {seq} of {stream} was not deleted")
 
     # -- many messages -------------------------------------------------------------------------------------------
 

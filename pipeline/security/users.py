@@ -50,6 +50,8 @@ class User:
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
     remembers: bool = False
     """Whether it writes and reads the ids that callers chose (`pipeline.log.chosen_ids`)."""
+    detects: bool = False
+    """Whether it writes, reads and deletes the detected runs that wait for their next call."""
     sets_timers: bool = False
     """Whether it may set and cancel timers of groups."""
     provisions: bool = False
@@ -66,6 +68,7 @@ USERS: tuple[User, ...] = (
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         remembers=True,
         keeps=("gateway.>",),
+        detects=True,
         probes=("ROLLOUTS",),
     ),
     User(
@@ -167,6 +170,9 @@ def rights(user: User) -> Rights:
     if user.remembers:
         publish += streams.IDS.subjects
         read.add(streams.IDS.name)
+    if user.detects:
+        publish += [*streams.DETECTED.subjects, f"{api}STREAM.MSG.DELETE.{streams.DETECTED.name}"]
+        read.add(streams.DETECTED.name)
     for stream in sorted(read | {f"OBJ_{b}" for b in fetched | stored}):
         publish += [
             f"{api}STREAM.INFO.{stream}",

@@ -7,6 +7,7 @@
 | `exchange` | a call from its request to its events |
 | `identity` | finds the trajectory of a call and checks its key |
 | `detection` | finds the trajectory of a call that names none, by its messages |
+| `waiting_runs` | detected trajectories that wait for their next call, on the log |
 | `registry` | the trajectories in memory: found, opened, completed |
 | `copies` | trajectories made of calls that others recorded |
 | `trajectory` | one run: its calls are recorded under sequence numbers of their own |

@@ -6,15 +6,17 @@ call begins a run, in the group of its first user message. A run without a call 
 completed. Two runs that have said exactly the same can't be told apart; which of them a call continues is then
 arbitrary, and harmless, since both are equal up to there.
 
-A gateway that starts takes over the detected runs that the log holds open. Their last exchange says how they stand, so
-a run goes on across the restart, or is completed once it has been silent for long enough. Gateways that share a log
-detect runs independently: route the calls of one agent to one gateway.
+Any gateway process may get the next call of a run, also at the same time as others: a run that waits for its next call
+is a message on the log (`waiting_runs`), and only the process that takes it away has the run. Any process completes
+runs that waited too long. A gateway that starts has those runs wait again that no process seems to have: theirs was
+killed in the middle of a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import time
 from typing import Any
 
@@ -27,43 +29,46 @@ from pipeline.names import InvalidNameError, new_dated_id
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns, no_history
 from rollout_gateway.dialects.calls import Answer, Call
 from rollout_gateway.http.errors import ApiError
 
 log = get_logger("rollout_gateway.capture.detection")
 
 _CHECK_S = 1.0
+_LEFT_S = 2.0
+"""How long a run may have no call in flight in the process that took it. After that its call has failed."""
 _PREFIX = "i"
 """Ids of detected trajectories begin with it."""
 
 
 class TrajectoryDetector:
-    """The detected trajectories that are open."""
+    """Finds detected trajectories, and completes them."""
 
     def __init__(self, project: str, registry: Registry, config: GatewayConfig) -> None:
         self._project, self._registry = project, registry
+        self._waiting = WaitingRuns(registry.log.broker, project)
         self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
-        # Another gateway may have a call of the run in flight, which shows only when it ends.
-        self._taken_over_idle_s = config.detection.idle_s + config.replicas.timeout_s
-        self._by_history: dict[bytes, list[Trajectory]] = {}
-        """Runs that wait for their next call, by the hash of their messages up to the last answer."""
-        self._history_of: dict[str, bytes] = {}
-        self._open: dict[str, Trajectory] = {}
-        self._taken_over: set[str] = set()
-        """Runs from before this gateway's start that were not called since."""
+        # Another gateway may have a call of a restored run in flight, which shows only when it ends.
+        self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
+        self._taken: dict[str, tuple[Trajectory, str]] = {}
+        """Runs that this process has taken for a call, and their histories before the call."""
+        self._to_put: list[WaitingRun] = []
+        """Runs that could not be put back because the log was away."""
         self._ready = asyncio.Event()
 
     async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
         """The run that this call continues, or a new one. A run continues only with calls of the key that began it,
-        `owner`."""
+        `owner`. Raises `BrokerError`."""
         await self._ready.wait()
         messages = _messages(call)
-        for history in reversed(_histories(owner, model, messages[:-1])):
-            for trajectory in self._by_history.get(history, ()):
-                if not trajectory.in_flight and not trajectory.completing:
-                    self._forget_history(trajectory)
-                    self._taken_over.discard(trajectory.id)
-                    return trajectory
+        for history in _possible_histories(owner, model, messages):
+            while (waiting := await self._waiting.take(history)) is not None:
+                found = await self._resume(waiting)
+                if found is not None:
+                    found.used_at = time.monotonic()
+                    self._taken[found.id] = found, history
+                    return found
         first = next((m for m in messages if m[0] == "user"), messages[0] if messages else ("", "", ""))
         group = hashlib.sha256(msgspec.msgpack.encode((model, first))).hexdigest()[:20]
         event = TrajectoryOpened(
@@ -75,83 +80,119 @@ class TrajectoryDetector:
             owner=owner,
         )
         trajectory = await self._registry.open(event, "")
-        self._open[trajectory.id] = trajectory
+        self._taken[trajectory.id] = trajectory, no_history(trajectory.id)
         return trajectory
 
-    def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
-        """Note the answer of a detected run's call: the next call begins with it."""
-        if trajectory.id in self._open and answer.choices:
-            said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
-            self._set_history(trajectory, [*_messages(call), *_canonicals([said])])
+    async def _resume(self, waiting: WaitingRun) -> Trajectory | None:
+        """The run that was taken. `None` if it is completed, or went on with another call since it began to wait."""
+        try:
+            found = await self._registry.find(waiting.run)
+            if waiting.restored or found.recorded.next_seq != waiting.calls:
+                await found.refresh()
+        except ApiError as error:
+            log.info("detected trajectory does not go on", trajectory=waiting.run, reason=error.code)
+            return None
+        except BrokerError:
+            self._to_put.append(waiting)
+            raise
+        return found if found.recorded.next_seq <= waiting.calls else None
 
-    def _set_history(self, trajectory: Trajectory, messages: list[Canonical]) -> None:
-        history = _histories(trajectory.opened.owner, trajectory.opened.model, messages)[-1]
-        self._forget_history(trajectory)
-        self._by_history.setdefault(history, []).append(trajectory)
-        self._history_of[trajectory.id] = history
+    async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
+        """Have a detected run wait for its next call, which begins with this answer."""
+        if trajectory.id not in self._taken or not answer.choices:
+            return
+        del self._taken[trajectory.id]
+        said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
+        history = _history(trajectory.opened, [*_messages(call), *_canonicals([said])])
+        await self._put(WaitingRun(trajectory.id, history, trajectory.recorded.next_seq))
 
-    def _forget_history(self, trajectory: Trajectory) -> None:
-        history = self._history_of.pop(trajectory.id, None)
-        if history is not None:
-            runs = self._by_history[history]
-            runs.remove(trajectory)
-            if not runs:
-                del self._by_history[history]
+    async def _put(self, waiting: WaitingRun) -> None:
+        try:
+            await self._waiting.put(waiting)
+        except BrokerError as error:
+            log.warning("detected trajectory waits for the log", trajectory=waiting.run, error=str(error))
+            self._to_put.append(waiting)
 
     # -- completing ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Take over the runs that the log holds open, then complete those that fall silent. Never returns."""
-        await self._take_over()
+        """Restore runs that nobody has, then complete those that fall silent. Never returns."""
+        await self._restore()
         self._ready.set()
         while True:
-            await asyncio.sleep(min(_CHECK_S, self._idle_s / 2))
-            now = time.monotonic()
-            for trajectory in list(self._open.values()):
-                taken_over = trajectory.id in self._taken_over
-                idle_s = self._taken_over_idle_s if taken_over else self._idle_s
-                if not trajectory.in_flight and trajectory.used_at < now - idle_s:
-                    await self._complete(trajectory)
+            # Not all gateways at the same moment: they would try to complete the same runs.
+            await asyncio.sleep(min(_CHECK_S, self._idle_s / 2) * random.uniform(0.5, 1.0))
+            to_put, self._to_put = self._to_put, []
+            for waiting in (*to_put, *self._left()):
+                await self._put(waiting)
+            try:
+                await self._complete_idle()
+            except BrokerError as error:
+                log.warning("detected trajectories are completed later", error=str(error))
 
-    async def _take_over(self) -> None:
+    def _left(self) -> list[WaitingRun]:
+        """Runs that were taken for a call which was not answered. They wait as before."""
+        before = time.monotonic() - _LEFT_S
+        left = [(t, history) for t, history in self._taken.values() if not t.in_flight and t.used_at < before]
+        for trajectory, _ in left:
+            del self._taken[trajectory.id]
+        return [WaitingRun(t.id, history, t.recorded.next_seq) for t, history in left]
+
+    async def _restore(self) -> None:
+        """Have the unfinished runs wait that do not."""
         while True:
             try:
-                names = await self._registry.log.unfinished(f"{_PREFIX}-")
+                waiting = await self._waiting.names()
+                unfinished = await self._registry.log.unfinished(f"{_PREFIX}-")
                 break
             except BrokerError as error:
                 log.warning("detected trajectories wait for the log", error=str(error))
                 await asyncio.sleep(_CHECK_S)
-        for name in names:
+        restored = 0
+        for name in unfinished:
+            if name in waiting:
+                continue
             try:
                 trajectory = await self._registry.find(name)
                 if not msgspec.json.decode(bytes(trajectory.opened.metadata)).get("inferred"):
                     continue
                 last = await trajectory.last_answer()
             except (ApiError, BrokerError, InvalidNameError) as error:
-                log.warning("detected trajectory not taken over", trajectory=name, error=str(error))
+                log.warning("detected trajectory not restored", trajectory=name, error=str(error))
                 continue
-            self._open[name] = trajectory
-            self._taken_over.add(name)
+            history = no_history(name)
             if last is not None:
                 messages = _canonicals(msgspec.json.decode(last.request).get("messages"))
                 (choice,) = msgspec.json.decode(last.response)["choices"]
-                self._set_history(trajectory, [*messages, *_canonicals([choice.get("message")])])
-        log.info("detected trajectories taken over", trajectories=len(self._open))
+                history = _history(trajectory.opened, [*messages, *_canonicals([choice.get("message")])])
+            await self._put(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
+            restored += 1
+        log.info("detected trajectories", waiting=len(waiting), restored=restored)
 
-    async def _complete(self, trajectory: Trajectory) -> None:
+    async def _complete_idle(self) -> None:
+        """Complete the runs of the project that have waited for too long, whichever process had them last."""
+        after = 0
+        while (waiting := await self._waiting.next(after)) is not None:
+            waited_s = time.time() - waiting.since
+            if waited_s < self._idle_s:
+                return  # so have all that come after it
+            after = waiting.seq
+            if waiting.restored and waited_s < self._restored_idle_s:
+                continue
+            if await self._waiting.claim(waiting):
+                await self._complete(waiting)
+
+    async def _complete(self, waiting: WaitingRun) -> None:
         try:
-            if trajectory.id in self._taken_over and await trajectory.refresh():
-                trajectory.used_at = time.monotonic()  # another gateway continues it
-                return
-            await self._registry.complete(trajectory.id, Completion(outcome=self._outcome), inferred=True)
+            if await self._resume(waiting) is not None:
+                completion = Completion(outcome=self._outcome)
+                await self._registry.complete(waiting.run, completion, inferred=True)
         except BrokerError as error:
-            log.warning("detected trajectory is completed later", trajectory=trajectory.id, error=str(error))
-            return
+            log.warning("detected trajectory is completed later", trajectory=waiting.run, error=str(error))
+            if waiting not in self._to_put:
+                self._to_put.append(waiting)
         except ApiError as error:
-            log.warning("detected trajectory not completed", trajectory=trajectory.id, error=error.message)
-        self._forget_history(trajectory)
-        self._taken_over.discard(trajectory.id)
-        self._open.pop(trajectory.id, None)
+            log.warning("detected trajectory not completed", trajectory=waiting.run, error=error.message)
 
 
 Canonical = tuple[str, str, str]
@@ -205,11 +246,27 @@ def _numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _histories(owner: str, model: str, messages: list[Canonical]) -> list[bytes]:
+def _history(opened: TrajectoryOpened, messages: list[Canonical]) -> str:
+    """A hash of all messages of a run."""
+    return _histories(opened.owner, opened.model, messages)[-1]
+
+
+def _histories(owner: str, model: str, messages: list[Canonical]) -> list[str]:
     """A hash of the first message, of the first two, and so on, for one owner and model."""
     digest = hashlib.sha256(f"{owner}\0{model}".encode())
     out = []
     for message in messages:
         digest.update(msgspec.msgpack.encode(message))
-        out.append(digest.digest())
+        out.append(digest.hexdigest()[:32])
     return out
+
+
+def _possible_histories(owner: str, model: str, messages: list[Canonical]) -> list[str]:
+    """Histories that a call with these messages may continue, the longest first: they end with an answer. An empty
+    answer is left out of a history, so all but the last message are one, too."""
+    histories = _histories(owner, model, messages[:-1])
+    return [
+        history
+        for index, history in reversed(list(enumerate(histories)))
+        if messages[index][0] == "assistant" or index == len(histories) - 1
+    ]

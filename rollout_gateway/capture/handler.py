@@ -7,7 +7,7 @@ A client that repeats a call whose answer was recorded and never arrived gets th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -43,8 +43,8 @@ class CallHandler:
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
         self._capture = gateway.capture
         self._dispatcher = Dispatcher(gateway, fleet, router)
-        self.on_answered: list[Callable[[Trajectory, Call, Answer], None]] = []
-        """Called with every captured call that was answered."""
+        self.on_answered: list[Callable[[Trajectory, Call, Answer], Awaitable[None]]] = []
+        """Called with every captured call that was answered, before the client gets the answer."""
         self._background: set[asyncio.Task[None]] = set()
 
     def captures(self, caller: Caller) -> bool:
@@ -64,7 +64,7 @@ class CallHandler:
                 return attempt.status, attempt.body
             exchange.answer = _read_answer(exchange, attempt.body)
             await self._record(exchange, "complete")
-            self._report_answer(exchange)
+            await self._report_answer(exchange)
             return 200, exchange.answer.client_body()
         finally:
             if caller.trajectory is not None:
@@ -189,7 +189,7 @@ class CallHandler:
             exchange.answer = capture.answer()
             await self._record(exchange, status)
             if status == "complete":
-                self._report_answer(exchange)
+                await self._report_answer(exchange)
         finally:
             exchange.recorded_in.end()
 
@@ -209,9 +209,9 @@ class CallHandler:
         log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
         return exchange.dialect.merged([e.response for e in events])
 
-    def _report_answer(self, exchange: Exchange) -> None:
+    async def _report_answer(self, exchange: Exchange) -> None:
         for callback in self.on_answered:
-            callback(exchange.recorded_in, exchange.call, exchange.answer)
+            await callback(exchange.recorded_in, exchange.call, exchange.answer)
 
     async def _record(self, exchange: Exchange, status: Status) -> None:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
