@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -17,8 +16,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.config import NatsConfig
+from pipeline.config import Config, GatewayConfig, HttpConfig, NatsConfig
 from pipeline.log.broker import Broker
+from rollout_gateway.service import share_limits
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import Mortal, asking, exchanges
 
@@ -164,37 +164,13 @@ async def test_a_call_in_flight_is_not_recorded_after_another_worker_completed_i
             assert "hold" not in str(await exchanges(broker, gateway_run))
 
 
-async def test_the_log_names_the_worker_and_the_limits_are_divided(start_gateway_alone: StartGateway) -> None:
-    with Mortal() as server:
-        gateway = start_gateway_alone(urls=(server.url,), workers=2, **{"http.max_connections": 4})
-        async with anyio.create_task_group() as tg, connection_to(gateway) as client:
-            statuses: list[int] = []
-
-            async def hold() -> None:
-                async with connection_to(gateway) as mine:
-                    statuses.append(
-                        (await mine.post("/v1/chat/completions", json=asking("hold"))).status_code
-                    )
-
-            for _ in range(4):
-                tg.start_soon(hold)
-            with anyio.fail_after(60):
-                while len(psutil.Process(gateway.process.pid if gateway.process else 0).children()) != 2:
-                    await anyio.sleep(0.05)
-                while True:  # until both workers have two connections that are being answered
-                    try:
-                        refused = await client.get("/ping")
-                    except httpx.TransportError:
-                        continue
-                    if refused.status_code == 503:
-                        break
-            assert refused.json()["error"]["code"] == "too_many_connections"
-            released: Any = asking("release")
-            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as direct:
-                await direct.post("/v1/chat/completions", json={**released, "model": "tictactoe@0"})
-        assert statuses == [200] * 4
-        marked = [json.loads(line) for line in gateway.log.splitlines() if line.startswith("{")]
-        assert {line.get("worker") for line in marked if line["event"] == "ready"} == {1, 2, None}
+def test_limits_of_the_gateway_are_divided_among_its_workers() -> None:
+    limits = HttpConfig(max_connections=10, max_buffered_bytes=3000, max_body_bytes=1000)
+    shared = share_limits(Config(gateway=GatewayConfig(workers=4, max_calls=9, http=limits))).gateway
+    assert (shared.max_calls, shared.http.max_connections) == (3, 3)
+    assert shared.http.max_buffered_bytes == 1000  # one body always fits
+    alone = Config(gateway=GatewayConfig(http=limits))
+    assert share_limits(alone) == alone
 
 
 async def test_stopping_the_gateway_lets_the_calls_of_every_worker_end(
@@ -220,6 +196,12 @@ async def test_stopping_the_gateway_lets_the_calls_of_every_worker_end(
         with anyio.fail_after(60):
             assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
         assert not any(child.is_running() for child in children)
+        lines = [json.loads(line) for line in gateway.log.splitlines() if line.startswith("{")]
+        assert {line.get("worker") for line in lines if line["event"] == "ready"} == {
+            1,
+            2,
+            None,
+        }  # none: the owner
 
 
 async def test_workers_end_when_their_owner_is_killed(start_gateway_alone: StartGateway) -> None:
