@@ -20,10 +20,12 @@ import msgspec
 from pipeline.events.rollout import ExchangeRecorded
 from pipeline.events.types import Micros
 
+_SAID = re.compile(
+    rb'"(?:content|arguments|reasoning(?:_content)?|text)" ?: ?"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL
+)
+"""A string of a response that clients send back in their next request."""
 _LEAST_PIECE = 64
-"""Characters."""
-_LONG_STRING = re.compile(rb'"(?=(?:[^"\\]|\\.){%d})([^"\\]*(?:\\.[^"\\]*)*)"' % _LEAST_PIECE, re.DOTALL)
-"""A string of JSON, between its quotes, that is long enough to be looked for in the next request."""
+"""Bytes of such a string that are worth to be looked for."""
 _CHECKED = 256
 """Bytes at the end of each part of an exchange that its check covers. An exchange is identified by its `at`; the check
 finds one that was changed on its way, such as text that is no UTF-8 in Parquet."""
@@ -131,15 +133,15 @@ def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
 
 
 def _cut_out(middle: bytes, response: bytes) -> tuple[bytes, tuple[Piece, ...]]:
-    """Return `middle` without the long strings of `response` in it, and what has to be inserted again."""
+    """Return `middle` without what `response` said in it, and what has to be inserted again."""
     if len(middle) < _LEAST_PIECE:
         return middle, ()
     kept: list[bytes] = []
     pieces: list[Piece] = []
     done = held = 0
-    for found in _LONG_STRING.finditer(response):
+    for found in _SAID.finditer(response):
         text = found[1]
-        at = middle.find(text, done)
+        at = middle.find(text, done) if len(text) >= _LEAST_PIECE else -1
         if at >= 0:
             kept.append(middle[done:at])
             held += at - done
