@@ -4,7 +4,7 @@ Trajectories (opened, one small exchange, completed: three subjects each) go thr
 deletes events after `--max-age` seconds, `--rate` a second. The server holds every subject that has a message in
 memory, so its heap has to stop growing once the first events are deleted.
 
-    heap_mb            Go's live heap (`HeapAlloc` of /expvarz) once events are deleted: least, median and most
+    heap_mb            Go's live heap (`HeapAlloc` of /debug/vars) once events are deleted: least, median and most
     heap_growth        mean of the last quarter of that time over its first quarter; 1 is flat
     rss_mb             resident memory of the server (`mem` of /varz and the process's own): most
     subjects           subjects in the stream: most
@@ -100,7 +100,7 @@ async def watch(broker: Broker, process: psutil.Process, port: int, load: Load) 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
         while load.done < load.count:
             await anyio.sleep(_EVERY_S)
-            varz, vars_ = (await client.get("/varz")).json(), (await client.get("/expvarz")).json()
+            varz, vars_ = (await client.get("/varz")).json(), (await client.get("/debug/vars")).json()
             state = (await broker.js.stream_info("ROLLOUTS")).state
             samples.append(
                 Sample(
