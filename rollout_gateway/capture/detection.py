@@ -56,6 +56,8 @@ class TrajectoryDetector:
         self._to_put: list[WaitingRun] = []
         """Runs that could not be put back because the log was away."""
         self._ready = asyncio.Event()
+        self._began = 0.0
+        """Unix time at which this process began to take calls. While no process did, no run was silent."""
 
     async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
         """The run that this call continues, or a new one. A run continues only with calls of the key that began it,
@@ -118,6 +120,7 @@ class TrajectoryDetector:
     async def run(self) -> None:
         """Restore runs that nobody has, then complete those that fall silent. Never returns."""
         await self._restore()
+        self._began = time.time()
         self._ready.set()
         while True:
             # Not all gateways at the same moment: they would try to complete the same runs.
@@ -173,7 +176,7 @@ class TrajectoryDetector:
         """Complete the runs of the project that have waited for too long, whichever process had them last."""
         after = 0
         while (waiting := await self._waiting.next(after)) is not None:
-            waited_s = time.time() - waiting.since
+            waited_s = time.time() - max(waiting.since, self._began)
             if waited_s < self._idle_s:
                 return  # so have all that come after it
             after = waiting.seq

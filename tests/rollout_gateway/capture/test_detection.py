@@ -192,6 +192,20 @@ async def test_a_silent_run_is_completed_once_and_not_while_it_goes_on_elsewhere
         assert await exchanges(a, run.id) == 2
 
 
+async def test_the_time_without_any_gateway_is_no_silence(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 1) as (before,):
+        run, history = await before.ask([user("task")], "one")
+    async with gateways(nats_config, 1, idle_s=600) as (after,):
+        await asyncio.wait_for(after.detector._ready.wait(), 60)
+        after.detector._began -= 599  # it has been there for nearly as long
+        await after.detector._complete_idle()
+        assert await after.registry.log.completion(run.opened) is None
+        after.detector._began -= 3600
+        await after.detector._complete_idle()
+        assert await after.registry.log.completion(run.opened) is None  # and the run has been silent for less
+        assert (await after.ask([*history, user("more")], "two"))[0].id == run.id
+
+
 async def test_a_gateway_that_starts_restores_runs_whose_process_died_in_a_call(
     nats_config: NatsConfig,
 ) -> None:

@@ -164,6 +164,26 @@ async def test_a_call_in_flight_is_not_recorded_after_another_worker_completed_i
             assert "hold" not in str(await exchanges(broker, gateway_run))
 
 
+async def test_a_decision_made_by_one_worker_holds_at_the_others(start_gateway_alone: StartGateway) -> None:
+    with Mortal() as server:
+        gateway = start_gateway_alone(urls=(server.url,), workers=2)
+        async with connection_to(gateway) as a, connection_to(gateway) as b:
+            for client in (a, b):
+                await client.get("/ping")  # each has a worker of its own
+            pinned = await a.post(
+                "/v1/policies/tictactoe/pin", json={"version": "tictactoe@0", "reason": "test"}
+            )
+            assert pinned.status_code == 200, pinned.text
+            with anyio.fail_after(30):
+                for client in (a, b):
+                    while True:
+                        (policy,) = (await client.get("/v1/policies")).json()["data"]
+                        if policy["decision"] is not None:
+                            break
+                        await anyio.sleep(0.01)  # until the worker has read of it
+                    assert (policy["decision"]["action"], policy["decision"]["reason"]) == ("pin", "test")
+
+
 def test_limits_of_the_gateway_are_divided_among_its_workers() -> None:
     limits = HttpConfig(max_connections=10, max_buffered_bytes=3000, max_body_bytes=1000)
     shared = share_limits(Config(gateway=GatewayConfig(workers=4, max_calls=9, http=limits))).gateway
