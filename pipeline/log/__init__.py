@@ -13,6 +13,7 @@
 | `key_value` | values with a time to live: the records of sampler agents and gateways |
 | `consumer` | consumers: bulk delivery, deliveries kept alive and acknowledged |
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
+| `connections` | the connections of this process, for a change of `nats.url` |
 | `provision` | create and update streams, consumers and buckets |
 | `chosen_ids` | trajectory ids that callers chose, remembered after their trajectories expired |
 | `unwritten` | alarms about events that the store has not written |

@@ -30,8 +30,8 @@ from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.events.continuation import Form
+from pipeline.log import connections, objects, provision, retry
 from pipeline.log import credentials as access
-from pipeline.log import objects, provision, retry
 from pipeline.log.consumer import Consumption as Consumption
 from pipeline.log.consumer import Delivery as Delivery
 from pipeline.log.consumer import keep_alive, pulling
@@ -83,6 +83,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
             log.warning("nats", error=retry.reason(error))
 
     client = access.make_client(config)
+    connections.add(client)
     options = access.options(config, name)
     try:
         # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.

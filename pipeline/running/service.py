@@ -21,6 +21,7 @@ import anyio
 import msgspec
 
 from pipeline.config import Config, ConfigError, load
+from pipeline.running import reload
 from pipeline.telemetry import logs as log
 from pipeline.telemetry import metrics
 
@@ -85,10 +86,11 @@ async def until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
         tg.cancel_scope.cancel()
 
 
-async def _run(serve: Serve, config: Config, fd: int | None) -> None:
-    report = _Report(fd)
+async def _run(serve: Serve, config: Config, args: argparse.Namespace) -> None:
+    report = _Report(args.ready_fd)
     async with anyio.create_task_group() as tg:
         tg.start_soon(report.beat)
+        tg.start_soon(reload.watch, args.config, args.overrides, config)
         await until_signalled(serve, config, report)
         tg.cancel_scope.cancel()
 
@@ -135,7 +137,7 @@ def main(
     try:
         page = metrics.served(config, name) if has_page(config) else contextlib.nullcontext()
         with page:
-            anyio.run(_run, serve, config, args.ready_fd, backend_options={"use_uvloop": True})
+            anyio.run(_run, serve, config, args, backend_options={"use_uvloop": True})
     except Exception as error:
         if settings := _unusable_settings(error):
             sys.stderr.write("\n".join(settings) + "\n")
