@@ -25,8 +25,8 @@ class NatsConfig(Section, frozen=True, kw_only=True):
 
     url: str | tuple[str, ...] = ""
     """Address of a NATS server with JetStream. For a cluster, the addresses of its servers: a list, or one string
-    with commas. Empty: `journeyman up` starts a server. A running service takes a change in its settings file within two
-    seconds, or on SIGHUP."""
+    with commas. Empty: `journeyman up` starts a server. A running service takes a change in its settings file within
+    two seconds, or on SIGHUP."""
     port: Port = 0
     """Port of the server that `journeyman up` starts. 0: any free one."""
     sync: Literal["always"] | Positive = "always"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class FakeVllm:
         self.calls: list[str] = []
         self.fail_with = 0
         self.refuse_load = False
+        self.disk: Path | None = None
+        """If set, adapters are found in this folder only."""
         self.drop_next = False
         self.held: asyncio.Event | None = None
         """If set, chat completions wait for it."""
@@ -98,6 +100,8 @@ class FakeVllm:
                     await self.loading.wait()
                 if self.refuse_load:
                     return 500, {"error": {"message": "no room"}}
+                if self.disk is not None and not Path(body["lora_path"]).is_relative_to(self.disk):
+                    return 404, {"error": {"message": "no such folder"}}
                 self.loaded[body["lora_name"]] = body["lora_path"]
                 return 200, {}
             case "/v1/unload_lora_adapter":
@@ -115,7 +119,8 @@ class FakeVllm:
                     return self.fail_with, {"error": {"message": "broken", "type": "x"}}
                 if not body["model"].endswith("@0") and body["model"] not in self.loaded:
                     return 404, {"error": {"message": "no such model", "type": "NotFoundError"}}
-                message = {"role": "assistant", "content": "hi"}
+                content = Path(self.loaded.get(body["model"], "hi")).name  # what the reply was made with
+                message = {"role": "assistant", "content": content}
                 logprobs = {"content": [{"logprob": -0.5}]}
                 choice = {
                     "index": 0, "message": message, "finish_reason": "stop", "token_ids": [7], "logprobs": logprobs
@@ -137,14 +142,14 @@ def sampler_config(config: Config, url: str, folder: Path) -> Config:
 class GatewayParts:
     """A gateway without its HTTP front."""
 
-    def __init__(self, broker: Broker, config: Config) -> None:
+    def __init__(self, broker: Broker, config: Config, name: str) -> None:
         self.broker = broker
         self.policies = Policies(PROJECT, ["tictactoe"])
         self.fleet = Fleet(serving_share=config.gateway.replicas.serving_share)
         self.registry = Registry(broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
         self.router = VersionRouter(self.policies, self.fleet)
         self.chat = CallHandler(config.gateway, self.fleet, self.router)
-        self.members = Members(config, broker, self.policies, self.fleet, "gw")
+        self.members = Members(config, broker, self.policies, self.fleet, name)
 
     async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
         body = msgspec.json.encode({"model": model, "messages": []})
@@ -163,33 +168,47 @@ class GatewayParts:
                 await changed.wait()
 
 
-@asynccontextmanager
-async def parts(
-    nats: NatsConfig, folder: Path, servers: list[FakeVllm], wait_s: float = 20, **settings: Any
-) -> AsyncIterator[GatewayParts]:
-    for server in servers:
-        await server.start()
+def fleet_config(
+    nats: NatsConfig, folder: Path, wait_s: float = 20, max_loras: int = 4, **settings: Any
+) -> Config:
+    """Return settings of a gateway and of sampler agents. `settings` are those of the gateway."""
     config = Config(
-        project=PROJECT, run_dir=str(folder), nats=nats, vllm=VllmConfig(urls=tuple(s.url for s in servers)),
+        project=PROJECT, run_dir=str(folder), nats=nats, vllm=VllmConfig(max_loras=max_loras),
         models=(ModelConfig(name="tictactoe"),),
     )  # fmt: skip
-    config = msgspec.structs.replace(
-        config,
-        gateway=with_values(
-            config.gateway, {"replicas.wait_s": wait_s, "replicas.health_interval_s": 0.2, **settings}
-        ),
-    )
-    async with Broker.connect(nats) as broker, anyio.create_task_group() as tg:
-        made = GatewayParts(broker, config)
+    quick = {"replicas.wait_s": wait_s, "replicas.health_interval_s": 0.2, **settings}
+    return msgspec.structs.replace(config, gateway=with_values(config.gateway, quick))
+
+
+@asynccontextmanager
+async def gateway_parts(config: Config, name: str) -> AsyncIterator[GatewayParts]:
+    """Run a gateway without its HTTP front. It is connected to no inference server by itself."""
+    async with Broker.connect(config.nats) as broker, anyio.create_task_group() as tg:
+        made = GatewayParts(broker, config, name)
+        await made.policies.rebuild(broker)
         tg.start_soon(made.members.run)
         tg.start_soon(
             made.policies.follow, broker, lambda recorded: made.members.policies_changed(recorded.event)
         )
+        yield made
+        tg.cancel_scope.cancel()
+    made.fleet.disconnect()
+
+
+@asynccontextmanager
+async def parts(
+    nats: NatsConfig, folder: Path, servers: list[FakeVllm], wait_s: float = 20, **settings: Any
+) -> AsyncIterator[GatewayParts]:
+    """Run a gateway without its HTTP front before these servers, each of which has a sampler agent."""
+    config = fleet_config(nats, folder, wait_s, **settings)
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await server.start()
+            stack.push_async_callback(server.stop)
+        made = await stack.enter_async_context(gateway_parts(config, "gw"))
+        tg = await stack.enter_async_context(anyio.create_task_group())
+        stack.callback(tg.cancel_scope.cancel)
         for number, server in enumerate(servers):
             await tg.start(sampler.run, sampler_config(config, server.url, folder / f"sampler-{number}"))
         await made.until(lambda: len(made.fleet.ready()) == len(servers))
         yield made
-        tg.cancel_scope.cancel()
-    made.fleet.disconnect()
-    for server in servers:
-        await server.stop()

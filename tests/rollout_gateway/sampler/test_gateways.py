@@ -1,0 +1,45 @@
+"""What sampler agents learn from the records of gateways."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rollout_gateway.sampler.gateways import Gateways
+from rollout_gateway.serving.fleet_records import GatewayRecord
+
+
+def record(seq: int, **fields: object) -> bytes:
+    return msgspec.json.encode({"policy_seq": seq, **fields})
+
+
+def test_a_version_is_released_when_every_gateway_knows_and_none_uses_it() -> None:
+    gateways = Gateways("p")
+    assert gateways.released("r", "m@1", 7)
+    gateways.apply("a", record(7))
+    gateways.apply("b", record(6))
+    assert not gateways.released("r", "m@1", 7)  # b may still begin a call
+    gateways.apply("b", record(9, in_flight={"r": ["m@1", "m@2"]}))
+    assert not gateways.released("r", "m@1", 7)
+    assert gateways.released("other", "m@1", 7)
+    gateways.apply("b", record(9, in_flight={"r": ["m@2"]}))
+    assert gateways.released("r", "m@1", 7)
+    assert not gateways.released("r", "m@2", 7)
+    gateways.apply("b", b"")  # its record has expired
+    assert gateways.released("r", "m@2", 7)
+
+
+def test_wanted_and_recent_versions_of_all_gateways_count() -> None:
+    gateways = Gateways("p")
+    gateways.apply("a", record(1, wanted=["m@3"], recent=["m@5", "m@4"]))
+    gateways.apply("b", record(1, wanted=["m@2", "m@3"], recent=["m@4"]))
+    gateways.apply("c", b"no record")
+    assert gateways.wanted() == ["m@3", "m@2"]
+    assert gateways.age("m@5") == gateways.age("m@4") == 0
+    assert gateways.age("m@1") > 100
+
+
+def test_an_old_record_decodes() -> None:
+    """Gateways and agents of different versions run side by side during an upgrade."""
+    assert msgspec.json.decode(b'{"policy_seq": 1, "new": true}', type=GatewayRecord) == GatewayRecord(
+        policy_seq=1
+    )
