@@ -83,27 +83,27 @@ class Attempts:
         """Read the attempts at a scenario (`label` is its number) or at a held-out task from the gateway.
 
         Raises `ValueError` if they were begun with another model or in a group of another size."""
-        told = Progress(number, size)
-        while told.missing and told.tries < self._tries:
-            group = self.group(label, told.tries)
-            found: list[dict[str, Any] | None] = [None] * told.missing
+        progress = Progress(number, size)
+        while progress.missing and progress.tries < self._tries:
+            group = self.group(label, progress.tries)
+            found: list[dict[str, Any] | None] = [None] * progress.missing
 
             async def read(at: int, group: str = group, found: list[dict[str, Any] | None] = found) -> None:
                 found[at] = await self._settled(f"{group}-{at}")
 
             async with anyio.create_task_group() as reading:
-                for at in range(told.missing):
+                for at in range(progress.missing):
                     reading.start_soon(read, at)
             opened = [state for state in found if state is not None]
             if not opened:
                 break
-            self._check_same_loop(opened[0], 0 if told.tries else size)
+            self._check_same_loop(opened[0], 0 if progress.tries else size)
             done = [state for state in opened if state["outcome"] != "no_result"]
-            told.rewards += [state["reward"] for state in done if state["reward"] is not None]
-            told.missing -= len(done)
-            told.tries += 1
-            told.task = opened[0]["task"]
-        return told
+            progress.rewards += [state["reward"] for state in done if state["reward"] is not None]
+            progress.missing -= len(done)
+            progress.tries += 1
+            progress.task = opened[0]["task"]
+        return progress
 
     def _check_same_loop(self, state: dict[str, Any], size: int) -> None:
         """Raise `ValueError` if an attempt was begun with another model, or in a group of another size (0: any)."""
@@ -129,7 +129,7 @@ class Attempts:
             async with anyio.create_task_group() as reading:
                 for number in range(start, end):
                     reading.start_soon(read, number)
-            if not any(told.tries for told in stretch.values()):
+            if not any(progress.tries for progress in stretch.values()):
                 break
             known += [stretch[number] for number in range(start, end)]
             start = end

@@ -77,7 +77,7 @@ def _note(failure: BaseException, error: JourneymanError) -> None:
 def _leaves_open(failure: Exception) -> bool:
     """Whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
 
-    It did not if another result was accepted before (409). While the gateway is away nobody knows."""
+    It did not if another result was accepted before (409). While the gateway is unreachable, this is not known."""
     if isinstance(failure, JourneymanError):
         return failure.status != CONFLICT and not isinstance(failure, GatewayUnavailableError)
     return True

@@ -153,13 +153,14 @@ async def gather(
 ) -> list[TaskGroup[Task]]:
     """Run `group_size` attempts per task, at most `concurrency` at a time. Returns one `TaskGroup` per task, in order.
 
-    `rollout` is a coroutine function, or a plain function, which runs in a thread; nobody waits for a plain function
-    that is cancelled. `name` returns the group name of a task; by default the name is random. A group that was scored
-    takes no more runs, so give each pass over the tasks names of its own. `describe` returns the description of a task
-    the judge reads. `pinned` is the policy version that answers every call. `max_exceptions` is a count (1 or more)
-    or a share of all attempts (below 1). If more rollouts raise, the others are cancelled and completed as `no_result`,
-    and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or `concurrency` is below 1,
-    `max_exceptions` below 0, or two tasks have one name, and `TypeError` for a rollout that is no function."""
+    `rollout` is a coroutine function, or a plain function, which runs in a thread; a plain function that is cancelled
+    goes on in its thread until it returns. `name` returns the group name of a task; by default the name is random. A
+    group that was scored takes no more runs, so give each pass over the tasks names of its own. `describe` returns the
+    description of a task that the judge reads. `pinned` is the policy version that answers every call. `max_exceptions`
+    is a count (1 or more) or a share of all attempts (below 1). If more rollouts raise, the others are cancelled and
+    completed as `no_result`, and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or
+    `concurrency` is below 1, `max_exceptions` below 0, or two tasks have one name, and `TypeError` for a rollout that
+    is no function."""
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
     if max_exceptions < 0:

@@ -104,7 +104,9 @@ class _Loop(Generic[Task]):
 
     # -- playing ---------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, task: Task, told: Progress, group: str, at: int, size: int, pinned: str) -> None:
+    async def _attempt(
+        self, task: Task, progress: Progress, group: str, at: int, size: int, pinned: str
+    ) -> None:
         """Play one attempt, whose slot is taken. With a pinned version, it is an evaluation and never trained on."""
         opened: Trajectory | None = None
         try:
@@ -127,23 +129,23 @@ class _Loop(Generic[Task]):
         else:
             self.result.played += 1
             if opened.outcome != "no_result":
-                told.missing -= 1
+                progress.missing -= 1
                 if opened.reward is not None:
-                    told.rewards.append(float(opened.reward))
+                    progress.rewards.append(float(opened.reward))
         finally:
             self._slots.release()
 
-    async def play(self, label: str, task: Task, told: Progress, pinned: str = "") -> None:
+    async def play(self, label: str, task: Task, progress: Progress, pinned: str = "") -> None:
         """Play the missing attempts, and those without a result again until `tries` groups were started."""
-        while told.missing and told.tries < self._tries:
-            group, size = self.attempts.group(label, told.tries), told.missing
-            told.tries += 1
+        while progress.missing and progress.tries < self._tries:
+            group, size = self.attempts.group(label, progress.tries), progress.missing
+            progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
                 for at in range(size):
                     await self._slots.acquire()
                     if not at and not pinned:
                         self._undecided[group] = self.result.step
-                    playing.start_soon(self._attempt, task, told, group, at, size, pinned)
+                    playing.start_soon(self._attempt, task, progress, group, at, size, pinned)
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> None:
         """Play the held-out tasks with the version of `step`, as far as they were not played before."""
@@ -151,9 +153,9 @@ class _Loop(Generic[Task]):
 
         async def one(number: int, task: Task) -> None:
             label = f"eval-{step}-{number}"
-            told = await self.attempts.progress(label, number, 1)
-            await self.play(label, task, told, pinned=f"{self._model}@{step}")
-            means.extend(told.rewards)
+            progress = await self.attempts.progress(label, number, 1)
+            await self.play(label, task, progress, pinned=f"{self._model}@{step}")
+            means.extend(progress.rewards)
 
         async with anyio.create_task_group() as playing:
             for number, task in enumerate(tasks):
@@ -199,9 +201,9 @@ class _Loop(Generic[Task]):
             self._notify()
             await anyio.sleep(self._poll_s)
 
-    def begin(self, told: Progress) -> None:
+    def begin(self, progress: Progress) -> None:
         """Count a group that is about to start."""
-        self._undecided[self.attempts.group(str(told.number), told.tries)] = self.result.step
+        self._undecided[self.attempts.group(str(progress.number), progress.tries)] = self.result.step
 
     def end(self) -> None:
         """No group will start any more."""
@@ -323,39 +325,43 @@ async def loop(
     result = running.result
     with plain_errors(Exception):
         known = await running.attempts.resume(total)
-    result.resumed = sum(group_size - told.missing for told in known)
+    result.resumed = sum(group_size - progress.missing for progress in known)
     result.step = await running.served_step()
 
-    def task_of(told: Progress) -> Task:
+    def task_of(progress: Progress) -> Task:
         if curriculum is None:
-            return listed[told.number % len(listed)]
-        return curriculum.task(told.task) if told.task else curriculum.next()
+            return listed[progress.number % len(listed)]
+        return curriculum.task(progress.task) if progress.task else curriculum.next()
 
     def rest() -> Iterator[Progress]:
-        yield from (told for told in known if told.missing and told.tries < tries)
+        yield from (progress for progress in known if progress.missing and progress.tries < tries)
         number = len(known)
         while total is None or number < total:
             yield Progress(number, group_size)
             number += 1
 
-    async def one(told: Progress, task: Task) -> None:
-        before = len(told.rewards)
-        await running.play(str(told.number), task, told)
+    async def one(progress: Progress, task: Task) -> None:
+        before = len(progress.rewards)
+        await running.play(str(progress.number), task, progress)
         if curriculum is not None:
-            curriculum.record(task, told.rewards[before:], result.step)
-        if told.missing:
-            result.incomplete.append(told.number)
+            curriculum.record(task, progress.rewards[before:], result.step)
+        if progress.missing:
+            result.incomplete.append(progress.number)
 
     if curriculum is None and describe is not None:
-        for told in known:
-            if told.task and told.task != describe(task_of(told)):
+        for progress in known:
+            if progress.task and progress.task != describe(task_of(progress)):
                 raise ValueError(
-                    f"scenario {told.number} was {told.task!r} when the loop {name!r} began, and is "
-                    f"{describe(task_of(told))!r} now: give a loop over other scenarios another name"
+                    f"scenario {progress.number} was {progress.task!r} when the loop {name!r} began, and is "
+                    f"{describe(task_of(progress))!r} now: give a loop over other scenarios another name"
                 )
     if curriculum is not None:
-        curriculum.restore(Recorded(told.task, result.step, r) for told in known for r in told.rewards)
-    result.incomplete += [told.number for told in known if told.missing and told.tries >= tries]
+        curriculum.restore(
+            Recorded(progress.task, result.step, r) for progress in known for r in progress.rewards
+        )
+    result.incomplete += [
+        progress.number for progress in known if progress.missing and progress.tries >= tries
+    ]
     with plain_errors(JourneymanError, TooManyExceptionsError, ValueError):
         async with anyio.create_task_group() as watching:
             watching.start_soon(running.watch)
@@ -363,11 +369,11 @@ async def loop(
                 if evaluate_every:
                     evaluating.start_soon(running.evaluations, evaluate_every, evaluation)
                 async with anyio.create_task_group() as playing:
-                    for told in rest():
+                    for progress in rest():
                         if not await running.may_start():
                             break
-                        running.begin(told)
-                        playing.start_soon(one, told, task_of(told))
+                        running.begin(progress)
+                        playing.start_soon(one, progress, task_of(progress))
                 running.end()
             watching.cancel_scope.cancel()
     return result

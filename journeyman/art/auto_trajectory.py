@@ -59,17 +59,17 @@ def _add(trajectory: Trajectory, request: dict[str, Any], reply: ChatCompletion)
     tools = request.get("tools")
     conversations: list[Trajectory | History] = [trajectory, *trajectory.additional_histories]
     for conversation in conversations:
-        said = conversation.messages_and_choices
-        if not said and conversation is trajectory:
+        earlier = conversation.messages_and_choices
+        if not earlier and conversation is trajectory:
             conversation.tools = tools
-        if _continues(get_messages(said), messages) and conversation.tools == tools:
-            said += [*messages[len(said) :], choice]
+        if _continues(get_messages(earlier), messages) and conversation.tools == tools:
+            earlier += [*messages[len(earlier) :], choice]
             return
     trajectory.additional_histories.append(History(messages_and_choices=[*messages, choice], tools=tools))
 
 
-def _continues(said: list[Any], messages: list[Any]) -> bool:
-    return len(said) <= len(messages) and all(map(_same, said, messages))
+def _continues(earlier: list[Any], messages: list[Any]) -> bool:
+    return len(earlier) <= len(messages) and all(map(_same, earlier, messages))
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

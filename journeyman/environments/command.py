@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if playing failed, 2 if an argument or the environment cannot be used."""
     args = _parser().parse_args(argv)
     with exit_status((ValueError, ScenarioError), (JourneymanError, TooManyExceptionsError)):
-        told = anyio.run(play, args, load_scenarios(args))
+        result = anyio.run(play, args, load_scenarios(args))
     if args.json:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(result) + "\n")
         return
-    for name, value in told.items():
+    for name, value in result.items():
         sys.stdout.write(f"{name:<12} {value}\n")
 
 

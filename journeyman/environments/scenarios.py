@@ -37,8 +37,8 @@ class Scenarios(Protocol):
 
 def numbers(found: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the finite numbers among an environment's metrics."""
-    told = {}
-    for name, value in (found or {}).items():
-        if isinstance(value, int | float) and math.isfinite(value):
-            told[str(name)] = float(value)
-    return told
+    return {
+        str(name): float(value)
+        for name, value in (found or {}).items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     (folder / "report.md").write_text(markdown_page(report), "utf-8")
     (folder / "report.html").write_text(html_page(report), "utf-8")
     if args.json:
-        told = [report.event(position) for position in range(len(report.entrants))]
+        events = [report.event(position) for position in range(len(report.entrants))]
         sys.stdout.write(
-            json.dumps({"evaluation": report.id, "report": str(folder), "entrants": told}) + "\n"
+            json.dumps({"evaluation": report.id, "report": str(folder), "entrants": events}) + "\n"
         )
     else:
         recorded = "recorded on the log" if url and not args.no_record else "not recorded"

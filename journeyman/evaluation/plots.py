@@ -93,9 +93,9 @@ def scatter_plot(title: str, pairs: Sequence[tuple[str, float, float]], x_name: 
     for (x, y), tasks in where.items():
         radius = 3 + min(math.sqrt(len(tasks)), 12)
         names = ", ".join(tasks[:5]) + (f" and {len(tasks) - 5} more" if len(tasks) > 5 else "")
-        told = f"<title>{escape(names)}: {x:.3g} to {y:.3g}</title>"
+        title = f"<title>{escape(names)}: {x:.3g} to {y:.3g}</title>"
         parts.append(
-            f'<circle class="task" cx="{across(x):.1f}" cy="{up(y):.1f}" r="{radius:.1f}">{told}</circle>'
+            f'<circle class="task" cx="{across(x):.1f}" cy="{up(y):.1f}" r="{radius:.1f}">{title}</circle>'
         )
     parts.append(_text((_MARGIN + _SIDE) / 2, _SIDE - 6, f"{x_name} (up: {y_name})", "middle"))
     return _svg(title, _SIDE, _SIDE, parts)

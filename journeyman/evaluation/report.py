@@ -61,10 +61,11 @@ def unrewarded(report: EvaluationReport) -> list[str]:
 
 
 def _summary(report: EvaluationReport) -> str:
-    told = report.settings
+    settings = report.settings
     return (
-        f"{told.get('tasks', 0):,} tasks of {report.scenarios or 'a list'}, {told.get('attempts', 1)} attempts each, "
-        f"played by {report.rollout or 'a function'}; begun {report.began}. Intervals are 95 %. Differences are to "
+        f"{settings.get('tasks', 0):,} tasks of {report.scenarios or 'a list'}, "
+        f"{settings.get('attempts', 1)} attempts each, played by {report.rollout or 'a function'}; "
+        f"begun {report.began}. Intervals are 95 %. Differences are to "
         + " ".join([f"{report.entrants[0].entrant.name}, paired by task.", *unrewarded(report)])
     )
 

@@ -140,7 +140,7 @@ class EvaluationReport:
 
     def _measure(self, position: int, name: str) -> dict[str, Any]:
         found = self.entrants[position].estimate(name)
-        told = {
+        measure = {
             "name": name,
             "mean": found.mean if found.count else 0.0,
             "low": finite(found.low),
@@ -149,13 +149,13 @@ class EvaluationReport:
         }
         if position:
             change = self.difference(position, name)
-            told |= {
+            measure |= {
                 "difference": finite(change.mean),
                 "difference_low": finite(change.low),
                 "difference_high": finite(change.high),
                 "pairs": change.count,
             }
-        return told
+        return measure
 
 
 def finite(value: float) -> float | None:

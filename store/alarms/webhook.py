@@ -48,9 +48,9 @@ def message(config: Config, event: AlarmChanged) -> dict[str, str | float]:
     alarm = by_name().get(event.alarm)
     title = alarm.title if alarm else event.alarm
     of = f" of {event.model}" if event.model else ""
-    said = "raised" if event.state == "raised" else "over"
+    state = "raised" if event.state == "raised" else "over"
     return {
-        "text": f"{said}: {title}{of}: {event.detail}",
+        "text": f"{state}: {title}{of}: {event.detail}",
         "id": event.message_id(),
         "state": event.state,
         "alarm": event.alarm,

@@ -57,7 +57,7 @@ _THROUGHPUT = """
 _COST = """
     WITH spent AS (
       SELECT epoch("at")::BIGINT // $seconds * $seconds AS "at",
-        sum(list_sum([said.cost_usd FOR said IN verdicts])) AS usd
+        sum(list_sum([verdict.cost_usd FOR verdict IN verdicts])) AS usd
       FROM group_scored WHERE model = $model GROUP BY 1
     )
     SELECT "at", sum(usd) OVER (ORDER BY "at") AS judge_usd FROM spent ORDER BY "at"
@@ -71,7 +71,7 @@ _COUNTS = """
       (SELECT count(*) FROM group_discarded WHERE model = $model AND branch = $branch) AS discarded,
       (SELECT max(step) FROM policy_checkpoint WHERE model = $model AND branch = $branch) AS steps,
       (SELECT count(*) FROM dead_letter) AS dead,
-      (SELECT sum(list_sum([said.cost_usd FOR said IN verdicts])) FROM group_scored WHERE model = $model)
+      (SELECT sum(list_sum([verdict.cost_usd FOR verdict IN verdicts])) FROM group_scored WHERE model = $model)
         AS judge_cost_usd
 """
 _DISCARDS = """

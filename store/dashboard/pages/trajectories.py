@@ -38,7 +38,7 @@ def trajectories(history: History, query: Query) -> dict[str, Any]:
 
 
 def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
-    """One trajectory: what it said, and for every call the sampled tokens with logprob, loss mask and version."""
+    """One trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and version."""
     first = as_step(query.get("from") or "0")
     if first is None:
         raise PageError(400, f"from={query['from'][:40]!r}: write the number of a call.")
