@@ -4,8 +4,9 @@ Trajectories (opened, one small exchange, completed: three subjects each) go thr
 deletes events after `--max-age` seconds, `--rate` a second. The server holds every subject that has a message in
 memory, so its heap has to stop growing once the first events are deleted.
 
-    heap_mb            Go's live heap (`HeapAlloc` of /debug/vars) once events are deleted: least, median and most
-    heap_growth        mean of the last quarter of that time over its first quarter; 1 is flat
+    live_heap_mb       the server's heap after a garbage collection, every 20 s once events are deleted
+    live_heap_growth   mean of the second half of these over that of the first; 1 is flat
+    heap_mb            the heap with its garbage (`HeapAlloc` of /debug/vars), every 2 s
     rss_mb             resident memory of the server (`mem` of /varz and the process's own): most
     subjects           subjects in the stream: most
     trajectories, rate what was published, and how fast
@@ -39,6 +40,7 @@ from tests.conftest import NatsServer, free_port
 RESULT = Path(__file__).parent / "results" / "bounded_log.json"
 _AT_ONCE = 64
 _EVERY_S = 2.0
+_COLLECT_EVERY = 10
 _EXPECTED = {"Nats-Expected-Last-Subject-Sequence": "0"}
 _IDS, _LOGPROBS = pack_ids(range(40)), pack_logprobs([-0.5] * 40)
 
@@ -50,6 +52,8 @@ class Sample:
     at_s: float
     published: int
     heap: int
+    live: int
+    """The heap after a garbage collection; 0 where none was asked for."""
     varz_rss: int
     rss: int
     subjects: int
@@ -93,7 +97,7 @@ class Load:
         )
 
 
-async def watch(broker: Broker, process: psutil.Process, port: int, load: Load) -> list[Sample]:
+async def watch(process: psutil.Process, port: int, profiling: int, load: Load) -> list[Sample]:
     """Sample the server until the load has ended."""
     samples: list[Sample] = []
     began = time.monotonic()
@@ -101,38 +105,52 @@ async def watch(broker: Broker, process: psutil.Process, port: int, load: Load) 
         while load.done < load.count:
             await anyio.sleep(_EVERY_S)
             varz, vars_ = (await client.get("/varz")).json(), (await client.get("/debug/vars")).json()
-            state = (await broker.js.stream_info("ROLLOUTS")).state
+            details = (await client.get("/jsz?accounts=1&streams=1")).json()["account_details"][0][
+                "stream_detail"
+            ]
+            state = next(d["state"] for d in details if d["name"] == "ROLLOUTS")
+            live = 0
+            if len(samples) % _COLLECT_EVERY == 0:
+                profile = (
+                    await client.get(f"http://127.0.0.1:{profiling}/debug/pprof/heap?gc=1&debug=1")
+                ).text
+                live = int(profile.partition("# HeapAlloc = ")[2].split()[0])
             samples.append(
                 Sample(
-                    time.monotonic() - began, load.done, vars_["memstats"]["HeapAlloc"], varz["mem"],
-                    process.memory_info().rss, state.num_subjects or 0, state.messages,
+                    time.monotonic() - began, load.done, vars_["memstats"]["HeapAlloc"], live, varz["mem"],
+                    process.memory_info().rss, state.get("num_subjects", 0), state["messages"],
                 )
             )  # fmt: skip
     return samples
 
 
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"least": min(values), "median": statistics.median(values), "most": max(values)}
+
+
 def summary(samples: list[Sample], max_age_s: float) -> dict[str, Any]:
     """Figures of the time in which events are deleted."""
     steady = [s for s in samples if s.at_s > max_age_s]
-    heaps = [s.heap / 1e6 for s in steady]
-    quarter = max(1, len(heaps) // 4)
+    lives = [s.live / 1e6 for s in steady if s.live]
+    half = len(lives) // 2
     return {
         "steady_s": steady[-1].at_s - max_age_s,
-        "heap_mb": {"least": min(heaps), "median": statistics.median(heaps), "most": max(heaps)},
-        "heap_growth": statistics.mean(heaps[-quarter:]) / statistics.mean(heaps[:quarter]),
+        "live_heap_mb": _spread(lives),
+        "live_heap_growth": statistics.mean(lives[-half:]) / statistics.mean(lives[:half]),
+        "heap_mb": _spread([s.heap / 1e6 for s in steady]),
         "rss_mb": {
             "varz": max(s.varz_rss for s in samples) / 1e6,
             "process": max(s.rss for s in samples) / 1e6,
         },
         "subjects": max(s.subjects for s in samples),
         "messages": max(s.messages for s in samples),
-        "heap_mb_every_20_s": [round(s.heap / 1e6, 1) for s in samples[:: int(20 / _EVERY_S)]],
+        "live_heap_mb_every_20_s": [round(s.live / 1e6, 1) for s in samples if s.live],
     }
 
 
 async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> dict[str, Any]:
-    port = free_port()
-    server = NatsServer(folder, extra=f"http: 127.0.0.1:{port}\n")
+    port, profiling = free_port(), free_port()
+    server = NatsServer(folder, extra=f"http: 127.0.0.1:{port}\nprof_port: {profiling}\n")
     server.start()
     try:
         assert server.process is not None
@@ -141,7 +159,7 @@ async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> di
             load = Load(broker, count, rate)
             began = time.monotonic()
             tg.start_soon(load.run)
-            samples = await watch(broker, psutil.Process(server.process.pid), port, load)
+            samples = await watch(psutil.Process(server.process.pid), port, profiling, load)
             return {"rate": count / (time.monotonic() - began), **summary(samples, max_age_s)}
     finally:
         server.stop()
