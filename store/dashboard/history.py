@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 _REFRESH_S = 2.0
 """A page shows files that are older than this."""
-_MEMORY = "300MB"
+_MEMORY = "200MB"
 _REUSE = 20
 """A query that took a second is run again after so many seconds at the earliest, so that pages that refresh
 themselves leave the machine to the run."""
