@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from benchmarks.store import put_rows
 from pipeline.config import Config, save
-from store.local import LocalTarget
+from store.lake import Lake, lake_in
 
 RESULT = Path(__file__).parent / "results" / "dashboard.json"
 PER_FILE = 25_000
@@ -45,16 +45,16 @@ APART_US = 800_000
 
 def make_history(run_dir: Path, trajectories: int) -> None:
     """A store with so many trajectories of 4 calls, in groups of 8, 8 groups a step, scored by a judge."""
-    target, rng = LocalTarget(run_dir / "store"), np.random.default_rng(1)
+    lake, rng = lake_in(run_dir / "store"), np.random.default_rng(1)
     for first in range(0, trajectories, PER_FILE):
         count = min(PER_FILE, trajectories - first)
-        _rollouts(target, first, count, rng)
-        _groups(target, first, count)
-        _steps(target, first, count)
-    target.root.joinpath("made").write_text(str(trajectories))
+        _rollouts(lake, first, count, rng)
+        _groups(lake, first, count)
+        _steps(lake, first, count)
+    Path(lake.place.root, "made").write_text(str(trajectories))
 
 
-def _rollouts(target: LocalTarget, first: int, count: int, rng: np.random.Generator) -> None:
+def _rollouts(lake: Lake, first: int, count: int, rng: np.random.Generator) -> None:
     numbers = np.arange(first, first + count)
     began = BASE_US + numbers * APART_US
     steps = numbers // (MEMBERS * GROUPS_A_STEP)
@@ -65,7 +65,7 @@ def _rollouts(target: LocalTarget, first: int, count: int, rng: np.random.Genera
         "attempt": numbers % MEMBERS, "split": ["train"] * count, "traceparent": [""] * count, "v": np.ones(count, int),
     }  # fmt: skip
     opened = {**common, "log_seq": numbers * 6 + 1, "log_at": began, "at": began}
-    put_rows(target, "rollout.opened", opened, count, opened["log_seq"], BASE_US)
+    put_rows(lake, "rollout.opened", opened, count)
     ended = began + 2_000_000
     completed = {
         **common, "log_seq": numbers * 6 + 6, "log_at": ended, "at": ended, "opened_at": began,
@@ -73,7 +73,7 @@ def _rollouts(target: LocalTarget, first: int, count: int, rng: np.random.Genera
         "prompt_tokens": np.full(count, CALLS * PROMPT), "sampled_tokens": np.full(count, CALLS * SAMPLED),
         "first_step": steps, "last_step": steps,
     }  # fmt: skip
-    put_rows(target, "rollout.completed", completed, count, completed["log_seq"], BASE_US)
+    put_rows(lake, "rollout.completed", completed, count)
     of = np.repeat(numbers, CALLS)
     turns, rows = np.tile(np.arange(CALLS), count), count * CALLS
     seqs = of * 6 + 2 + turns
@@ -96,16 +96,16 @@ def _rollouts(target: LocalTarget, first: int, count: int, rng: np.random.Genera
         "prompt_ids": _lists(rng.integers(0, 150_000, rows * PROMPT, dtype=np.int32), PROMPT),
         "sampled_ids": _lists(rng.integers(0, 150_000, rows * SAMPLED, dtype=np.int32), SAMPLED),
         "logprobs": _lists(-rng.random(rows * SAMPLED, dtype=np.float32), SAMPLED),
-        "forced": pa.array([[]] * rows, pa.list_(pa.uint8())), "side_call": np.zeros(rows, bool),
+        "forced": pa.array([[]] * rows, pa.list_(pa.int8())), "side_call": np.zeros(rows, bool),
     }  # fmt: skip
-    put_rows(target, "rollout.exchange", exchanges, rows, seqs, BASE_US)
+    put_rows(lake, "rollout.exchange", exchanges, rows)
 
 
 def _lists(values: Any, each: int) -> pa.ListArray:
     return pa.ListArray.from_arrays(np.arange(0, len(values) + 1, each, dtype=np.int32), values)
 
 
-def _groups(target: LocalTarget, first: int, count: int) -> None:
+def _groups(lake: Lake, first: int, count: int) -> None:
     groups = np.arange(first // MEMBERS, (first + count) // MEMBERS)
     rows = len(groups)
     at = BASE_US + groups * MEMBERS * APART_US + 10_000_000
@@ -127,10 +127,10 @@ def _groups(target: LocalTarget, first: int, count: int) -> None:
             for own in names
         ],
     }  # fmt: skip
-    put_rows(target, "group.scored", made, rows, groups + 1, BASE_US)
+    put_rows(lake, "group.scored", made, rows)
 
 
-def _steps(target: LocalTarget, first: int, count: int) -> None:
+def _steps(lake: Lake, first: int, count: int) -> None:
     a_step = MEMBERS * GROUPS_A_STEP
     steps = np.arange(max(1, first // a_step), (first + count) // a_step)
     rows = len(steps)
@@ -143,7 +143,7 @@ def _steps(target: LocalTarget, first: int, count: int) -> None:
         "group_seqs": [[(s - 1) * 8 + k + 1 for k in range(8)] for s in steps],
         "metrics": [[("loss", 1 / s), ("kl", s / 1e5), ("entropy", 1.0)] for s in steps.tolist()],
     }  # fmt: skip
-    put_rows(target, "policy.checkpoint", made, rows, steps, BASE_US)
+    put_rows(lake, "policy.checkpoint", made, rows)
 
 
 @contextmanager

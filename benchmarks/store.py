@@ -8,6 +8,8 @@
                               the backlog was acknowledged
     lineage_s                 the view `lineage` for one checkpoint over `--trajectories` trajectories
     files_after_compaction    exchange files left of `files_before_compaction` after the background work
+    start_s                   from opening the lake to the end of its checks, with a table of `--files` files
+    start_first_commit_s      the first commit after that
 
 `--small` takes a tenth or less of everything, as a quick test.
 """
@@ -31,15 +33,16 @@ import anyio
 import numpy as np
 import psutil
 import pyarrow as pa
+from deltalake import DeltaTable
 
 from pipeline import streams
 from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from store import columns, sql
-from store.catalog import Catalog, FileName, live
-from store.compaction import Compactor
-from store.local import LocalTarget
+from store.commits import added
+from store.lake import Lake, lake_in
+from store.upkeep import Upkeep
 from tests.conftest import NatsServer
 
 RESULT = Path(__file__).parent / "results" / "store.json"
@@ -138,7 +141,8 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tu
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-    rows = sum(LocalTarget(run_dir / "store").read(TAG, n, ["seq"]).num_rows for n in _files(run_dir))
+    files = lake_in(run_dir / "store").table(TAG).files()
+    rows = int(files.rows.sum()) if files else 0
     assert rows == events, f"{rows} of {events} rows"
     return events / took, early / 2**20, peak / 2**20
 
@@ -154,16 +158,15 @@ async def _left(broker: Broker) -> int:
 
 
 def _files(run_dir: Path) -> list[str]:
-    return live(LocalTarget(run_dir / "store"), TAG)
+    return lake_in(run_dir / "store").names(TAG)
 
 
 def compaction(run_dir: Path) -> dict[str, Any]:
     """Compact the files that writing left, as the store's background task does."""
-    target = LocalTarget(run_dir / "store")
     before = len(_files(run_dir))
     config = StoreConfig(compact_grace_s=0.0, compact_files=4)
     began = time.perf_counter()
-    Compactor(Catalog(target), config).once()
+    Upkeep(lake_in(run_dir / "store"), config).once()
     took = time.perf_counter() - began
     return {
         "files_before_compaction": before,
@@ -175,16 +178,16 @@ def compaction(run_dir: Path) -> dict[str, Any]:
 def history(run_dir: Path, trajectories: int) -> str:
     """A store with so many trajectories of 4 calls, in groups of 8, 8 groups a step; returns a checkpoint in the
     middle."""
-    target = LocalTarget(run_dir / "store")
+    lake = lake_in(run_dir / "store")
     per_file = 25_000
     rng = np.random.default_rng(1)
     base = 1_700_000_000_000_000
     for first in range(0, trajectories, per_file):
-        _history_file(target, first, min(per_file, trajectories - first), rng, base)
+        _history_file(lake, first, min(per_file, trajectories - first), rng, base)
     return f"m@{max(1, trajectories // 64 // 2)}"
 
 
-def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Generator, base: int) -> None:
+def _history_file(lake: Lake, first: int, count: int, rng: np.random.Generator, base: int) -> None:
     calls = np.repeat(np.arange(first, first + count), 4)
     seqs = np.arange(first * 4 + 1, first * 4 + 1 + len(calls))
     ids = rng.integers(0, 150_000, len(calls) * 4, dtype=np.int32)
@@ -196,9 +199,9 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
         "seq": np.tile(np.arange(4), count), "choice": np.zeros(len(calls), int), "model": ["m"] * len(calls),
         "policy_version": [f"m@{i // 64}" for i in calls], "step": calls // 64, "group": [f"g{i // 8}" for i in calls],
         "request": ["{}"] * len(calls), "response": ["{}"] * len(calls), "prompt_ids": tokens, "sampled_ids": tokens,
-        "logprobs": tokens.cast(pa.list_(pa.float32())), "forced": pa.array([[]] * len(calls), pa.list_(pa.uint8())),
+        "logprobs": tokens.cast(pa.list_(pa.float32())), "forced": pa.array([[]] * len(calls), pa.list_(pa.int8())),
     }  # fmt: skip
-    put_rows(target, TAG, made, len(calls), seqs, base)
+    put_rows(lake, TAG, made, len(calls))
     names = np.arange(first, first + count)
     ends = np.arange(first + 1, first + count + 1)
     completed: dict[str, Any] = {
@@ -206,7 +209,7 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
         "trajectory": [f"t{i:07d}" for i in names], "group": [f"g{i // 8}" for i in names],
         "outcome": ["scored"] * count, "exchanges": np.full(count, 4),
     }  # fmt: skip
-    put_rows(target, "rollout.completed", completed, count, ends, base)
+    put_rows(lake, "rollout.completed", completed, count)
     groups = np.arange(first // 8, (first + count) // 8)
     scored: dict[str, Any] = {
         "log_seq": groups + 1, "log_at": base + groups, "project": ["p"] * len(groups), "at": base + groups,
@@ -223,7 +226,7 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
             for g in groups
         ],
     }  # fmt: skip
-    put_rows(target, "group.scored", scored, len(groups), groups + 1, base)
+    put_rows(lake, "group.scored", scored, len(groups))
     steps = np.arange(max(1, first // 64), (first + count) // 64)
     if len(steps):
         published: dict[str, Any] = {
@@ -233,10 +236,10 @@ def _history_file(target: LocalTarget, first: int, count: int, rng: np.random.Ge
             "groups": [[f"g{s * 8 + k}" for k in range(8)] for s in steps],
             "group_seqs": [[s * 8 + k + 1 for k in range(8)] for s in steps],
         }  # fmt: skip
-        put_rows(target, "policy.checkpoint", published, len(steps), steps, base)
+        put_rows(lake, "policy.checkpoint", published, len(steps))
 
 
-def put_rows(target: LocalTarget, tag: str, made: dict[str, Any], rows: int, seqs: Any, base: int) -> None:
+def put_rows(lake: Lake, tag: str, made: dict[str, Any], rows: int) -> None:
     """Write a file of `rows` rows of a tag from columns by name; columns that are not given are null."""
     schema = columns.arrow_schema(tag)
     arrays = [
@@ -245,9 +248,7 @@ def put_rows(target: LocalTarget, tag: str, made: dict[str, Any], rows: int, seq
         else pa.nulls(rows, f.type)
         for f in schema
     ]  # fmt: skip
-    stream = {"rollout": "ROLLOUTS", "group": "GROUPS", "policy": "POLICY"}[tag.split(".")[0]]
-    name = FileName(stream, int(seqs[0]), int(seqs[-1]), base + int(seqs[0]))
-    target.write(tag, str(name), [pa.Table.from_arrays(arrays, schema=schema)], {})
+    lake.table(tag).append(pa.Table.from_arrays(arrays, schema=schema))
 
 
 def lineage(run_dir: Path, version: str) -> tuple[float, int]:
@@ -259,6 +260,30 @@ def lineage(run_dir: Path, version: str) -> tuple[float, int]:
             rows = len(connection.sql("FROM lineage WHERE version = ?", params=[version]).fetchall())
         times.append(time.perf_counter() - began)
     return sorted(times)[2], rows
+
+
+def start(run_dir: Path, files: int) -> dict[str, float]:
+    """Seconds to open a lake whose exchanges are `files` (empty) files, and to commit once."""
+    lake = lake_in(run_dir / "store")
+    per_commit, at = 50_000, 1_700_000_000_000_000
+    Path(lake.place.uri(TAG)).mkdir(parents=True)
+    for first in range(0, files, per_commit):
+        actions = []
+        for i in range(first, min(first + per_commit, files)):
+            name = f"ROLLOUTS-{i * 100 + 1:012d}-{i * 100 + 100:012d}-{i:012x}.parquet"
+            Path(lake.place.key(TAG, name)).touch()
+            actions.append(added(name, 0, 100, (i * 100 + 1, i * 100 + 100), (at + i, at + i + 99)))
+        lake.table(TAG).commit(actions, first * 100)
+    DeltaTable(lake.place.uri(TAG)).create_checkpoint()
+    rows = columns.table(TAG, [exchange(0, np.random.default_rng(0))], [files * 100 + 1], [at * 2], [""])
+    fresh = lake_in(run_dir / "store")
+    began = time.perf_counter()
+    damaged = fresh.open()
+    opened = time.perf_counter()
+    fresh.append(TAG, rows)
+    took = time.perf_counter() - opened
+    assert damaged == []
+    return {"start_files": files, "start_s": opened - began, "start_first_commit_s": took}
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -291,6 +316,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         version = history(history_dir, args.trajectories)
         result["lineage_s"], result["lineage_rows"] = lineage(history_dir, version)
         result["lineage_trajectories"] = args.trajectories
+        result.update(start(root / "start", args.files))
     return result
 
 
@@ -299,15 +325,13 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--backlog", type=int, default=1_000_000)
     parser.add_argument("--trajectories", type=int, default=1_000_000)
+    parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     if args.small:
-        args.events, args.backlog, args.trajectories = (
-            args.events // 10,
-            args.backlog // 10,
-            args.trajectories // 10,
-        )
+        for name in ("events", "backlog", "trajectories", "files"):
+            setattr(args, name, getattr(args, name) // 10)
     result = anyio.run(measure, args)
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")

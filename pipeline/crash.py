@@ -1,6 +1,6 @@
 """Crash points: places in the code where a test can kill the process.
 
-    JOURNEYMAN_CRASH="store.after_rename:3" python -m store …     # dies when it reaches the point for the third time
+    JOURNEYMAN_CRASH="store.after_commit:3" python -m store …     # dies when it reaches the point for the third time
 
 Without the variable, `point` does nothing. With it, the process gets SIGKILL: no `finally` block runs and nothing is
 flushed. The crash tests draw from the table below; only points in it can be named.
@@ -20,14 +20,14 @@ POINTS: dict[str, str] = {
     "broker.before_ack": "the work on a delivery is done, its acknowledgement is not sent",
     "broker.after_ack": "the acknowledgement of a delivery is sent",
     "store.before_write": "events are delivered, no file is begun",
-    "store.before_rename": "a file is written and durable under its temporary name",
-    "store.after_rename": "a file has its final name, its folder is not synced and nothing is acknowledged",
-    "store.between_tags": "one tag of a batch has its file, the next has not",
-    "store.before_ack": "all files of a batch are durable, none of its events is acknowledged",
+    "store.before_commit": "a file is written and durable, no commit names it",
+    "store.after_commit": "a commit names a file, the commit is not synced and nothing is acknowledged",
+    "store.between_tags": "one tag of a batch is committed, the next is not",
+    "store.before_ack": "all commits of a batch are durable, none of its events is acknowledged",
     "store.half_acked": "half of a batch's events are acknowledged",
     "store.after_ack": "all of a batch's events are acknowledged",
-    "store.compacted": "a compacted file is written, and the files it replaces still exist",
-    "store.half_removed": "some of the files that a compacted one replaces are removed",
+    "store.compacted": "a merge of files is committed, and the files that were merged still exist",
+    "store.checkpointed": "a checkpoint of a table is written and not synced, the journal before it is not cleaned up",
     "broker.before_upload": "an object is created and not uploaded",
     "gateway.before_answer": "an exchange is recorded, its answer is not sent to the agent",
     "sampler.before_rename": "an adapter is unpacked under its temporary name",

@@ -18,7 +18,8 @@ from pipeline import events
 from pipeline.events import AnyEvent, schema
 from pipeline.events.schema import Column
 
-_ITEMS = {"<i4": pa.int32(), "<f4": pa.float32(), "u1": pa.uint8(), "<i8": pa.int64()}
+# Delta Lake has no unsigned numbers. Masks hold 0 and 1.
+_ITEMS = {"<i4": pa.int32(), "<f4": pa.float32(), "u1": pa.int8(), "<i8": pa.int64()}
 _SCALARS = {
     "string": pa.string(),
     "json": pa.string(),

@@ -1,4 +1,4 @@
-"""Writes the events of damaged files again, as far as the log still holds them."""
+"""Takes damaged files out of their tables and writes their events again, as far as the log still holds them."""
 
 from __future__ import annotations
 
@@ -11,44 +11,42 @@ from pipeline import streams
 from pipeline.events import AnyEvent, wire_name
 from pipeline.log.broker import Broker, HistoryGoneError, Recorded
 from pipeline.telemetry.logs import get_logger
-from store.catalog import Catalog, FileName
+from store import columns
+from store.healing import Damaged
+from store.lake import Lake
+from store.table import EventTable
 
 log = get_logger("store.repair")
 
 _PAGE = 1_000
 """Sequences that are read from the log at once."""
-_ROWS = 20_000
-"""Events of a file that is written again."""
 
 
-async def repair(broker: Broker, catalog: Catalog, damaged: list[tuple[str, FileName]]) -> int:
-    """Write again what the files of `damaged` (tag, name) held and no other file holds. Returns the number of events
-    written.
+async def repair(broker: Broker, lake: Lake, damaged: list[Damaged]) -> int:
+    """Replace each file of `damaged` by the events that the log holds of it and no other file holds, in one commit.
+    Then set the file aside. Returns the number of events written.
 
-    An error is logged for each file of which the log no longer holds everything."""
+    An error is logged for each file of which the log no longer holds everything. Raises `LakeError`."""
     written = 0
-    for tag, name in damaged:
+    for one in damaged:
+        stream = streams.stream_of_subject(one.tag)
+        state = (await broker.stream_info(stream)).state
         rows: list[Recorded[AnyEvent]] = []
-        first = name.first
-        state = (await broker.stream_info(name.stream)).state
-        while first <= name.last:
-            last = min(first + _PAGE - 1, name.last)
-            found = [r async for r in _events(broker, name.stream, first, last)]
-            rows += [r for r in found if wire_name(r.event) == tag]
+        first, end = max(one.first, state.first_seq), min(one.last, state.last_seq)
+        while first <= end:
+            last = min(first + _PAGE - 1, end)
+            rows += [r async for r in _events(broker, stream, first, last) if wire_name(r.event) == one.tag]
             first = last + 1
-        known = catalog.already(name.stream, [(r.seq, r.place.at) for r in rows])
-        missing = [r for r in rows if (r.seq, r.place.at) not in known]
-        for i in range(0, len(missing), _ROWS):
-            await anyio.to_thread.run_sync(_write, catalog, tag, missing[i : i + _ROWS])
-        written += len(missing)
-        if state.first_seq > name.first or state.last_seq < name.last:
+        count = await anyio.to_thread.run_sync(_replace, lake.table(one.tag), one, rows)
+        written += count
+        if state.first_seq > one.first or state.last_seq < one.last:
             log.error(
                 "events lost with a damaged file",
-                file=str(name),
-                detail=f"{name.stream} holds sequences {state.first_seq} to {state.last_seq} only: restore the file "
+                file=one.name,
+                detail=f"{stream} holds sequences {state.first_seq} to {state.last_seq} only: restore the file "
                 "from a backup",
             )
-        log.info("damaged file repaired from the log", tag=tag, file=str(name), events=len(missing))
+        log.info("damaged file repaired from the log", tag=one.tag, file=one.name, events=count)
     return written
 
 
@@ -61,7 +59,13 @@ async def _events(broker: Broker, stream: str, first: int, last: int) -> AsyncIt
         yield Recorded(event, stream, message.seq, message.subject, message.headers)
 
 
-def _write(catalog: Catalog, tag: str, rows: list[Recorded[AnyEvent]]) -> None:
-    seqs, ats = [r.seq for r in rows], [r.place.at for r in rows]
-    catalog.write(tag, [r.event for r in rows], seqs, ats, [r.headers.get("traceparent", "") for r in rows])
-    catalog.add(streams.stream_of_subject(tag), seqs)
+def _replace(table: EventTable, damaged: Damaged, rows: list[Recorded[AnyEvent]]) -> int:
+    found = None
+    if rows:
+        traces = [r.headers.get("traceparent", "") for r in rows]
+        events, seqs, ats = [r.event for r in rows], [r.seq for r in rows], [r.place.at for r in rows]
+        found = columns.table(table.tag, events, seqs, ats, traces)
+    count = table.replace(damaged.name, found)
+    aside = table.place.set_aside(table.tag, damaged.name)
+    log.error("damaged file set aside", file=aside, why=damaged.why, first=damaged.first, last=damaged.last)
+    return count

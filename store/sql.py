@@ -1,4 +1,4 @@
-"""SQL over the store: DuckDB in memory, with the views of `store.views` over the Parquet files. The command
+"""SQL over the store: DuckDB in memory, with the views of `store.views` over the files of the lake. The command
 `journeyman sql`.
 
     journeyman sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
@@ -26,9 +26,8 @@ from pipeline.config import Config, ConfigError
 from pipeline.events import schema
 from pipeline.running.runs import run_settings
 from store import columns
-from store.catalog import live
-from store.location import open_target
-from store.target import StoreError, Target
+from store.lake import Lake, open_lake
+from store.place import StoreError
 from store.views import VIEWS
 
 _CELL_WIDTH = 60
@@ -51,30 +50,31 @@ def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
 def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
     """Let `connection` see the files that are there now. Raises as `connect` does."""
     config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir, sections=("store",))
-    target = open_target(config)
-    if not target.exists():
+    lake = open_lake(config)
+    if not lake.exists():
         raise NoStoreError(
-            f"there is no store at {target}: name another run with --run-dir, or start one with `journeyman up`"
+            f"there is no store at {lake}: name another run with --run-dir, or start one with `journeyman up`"
         )
-    show(connection, target, {})
+    show(connection, lake, {})
 
 
-def show(connection: duckdb.DuckDBPyConnection, target: Target, shown: dict[str, list[str]]) -> None:
-    """Let `connection` see the files that `target` holds now; without files, every view is empty.
+def show(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[str, list[str]]) -> None:
+    """Let `connection` see the files that `lake` holds now; without files, every view is empty.
 
     `shown`: the files of each tag that an earlier call showed, which is updated. Tags whose files are the same are
     left as they are. Raises `DamagedFileError`."""
     if not shown:
-        target.attach(connection)
+        lake.place.attach(connection)
         connection.execute("CREATE SCHEMA IF NOT EXISTS empty")
         for tag in schema.tables():
             nothing = columns.arrow_schema(tag).empty_table()  # noqa: F841 - DuckDB reads it by this name
             connection.execute(f"CREATE OR REPLACE TABLE empty.{table_name(tag)} AS FROM nothing")
     new = not shown
     for tag in schema.tables():
-        names = live(target, tag)
+        names = lake.names(tag)
         if names != shown.get(tag):
-            connection.execute(table_sql(target, tag, names))
+            lake.check(tag)
+            connection.execute(table_sql(lake, tag, names))
             shown[tag] = names
     if new:
         for view in VIEWS:
@@ -86,14 +86,12 @@ def table_name(tag: str) -> str:
     return tag.replace(".", "_")
 
 
-def table_sql(target: Target, tag: str, names: Sequence[str]) -> str:
+def table_sql(lake: Lake, tag: str, names: Sequence[str]) -> str:
     """The statement that creates the view over the files `names` of one tag. It has every column of the current schema,
     null where a file is older than the column."""
     rows = f"FROM empty.{table_name(tag)}"
-    for name in names:
-        target.check(tag, name)
     if names:
-        files = ", ".join(_quoted(target.url(tag, n)) for n in names)
+        files = ", ".join(_quoted(lake.place.url(tag, n)) for n in names)
         wanted = ", ".join(f'"{c.name}"' for c in schema.tables()[tag])
         # The names are quoted, the columns come from the schema.
         files = f"SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608

@@ -1,8 +1,9 @@
-"""One consumer to files: take deliveries, build tables, write files, then acknowledge.
+"""One consumer to the lake: take deliveries, build tables, commit them, then acknowledge.
 
-Three facts give exactly-once: a file appears completely or not at all; an event is acknowledged after its file is
-durable; an event that is delivered again after that is recognised by its sequence and stream time, acknowledged
-and left out.
+Three facts give exactly-once: a commit appears completely or not at all; an event is acknowledged after its commit is
+durable; an event that is delivered again after that, to this process or another, is recognised by its sequence and
+stream time before it is committed, and acknowledged only (`store.table`). So any number of processes may take from one
+consumer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 from store import columns
-from store.catalog import Catalog
+from store.lake import Lake
+from store.table import LakeError
 
 log = get_logger("store.writer")
 
@@ -69,12 +71,10 @@ def position(message: Pulled) -> tuple[int, int]:
 
 
 class Writer:
-    """Writes what the durable consumer `spec` delivers to Parquet files."""
+    """Commits what the durable consumer `spec` delivers to the tables of the lake."""
 
-    def __init__(
-        self, broker: Broker, catalog: Catalog, config: StoreConfig, spec: streams.ConsumerSpec
-    ) -> None:
-        self._broker, self._catalog, self._config, self.spec = broker, catalog, config, spec
+    def __init__(self, broker: Broker, lake: Lake, config: StoreConfig, spec: streams.ConsumerSpec) -> None:
+        self._broker, self._lake, self._config, self.spec = broker, lake, config, spec
         self._filling = WriteBatch()
         self._writing: WriteBatch | None = None
         self._slot = anyio.Semaphore(1)
@@ -99,7 +99,7 @@ class Writer:
             finally:
                 with anyio.move_on_after(_FINAL_WRITE_S, shield=True):
                     if self._writing is not None:
-                        # It was cancelled before or during its acknowledgement; its files may be missing.
+                        # It was cancelled before or during its acknowledgement; its commits may be missing.
                         await self._finish(self._writing)
                         self._writing = None
                     await self._accept(puller.take_nowait())
@@ -170,22 +170,18 @@ class Writer:
         return True
 
     async def _accept(self, delivered: Sequence[Pulled]) -> None:
-        """Add deliveries to the batch that is being filled; acknowledge those that files hold already."""
+        """Add deliveries to the batch that is being filled."""
         if not delivered:
             return
         batch = self._filling
         if not batch.messages:
             batch.began = time.monotonic()
             batch.reconnects = self._broker.client.stats["reconnects"]
-        placed = [(position(m), m) for m in delivered]
         counts.taken[self.spec.name] += len(delivered)
-        # No await until `fresh` is known: a write that ends meanwhile would move rows from memory to files.
-        stored = self._catalog.already(self.spec.stream, [place for place, _ in placed])
-        writing = self._writing.messages if self._writing is not None else {}
-        fresh = [(place, m) for place, m in placed if place not in stored and place not in writing]
-        if stored:
-            await self._broker.client.acknowledge([m.reply for place, m in placed if place in stored])
-        for place, message in fresh:
+        for message in delivered:
+            place = position(message)
+            if self._writing is not None and place in self._writing.messages:
+                continue  # acknowledged with that batch
             if place in batch.messages:
                 batch.messages[place] = message  # delivered again while it waits here
             else:
@@ -211,7 +207,7 @@ class Writer:
         self._slot.release()
 
     async def _finish(self, batch: WriteBatch) -> None:
-        """Write the files of a batch, then acknowledge its messages. Safe to repeat from the start."""
+        """Commit the rows of a batch, then acknowledge its messages. Safe to repeat from the start."""
         crash.point("store.before_write")
         for tag in list(batch.tags):
             await self._write_tag(batch, tag)
@@ -236,32 +232,33 @@ class Writer:
         return await self._broker.holds(self.spec.stream, Place(*max(batch.messages)))
 
     async def _write_tag(self, batch: WriteBatch, tag: str) -> None:
-        """Write the events of one tag; events that fit no table become dead letters. Repeats while the disk is full."""
+        """Commit the events of one tag; events that fit no table become dead letters. Repeats while the disk is full or
+        object storage is away."""
         rows = batch.tags[tag]
         while rows.events:
             try:
                 # Not cancelled in the middle: a thread can't be stopped.
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(
-                        self._catalog.write, tag, rows.events, rows.seqs, rows.ats, rows.traces
-                    )
+                    self.written += await anyio.to_thread.run_sync(self._commit, tag, rows)
             except columns.UnstorableError:
                 await self._drop_unstorable(batch, rows)
                 continue
-            except OSError as error:
-                if not self._catalog.target.is_retryable(error):
+            except LakeError as error:
+                if not self._lake.place.is_retryable(error):
                     raise
                 log.error(
                     "not written",
-                    folder=str(self._catalog.target),
+                    folder=str(self._lake),
                     why=str(error),
                     detail=f"{len(rows.events)} events of {tag} wait; they are not acknowledged and stay in the log",
                 )
                 await anyio.sleep(_RETRY_S)  # paces the retry: nothing tells when the cause is gone
                 continue
-            self._catalog.add(self.spec.stream, rows.seqs)
-            self.written += len(rows.seqs)
             return
+
+    def _commit(self, tag: str, rows: Rows) -> int:
+        table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
+        return self._lake.append(tag, table)
 
     async def _drop_unstorable(self, batch: WriteBatch, rows: Rows) -> None:
         """Move the events that fit no table from `rows` to the dead letters, so that the others are written."""

@@ -147,7 +147,7 @@ class SamplerConfig(Section, frozen=True, kw_only=True):
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):
-    """Events to Parquet."""
+    """Events to the lake."""
 
     dir: str = "store"
     """Folder under the run directory, or object storage as `s3://<bucket>/<prefix>` (the bucket must exist)."""
@@ -156,7 +156,7 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     s3_region: str = ""
     """Region of the bucket. Empty: from AWS_REGION, AWS_DEFAULT_REGION or the AWS configuration file."""
     flush_rows: Count = 20_000
-    """A file is written when this many events wait, or `flush_bytes` or `flush_s` is reached."""
+    """A commit is made when this many events wait, or `flush_bytes` or `flush_s` is reached."""
     flush_bytes: Count = 64 * 1024 * 1024
     """Bytes of events that wait at most. Memory holds at most twice as many."""
     flush_s: Positive = 2.0
@@ -164,7 +164,7 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     compact_s: Positive = 30.0
     """Time between two checks for small files to merge."""
     compact_files: Several = 16
-    """Number of small neighbouring files that are merged into one."""
+    """Small files are merged when there are this many of them."""
     compact_bytes: Count = 128 * 1024 * 1024
     """Approximate size up to which files are merged, in bytes."""
     compact_grace_s: NotNegative = 300.0

@@ -25,8 +25,8 @@ from store import sql
 from store.alarms import reading
 from store.alarms.reading import Fill, Found
 from store.alarms.table import ALARMS
-from store.location import open_target
-from store.target import StoreError
+from store.lake import open_lake
+from store.place import StoreError
 
 log = get_logger("store.alarms")
 
@@ -48,7 +48,7 @@ class Checker:
         self._raised: dict[Key, AlarmChanged] = {}
         self._absent: dict[Key, int] = {}
         """Checks since the condition of a raised alarm held last."""
-        self._target, self._shown = open_target(config), dict[str, list[str]]()
+        self._lake, self._shown = open_lake(config), dict[str, list[str]]()
 
     async def run(self) -> None:
         """Check until cancelled, the first time after `alarms.every_s`."""
@@ -92,7 +92,7 @@ class Checker:
         self, connection: duckdb.DuckDBPyConnection, fills: list[Fill]
     ) -> tuple[list[Found], set[str]]:
         try:
-            sql.show(connection, self._target, self._shown)
+            sql.show(connection, self._lake, self._shown)
             reading.measured_tables(connection, self._config, fills)
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))

@@ -14,7 +14,7 @@ import duckdb
 
 from pipeline.config import Config
 from store import sql
-from store.location import open_target
+from store.lake import open_lake
 
 Row = dict[str, Any]
 
@@ -42,7 +42,7 @@ class History:
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError` where `store.dir` names no place, `DamagedFileError`. A run without a store is empty."""
         self.config = config
-        self._target, self._shown = open_target(config), dict[str, list[str]]()
+        self._lake, self._shown = open_lake(config), dict[str, list[str]]()
         self._spill = tempfile.TemporaryDirectory(prefix="journeyman-ui-")
         self._connection = duckdb.connect(
             config={"memory_limit": _MEMORY, "threads": "2", "temp_directory": self._spill.name}
@@ -106,6 +106,6 @@ class History:
         with self._lock:
             if time.monotonic() - self._refreshed_at >= _REFRESH_S:
                 before = dict(self._shown)
-                sql.show(self._connection, self._target, self._shown)
+                sql.show(self._connection, self._lake, self._shown)
                 self._generation += before != self._shown
                 self._refreshed_at = time.monotonic()

@@ -23,8 +23,8 @@ import pyarrow as pa
 from pipeline.config import Config, load
 from pipeline.telemetry.logs import get_logger
 from store import sql
-from store.location import open_target
-from store.target import StoreError
+from store.lake import open_lake
+from store.place import StoreError
 
 log = get_logger("store.dashboard.sandbox")
 
@@ -101,7 +101,7 @@ def answer(config: Config, query: str, time_s: float) -> Result:
     if statements[0].type not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
         raise SandboxError("The SQL box reads: write a SELECT statement.")
     with duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1", "temp_directory": ""}) as connection:
-        sql.show(connection, open_target(config), {})
+        sql.show(connection, open_lake(config), {})
         _lock_down(connection, config)
         timer = threading.Timer(time_s, connection.interrupt)
         timer.start()

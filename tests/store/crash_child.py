@@ -1,7 +1,7 @@
 """Store processes for the crash matrix, forked from one that has imported everything: a life takes milliseconds to
 begin.
 
-Reads a JSON line per life on stdin, `{"url": …, "run_dir": …, "crash": "store.after_rename:2"}`; answers `{"pid":
+Reads a JSON line per life on stdin, `{"url": …, "run_dir": …, "crash": "store.after_commit:2"}`; answers `{"pid":
 …}` and, once it is over, `{"status": …}` (a signal's number, negative).
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 
 import anyio
 import nats.js.errors
+import pyarrow as pa
 from pyarrow import fs
 
 from pipeline import streams
@@ -37,6 +39,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
+    decode,
     pack_ids,
     pack_logprobs,
     pack_seqs,
@@ -45,9 +48,8 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from store import columns
-from store.catalog import FileName, live
-from store.local import LocalTarget
-from store.target import Target
+from store.commits import transaction
+from store.lake import Lake, lake_in
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
 
@@ -130,11 +132,15 @@ async def publish(broker: Broker, events: Iterable[Event]) -> None:
         await broker.publish(event)
 
 
-def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
-    """A store that holds `events`, one file a tag, sequences counted per stream."""
-    target = LocalTarget(run_dir / "store")
-    by_tag: dict[str, list[tuple[int, Event]]] = {}
+def fill(run_dir: Path, events: list[Event]) -> Lake:
+    """A store to which `events` are added, one file a tag, sequences counted per stream."""
+    lake = lake_in(run_dir / "store")
     counts: dict[str, int] = {}
+    for table in lake.tables():
+        stream = streams.stream_of_subject(table.tag)
+        last = delta.transaction_version(transaction(table.tag)) if (delta := table.snapshot()) else 0
+        counts[stream] = max(counts.get(stream, 0), last or 0)
+    by_tag: dict[str, list[tuple[int, Event]]] = {}
     for event in events:
         tag = wire_name(event)
         stream = streams.stream_of_subject(tag)
@@ -144,23 +150,28 @@ def fill(run_dir: Path, events: list[Event]) -> LocalTarget:
         seqs = [s for s, _ in rows]
         trace = ["00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"] * len(rows)
         table = columns.table(tag, [e for _, e in rows], seqs, seqs, trace)  # type: ignore[misc]
-        target.write(
-            tag, str(FileName(streams.stream_of_subject(tag), seqs[0], seqs[-1], seqs[0])), [table], {}
-        )
-    return target
+        lake.table(tag).append(table)
+    return lake
 
 
 def stored(folder: Path, tag: str) -> list[int]:
-    """Stream sequences of all rows, in file order."""
-    target = LocalTarget(folder)
-    return [
-        s for name in live(target, tag) for s in target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
-    ]
+    """Stream sequences of all rows, sorted."""
+    return sequences(lake_in(folder), tag)
 
 
-async def until_acked(broker: Broker) -> None:
+def sequences(lake: Lake, tag: str) -> list[int]:
+    """Stream sequences of all rows, sorted."""
+    return sorted(s for t in tables(lake, tag) for s in t["log_seq"].to_pylist())
+
+
+def tables(lake: Lake, tag: str) -> list[pa.Table]:
+    """The rows of each file that readers see."""
+    return [lake.place.read(tag, name) for name in lake.names(tag)]
+
+
+async def until_acked(broker: Broker, within_s: float = 20) -> None:
     """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(within_s):
         for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
             while True:
                 try:
@@ -172,13 +183,11 @@ async def until_acked(broker: Broker) -> None:
                 await anyio.sleep(0.02)
 
 
-def stored_events(target: Target) -> Counter[tuple[str, int]]:
+def stored_events(lake: Lake) -> Counter[tuple[str, int]]:
     """(stream, sequence) of every row of every file that readers see."""
     found: Counter[tuple[str, int]] = Counter()
     for tag in schema.tables():
-        for name in live(target, tag):
-            seqs = target.read(tag, name, ["log_seq"])["log_seq"].to_pylist()
-            found.update((streams.stream_of_subject(tag), s) for s in seqs)
+        found.update((streams.stream_of_subject(tag), s) for s in sequences(lake, tag))
     return found
 
 
@@ -208,3 +217,47 @@ def create_bucket(url: str) -> None:
         endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True
     )
     client.create_dir("journeyman")
+
+
+class Lives:
+    """Store processes, one after the other."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.store.crash_child"]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = 0
+
+    def begin(self, **life: Any) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(life) + "\n")
+        self._server.stdin.flush()
+        self.pid = self._line()["pid"]
+
+    def end(self) -> int:
+        """Waits for the end of this life; its exit code."""
+        return int(self._line()["status"])
+
+    def _line(self) -> dict[str, int]:
+        assert self._server.stdout is not None
+        answer: dict[str, int] = json.loads(self._server.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(20)
+        self._server.stdout.close()
+
+
+async def in_log(broker: Broker) -> set[tuple[str, int]]:
+    """(stream, sequence) of every message that is an event: what is not one is a dead letter instead."""
+    found: set[tuple[str, int]] = set()
+    for spec in streams.STREAMS:
+        info = await broker.js.stream_info(spec.name)
+        for seq in range(1, info.state.last_seq + 1):
+            message = await broker.js.get_msg(spec.name, seq)
+            if (message.data or b"")[:1] != b"\xc1":
+                decode(message.data or b"")
+                found.add((spec.name, seq))
+    return found

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.events import EVENTS, pack_ids, pack_logprobs, schema, wire_name
 from store import columns
-from store.target import write_parquet
+from store.place import write_parquet
 from tests.store.kit import exchange, run_of_one_step
 
 
@@ -22,7 +22,7 @@ def test_every_kind_of_event_is_stored_whole(tmp_path) -> None:  # type: ignore[
         tag = wire_name(event)
         table = columns.table(tag, [event], [i], [5], ["tp"])  # type: ignore[list-item]
         table.validate(full=True)
-        write_parquet(str(tmp_path / "x.parquet"), tag, [table], {})
+        write_parquet(str(tmp_path / "x.parquet"), tag, [table])
         back = pq.read_table(tmp_path / "x.parquet")
         assert back.cast(table.schema).equals(table)
         assert back.column_names == [c.name for c in schema.tables()[tag]]

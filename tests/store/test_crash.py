@@ -8,16 +8,11 @@ end every event of the log is in the files exactly once, and nothing else is.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -31,13 +26,12 @@ from pipeline.events import (
     PolicyPromoted,
     TrajectoryCompleted,
     TrajectoryOpened,
-    decode,
 )
 from pipeline.log.broker import Broker
-from store.location import open_target
+from store.lake import open_lake
 from tests.conftest import NatsServer
 from tests.store.crash_child import quick_consumers
-from tests.store.kit import exchange, stored_events
+from tests.store.kit import Lives, exchange, in_log, stored_events
 
 pytestmark = pytest.mark.anyio
 
@@ -46,44 +40,6 @@ POINTS = [p for p in crash.POINTS if p.startswith("store.")] + [
     "broker.before_publish",
     "broker.after_publish",
 ]
-
-
-class Lives:
-    """Store processes, one after the other."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.store.crash_child"]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = 0
-
-    def begin(self, **life: Any) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(life) + "\n")
-        self._server.stdin.flush()
-        self.pid = self._line()["pid"]
-
-    def end(self) -> int:
-        """Waits for the end of this life; its exit code."""
-        return int(self._line()["status"])
-
-    def _line(self) -> dict[str, int]:
-        assert self._server.stdout is not None
-        answer: dict[str, int] = json.loads(self._server.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.wait(20)
-        self._server.stdout.close()
-
-
-@pytest.fixture
-def lives() -> Iterator[Lives]:
-    lives = Lives()
-    yield lives
-    lives.close()
 
 
 def experience(rng: random.Random, life: int) -> list[Event]:
@@ -159,19 +115,6 @@ async def one_life(
     return f"{where.partition(':')[0]} {codes[0]}"
 
 
-async def in_log(broker: Broker) -> set[tuple[str, int]]:
-    """(stream, sequence) of every message that is an event: what is not one is a dead letter instead."""
-    found: set[tuple[str, int]] = set()
-    for spec in streams.STREAMS:
-        info = await broker.js.stream_info(spec.name)
-        for seq in range(1, info.state.last_seq + 1):
-            message = await broker.js.get_msg(spec.name, seq)
-            if (message.data or b"")[:1] != b"\xc1":
-                decode(message.data or b"")
-                found.add((spec.name, seq))
-    return found
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", SCHEDULES)
 @pytest.mark.slow
@@ -205,10 +148,9 @@ async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
         os.kill(lives.pid, signal.SIGTERM)
         assert await anyio.to_thread.run_sync(lives.end) == 0
         expected = await in_log(broker)
-    found = stored_events(open_target(Config(run_dir=str(tmp_path), store=StoreConfig(**where_to))))
+    found = stored_events(open_lake(Config(run_dir=str(tmp_path), store=StoreConfig(**where_to))))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == expected
-    assert not list(tmp_path.glob("store/*/.tmp-*"))
     # On a loaded machine many lives are killed from here before they reach their stop point, half of them by SIGTERM.
     assert sum(n for k, n in endings.items() if not k.endswith(" 0")) > schedules / 4, endings
     died = Counter({k.split()[0]: n for k, n in endings.items() if k.endswith("-9")})

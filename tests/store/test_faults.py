@@ -14,10 +14,9 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from store.catalog import live
-from store.local import LocalTarget
-from store.target import StoreBusyError, write_parquet
-from tests.store.kit import StoreProcess, exchange, publish, store_all, stored, until_acked
+from store.lake import lake_in
+from store.place import write_parquet
+from tests.store.kit import StoreProcess, exchange, publish, store_all, stored, tables, until_acked
 
 pytestmark = pytest.mark.anyio
 TAG = "rollout.exchange"
@@ -45,10 +44,10 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("store.writer._RETRY_S", 0.05)
 
-    def to_a_full_disk(_: str, tag: str, tables: Iterable[pa.Table], metadata: dict[str, str]) -> None:
-        write_parquet("/dev/full", tag, tables, metadata)
+    def to_a_full_disk(_: str, tag: str, tables: Iterable[pa.Table]) -> None:
+        write_parquet("/dev/full", tag, tables)
 
-    monkeypatch.setattr("store.local.write_parquet", to_a_full_disk)
+    monkeypatch.setattr("store.place.write_parquet", to_a_full_disk)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(20)])
         async with running_store():
@@ -56,7 +55,7 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
             assert str(tmp_path / "store") in fields["folder"]
             assert "20 events" in fields["detail"]
             assert await broker.lag("store-rollouts") == 20
-            monkeypatch.setattr("store.local.write_parquet", write_parquet)
+            monkeypatch.setattr("store.place.write_parquet", write_parquet)
             await until_acked(broker)
     assert stored(tmp_path / "store", TAG) == list(range(1, 21))
 
@@ -70,17 +69,17 @@ async def test_a_file_cut_short_is_set_aside_and_healed_from_the_log(
         await publish(broker, [exchange("t", seq) for seq in range(9)] + [exchange("t", 9, request=body)])
         await broker.js.publish("rollout.exchange.p.t", b"\xc1")
         await store_all(broker, running_store)
-        target = LocalTarget(tmp_path / "store")
-        before = {n: target.read(TAG, n) for n in live(target, TAG)}
-        (name,) = before
-        path = target.path(TAG, name)
+        lake = lake_in(tmp_path / "store")
+        (name,) = lake.names(TAG)
+        (before,) = tables(lake, TAG)
+        path = Path(lake.place.key(TAG, name))
         path.write_bytes(path.read_bytes()[:-100])
         await store_all(broker, running_store)
         assert stored(tmp_path / "store", TAG) == list(range(1, 11))
-        healed = {n: target.read(TAG, n) for n in live(target, TAG)}
-        assert next(iter(healed.values())).equals(before[name])
+        (healed,) = tables(lake, TAG)
+        assert healed.equals(before)
         assert name in said(caplog, "damaged file set aside")[0]["file"]
-        assert path.with_name(name + ".damaged").exists()
+        assert (tmp_path / "store" / "damaged" / f"{TAG}-{name}").exists()
 
 
 async def test_what_the_log_no_longer_holds_is_said_to_be_lost(
@@ -91,7 +90,7 @@ async def test_what_the_log_no_longer_holds_is_said_to_be_lost(
         await publish(broker, [exchange("t", seq) for seq in range(6)])
         await store_all(broker, running_store)
         await broker.js.purge_stream("ROLLOUTS", seq=4)
-        (name,) = LocalTarget(tmp_path / "store").names(TAG)
+        (name,) = lake_in(tmp_path / "store").names(TAG)
         (tmp_path / "store" / TAG / name).write_bytes(b"PAR1")
         async with running_store():
             pass
@@ -124,15 +123,3 @@ async def test_a_server_that_dies_and_comes_back_costs_nothing(
         with anyio.fail_after(30):
             while sorted(stored(tmp_path / "store", TAG)) != list(range(1, 11)):
                 await anyio.sleep(0.05)
-
-
-def test_two_stores_on_one_folder_are_refused(tmp_path: Path) -> None:
-    target = LocalTarget(tmp_path)
-    with (
-        target.locked(),
-        pytest.raises(StoreBusyError, match="stop it first"),
-        LocalTarget(tmp_path).locked(),
-    ):
-        pass
-    with target.locked():
-        pass

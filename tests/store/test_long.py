@@ -10,9 +10,8 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
-from store.catalog import live
-from store.local import LocalTarget
-from tests.store.kit import StoreProcess, exchange, store_all
+from store.lake import lake_in
+from tests.store.kit import StoreProcess, exchange, store_all, tables
 
 pytestmark = pytest.mark.anyio
 
@@ -43,12 +42,9 @@ async def test_200_turns_and_128k_tokens_come_back_token_for_token(
         history = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="long")]
         assert [e.seq for e in history if isinstance(e, ExchangeRecorded)] == list(range(TURNS))
         await store_all(broker, running_store)
-    target = LocalTarget(tmp_path / "store")
-    rows = [
-        row
-        for name in live(target, "rollout.exchange")
-        for row in target.read("rollout.exchange", name, ["seq", "prompt_ids", "sampled_ids"]).to_pylist()
-    ]
+    found = tables(lake_in(tmp_path / "store"), "rollout.exchange")
+    wanted = ["seq", "prompt_ids", "sampled_ids"]
+    rows = sorted((row for t in found for row in t.select(wanted).to_pylist()), key=lambda row: row["seq"])
     assert [r["seq"] for r in rows] == list(range(TURNS))
     last = rows[-1]
     assert last["prompt_ids"] + last["sampled_ids"] == ids[: TURNS * per_turn].tolist()

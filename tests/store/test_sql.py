@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline.events import CheckpointPublished, GroupScored, Member, pack_seqs, schema, wire_name
 from store import sql
-from store.catalog import FileName
-from store.local import LocalTarget
-from store.target import DamagedFileError
+from store.commits import adopted
+from store.lake import lake_in
+from store.place import DamagedFileError
 from store.views import VIEWS
-from tests.store.kit import exchange, fill, run_of_one_step
+from tests.store.kit import exchange, fill, run_of_one_step, tables
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -130,19 +131,25 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
 
 
 def test_doubles_are_not_hidden(tmp_path: Path) -> None:
-    target = fill(tmp_path, [exchange("t")])
-    (name,) = target.names("rollout.exchange")
-    path = target.path("rollout.exchange", name)
-    path.with_name(str(FileName("ROLLOUTS", 1, 1, 99))).write_bytes(path.read_bytes())
+    lake = fill(tmp_path, [exchange("t")])
+    (name,) = lake.names("rollout.exchange")
+    table = lake.table("rollout.exchange")
+    size = lake.place.sizes("rollout.exchange")[name]
+    path = Path(lake.place.key("rollout.exchange", name))
+    path.with_name("again.parquet").write_bytes(path.read_bytes())
+    table.commit([adopted(lake.place, "rollout.exchange", "again.parquet", size)[0]], 1)
     assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
 
 
 def test_a_file_from_before_a_column_reads_as_null(tmp_path: Path) -> None:
-    target = fill(tmp_path, [exchange("t")])
-    (name,) = target.names("rollout.exchange")
-    path = target.path("rollout.exchange", name)
-    pq.write_table(pq.read_table(path).drop_columns(["replica"]), path)
-    assert rows(tmp_path, "SELECT trajectory, replica FROM exchanges") == [("t", None)]
+    lake = fill(tmp_path, [exchange("t")])
+    table = lake.table("rollout.exchange")
+    rows_then = tables(lake, "rollout.exchange")[0].drop_columns(["replica", "log_seq"])
+    table.append(rows_then.append_column("log_seq", pa.array([2])))
+    assert rows(tmp_path, "SELECT trajectory, replica FROM exchanges ORDER BY stream_seq") == [
+        ("t", ""),
+        ("t", None),
+    ]
 
 
 def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
@@ -158,9 +165,9 @@ def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path
 
 
 def test_a_damaged_file_is_named(run_dir: Path) -> None:
-    target = LocalTarget(run_dir / "store")
-    (name,) = target.names("group.scored")
-    path = target.path("group.scored", name)
+    lake = lake_in(run_dir / "store")
+    (name,) = lake.names("group.scored")
+    path = Path(lake.place.key("group.scored", name))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DamagedFileError, match=name):
         sql.connect(run_dir)

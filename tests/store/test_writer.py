@@ -13,10 +13,18 @@ from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, decode, encode, schema
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
-from store.catalog import Catalog, FileName, live
-from store.local import LocalTarget
+from store.lake import lake_in
 from tests.pipeline.log.test_dead_letters import deliver_in_vain
-from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, store_all, stored, until_acked
+from tests.store.kit import (
+    StoreProcess,
+    exchange,
+    publish,
+    run_of_one_step,
+    store_all,
+    stored,
+    tables,
+    until_acked,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -80,9 +88,8 @@ async def test_a_claim_check_is_stored_as_its_event(
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", request=body)])
         await store_all(broker, running_store)
-    target = LocalTarget(tmp_path / "store")
-    (name,) = live(target, "rollout.exchange")
-    assert target.read("rollout.exchange", name)["request"].to_pylist() == [body.decode()]
+    (rows,) = tables(lake_in(tmp_path / "store"), "rollout.exchange")
+    assert rows["request"].to_pylist() == [body.decode()]
 
 
 async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
@@ -140,13 +147,3 @@ async def test_what_waits_in_a_living_store_is_not_delivered_again(
         assert info.delivered is not None
         assert info.delivered.consumer_seq == 3
         assert await broker.read(DeadLettered) == []
-
-
-def test_file_names_carry_their_sequences() -> None:
-    name = FileName("ROLLOUTS", 1, 20, 0xABC, 2)
-    assert FileName.parse(str(name)) == name
-    assert FileName.parse("notes.parquet") is None
-
-
-def test_an_empty_folder_is_an_empty_catalog(tmp_path: Path) -> None:
-    assert Catalog(LocalTarget(tmp_path / "none")).load() == []

@@ -12,6 +12,7 @@ id can't be another's. The end of stdin kills all processes."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ from pipeline import config as configuration
 from pipeline import crash, streams
 from pipeline.running import plan, service
 from pipeline.telemetry import logs as log
+from rollout_gateway.workers.siblings import Siblings
 
 ACK_WAIT_S = 0.6
 SERVICES = ("gateway", "sampler", "judge", "trainer", "store")
@@ -57,6 +59,8 @@ def serve(order: dict[str, Any]) -> None:
         tell(id=order["id"], ready=True)
 
     entry = importlib.import_module(f"{plan.SERVICES[name]}.service").serve
+    if name == "gateway":
+        entry = functools.partial(entry, siblings=Siblings(), command=())  # one worker
     anyio.run(service.until_signalled, entry, config, ready, backend_options={"use_uvloop": True})
 
 

@@ -1,0 +1,338 @@
+"""The Delta table of one event tag.
+
+An event is identified by its stream sequence and stream time together: a stream that was deleted and made again, or a
+log that lost its end in a power cut, uses the same sequences again.
+
+Each commit adds a file and sets the transaction `<consumer>/<partition>` to the highest sequence that was ever
+committed, so data and position move together. delta-rs refuses a commit if another one has set that transaction since
+its snapshot. Any number of processes may therefore append the same deliveries: a process whose commit is refused, or
+whose commit's answer was lost, reads the newest snapshot, leaves out what files hold by now, and commits the rest.
+
+The journal of a commit is on the disk, with the files that it names, before `append` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from deltalake import (
+    CommitProperties,
+    DeltaTable,
+    Transaction,
+    write_deltalake,
+)
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from pipeline import crash
+from pipeline.config import StoreConfig
+from store import columns
+from store.commits import (
+    NO_HOOKS,
+    add_action,
+    create,
+    file_name,
+    journal_of,
+    last_checkpoint,
+    removed,
+    transaction,
+)
+from store.place import LOG, Place
+
+Ints = npt.NDArray[np.int64]
+
+LakeError = (OSError, DeltaError)
+"""What a read or a commit raises when its place fails."""
+
+_REMOVING = "store-upkeep"
+"""The transaction of every commit that removes files. delta-rs 1.6 lets two commits that remove the same files both
+pass, which doubles the rows of a merge; it refuses the second one if both set the same transaction."""
+
+_ATTEMPTS = 20
+_COARSE_US = 1_000
+"""delta-rs cuts times in statistics to milliseconds."""
+_TRUSTED_S = 600.0
+"""A commit is trusted if its snapshot was younger: well below `_LOG_KEPT`."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a table at one version, as columns."""
+
+    names: list[str]
+    sizes: Ints
+    rows: Ints
+    first: Ints
+    """Lowest sequence of each."""
+    last: Ints
+    oldest: Ints
+    """Lowest stream time of each in microseconds; may be up to a millisecond too low."""
+    newest: Ints
+    """Highest stream time of each; may be up to a millisecond too low."""
+    changed: Ints
+    """When each was written, milliseconds since the epoch."""
+
+    @classmethod
+    def of(cls, delta: DeltaTable) -> Files:
+        found = pa.table(delta.get_add_actions(flatten=True))
+
+        def ints(name: str, missing: int) -> Ints:
+            if name not in found.column_names:
+                return np.full(found.num_rows, missing, dtype=np.int64)
+            filled: Ints = found[name].cast(pa.int64()).fill_null(missing).to_numpy()
+            return filled
+
+        lowest, highest = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
+        return cls(
+            found["path"].to_pylist(), ints("size_bytes", 0), ints("num_records", 0),
+            ints("min.log_seq", lowest), ints("max.log_seq", highest),
+            ints("min.log_at", lowest), ints("max.log_at", highest), ints("modification_time", 0),
+        )  # fmt: skip
+
+
+class EventTable:
+    """One tag's table. Safe to use from several threads."""
+
+    def __init__(self, place: Place, tag: str, config: StoreConfig | None = None) -> None:
+        self.place, self.tag = place, tag
+        self._config = config or StoreConfig()
+        self._lock = threading.RLock()
+        self._delta: DeltaTable | None = None
+        self._files: Files | None = None
+        self._read_at = 0.0
+        """When the snapshot was read last, seconds since the epoch."""
+        self._durable = -1
+        """Commits up to this version are on the disk."""
+        self._places = functools.lru_cache(maxsize=8)(self._read_places)
+
+    def snapshot(self) -> DeltaTable | None:
+        """The table at its newest version; `None` where nothing was ever committed. Raises `LakeError`."""
+        with self._lock:
+            version = -1 if self._delta is None else self._delta.version()
+            self._delta = self._newest()
+            self._read_at = time.time()
+            if self._delta is not None and self._delta.version() != version:
+                self._files = None
+            return self._delta
+
+    def _newest(self) -> DeltaTable | None:
+        if self._delta is not None:
+            try:
+                self._delta.update_incremental()
+                return self._delta
+            except DeltaError:
+                pass  # its next commits may be in a checkpoint only
+        try:
+            return DeltaTable(self.place.uri(self.tag), storage_options=self.place.options)
+        except TableNotFoundError:
+            return None
+
+    def files(self) -> Files | None:
+        """The files of the newest version; `None` where nothing was ever committed. Raises `LakeError`."""
+        with self._lock:
+            delta = self.snapshot()
+            if delta is not None and self._files is None:
+                self._files = Files.of(delta)
+            return self._files
+
+    def schema(self) -> pa.Schema:
+        """The columns of the snapshot that was read last."""
+        assert self._delta is not None
+        return pa.schema(self._delta.schema())
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def append(self, table: pa.Table) -> int:
+        """Commit those rows of `table` that no file holds. They are durable on return. Returns their number.
+
+        Raises `LakeError`. The rows may be committed nevertheless; to repeat the call is safe."""
+        with self._lock:
+            written: tuple[str, int, int] | None = None
+            failed: DeltaError | None = None
+            for _ in range(_ATTEMPTS):
+                fresh = self.without_held(table)
+                if not fresh.num_rows:
+                    self.make_durable()
+                    return written[2] if written else 0
+                if written is None or written[2] != fresh.num_rows:
+                    name = file_name(self.tag, fresh)
+                    written = name, self.place.write(self.tag, name, [fresh]), fresh.num_rows
+                    crash.point("store.before_commit")
+                    continue  # the newest snapshot leaves other writers least time
+                try:
+                    self.commit([add_action(written[0], written[1], fresh)], int(_highest(fresh)))
+                except CommitFailedError as error:
+                    failed = error
+                    continue
+                if time.time() - self._read_at < _TRUSTED_S:
+                    return int(fresh.num_rows)
+                self._delta = (
+                    None  # it slept so long that its commit may have taken the place of one cleaned up
+                )
+            assert failed is not None
+            raise failed
+
+    def replace(self, name: str, table: pa.Table | None) -> int:
+        """Take the file `name` out of the table and commit those rows of `table` that no other file holds, at once.
+        Returns their number. Raises `LakeError`."""
+        with self._lock:
+            while True:
+                files = self.files()
+                fresh = None if table is None else self.without_held(table, but=name)
+                actions: list[AddAction | RemoveAction] = []
+                if files is not None and name in files.names:
+                    actions.append(removed(name))
+                if fresh is not None and fresh.num_rows:
+                    new = file_name(self.tag, fresh)
+                    actions.append(add_action(new, self.place.write(self.tag, new, [fresh]), fresh))
+                if actions:
+                    try:
+                        self.commit(
+                            actions, _highest(fresh) if fresh is not None and fresh.num_rows else None
+                        )
+                    except CommitFailedError:
+                        continue
+                return int(fresh.num_rows) if fresh is not None else 0
+
+    def commit(self, actions: Sequence[AddAction | RemoveAction], last: int | None = None) -> None:
+        """Commit actions against the snapshot that was read last. Creates the table where there is none.
+
+        `last`: the highest sequence of the new rows, to which the partition's transaction is set if that is higher.
+        Raises `CommitFailedError` if another process has committed new rows since the snapshot while these actions add
+        some, or removed files while these remove some."""
+        app_id, read_at = transaction(self.tag), self._read_at
+        if self._delta is None:
+            create(
+                self.place,
+                self.tag,
+                [a for a in actions if isinstance(a, AddAction)],
+                last or 0,
+                self._config,
+            )
+        else:
+            moved = []
+            if last is not None:
+                moved.append(Transaction(app_id, max(last, self._delta.transaction_version(app_id) or 0)))
+            if any(isinstance(a, RemoveAction) for a in actions):
+                moved.append(Transaction(_REMOVING, self._delta.version() + 1))
+            self._delta.create_write_transaction(
+                list(actions), "append", self._delta.schema(),
+                commit_properties=CommitProperties(app_transactions=moved), post_commithook_properties=NO_HOOKS,
+            )  # fmt: skip
+        crash.point("store.after_commit")
+        self.snapshot()
+        self._read_at = read_at
+        self.make_durable()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Take files out of the table. Raises `LakeError`."""
+        with self._lock:
+            self.snapshot()
+            self.commit([removed(name) for name in names])
+
+    def sync(self) -> None:
+        """Read the newest snapshot and make it durable. Raises `LakeError`."""
+        with self._lock:
+            self.snapshot()
+            self.make_durable()
+
+    def make_durable(self) -> None:
+        """Sync the commits up to the snapshot that was read last, and the files that they add, whoever wrote them."""
+        if self._delta is None or not self.place.needs_sync:
+            return
+        version = self._delta.version()
+        if self._durable < 0:
+            self._durable = last_checkpoint(
+                self.place, self.tag
+            )  # what it covers was synced before it was made
+        for at in range(self._durable + 1, version + 1):
+            journal = f"{LOG}/{at:020d}.json"
+            names = [a["add"]["path"] for a in journal_of(self.place, self.tag, at) if "add" in a]
+            self.place.make_durable(self.tag, [*names, journal])
+        self._durable = version
+
+    def evolve(self) -> None:
+        """Add the columns and fields that this version's schema has and the table lacks. Raises `LakeError`."""
+        with self._lock:
+            wanted = columns.arrow_schema(self.tag)
+            while (delta := self.snapshot()) is not None and not covers(pa.schema(delta.schema()), wanted):
+                with contextlib.suppress(CommitFailedError):  # another store did it
+                    write_deltalake(
+                        delta,
+                        wanted.empty_table(),
+                        mode="append",
+                        schema_mode="merge",
+                        post_commithook_properties=NO_HOOKS,
+                    )
+                self._delta = None
+                self.snapshot()
+                self.make_durable()
+
+    # -- what is held ----------------------------------------------------------------------------------------------
+
+    def without_held(self, table: pa.Table, but: str = "") -> pa.Table:
+        """The rows of `table` that no file of the newest version, `but` one, holds. Raises `LakeError`."""
+        while True:
+            try:
+                held = self._held(
+                    table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy(), but
+                )
+            except FileNotFoundError:
+                self._delta = self._files = None  # compaction removed a file: search the one that replaced it
+                continue
+            return table.filter(pa.array(~held)) if held.any() else table
+
+    def _held(self, seqs: Ints, ats: Ints, but: str) -> npt.NDArray[np.bool_]:
+        held = np.zeros(len(seqs), dtype=bool)
+        files = self.files()
+        if files is None or not len(seqs) or not len(files.names):
+            return held
+        wanted = np.sort(seqs)
+        # A file is a candidate if a wanted sequence lies between its first and its last.
+        next_wanted = np.minimum(np.searchsorted(wanted, files.first), len(wanted) - 1)
+        candidates = (wanted[next_wanted] >= files.first) & (wanted[next_wanted] <= files.last)
+        candidates &= (files.newest + _COARSE_US >= ats.min()) & (files.oldest - _COARSE_US <= ats.max())
+        for i in np.flatnonzero(candidates):
+            if files.names[i] == but:
+                continue
+            there_seqs, there_ats = self._places(files.names[i])
+            hits = np.flatnonzero(np.isin(there_seqs, wanted))
+            there = set(zip(there_seqs[hits].tolist(), there_ats[hits].tolist(), strict=True))
+            for row in np.flatnonzero(np.isin(seqs, there_seqs[hits])):
+                held[row] |= (int(seqs[row]), int(ats[row])) in there
+        return held
+
+    def _read_places(self, name: str) -> tuple[Ints, Ints]:
+        found = self.place.read(self.tag, name, ["log_seq", "log_at"])
+        return found["log_seq"].to_numpy(), found["log_at"].cast(pa.int64()).to_numpy()
+
+
+def _highest(table: pa.Table) -> int:
+    return int(table["log_seq"].to_numpy().max())
+
+
+def covers(held: pa.Schema, wanted: pa.Schema) -> bool:
+    """Whether `held` has all columns, and their structs all fields, of `wanted`."""
+    return all(
+        name in held.names and _holds(held.field(name).type, wanted.field(name).type) for name in wanted.names
+    )
+
+
+def _holds(held: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether a struct, at any depth, has all fields of the wanted one."""
+    if pa.types.is_struct(wanted):
+        names = {held.field(i).name for i in range(held.num_fields)}
+        return all(f.name in names and _holds(held.field(f.name).type, f.type) for f in wanted)
+    if pa.types.is_map(wanted):
+        return _holds(held.item_type, wanted.item_type)
+    if pa.types.is_list(wanted):
+        return _holds(held.value_type, wanted.value_type)
+    return True

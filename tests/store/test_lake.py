@@ -1,0 +1,444 @@
+"""One contract for all places of a lake: a local folder, and S3-compatible object storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError
+
+from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
+from pipeline.events import ExchangeRecorded
+from pipeline.log.broker import Broker
+from store import columns, rebuild, sql
+from store.commits import add_action
+from store.lake import Lake, open_lake
+from store.older import REPLACES
+from store.place import LOG, DamagedFileError, Folder, open_place, write_parquet
+from store.upkeep import Upkeep
+from tests.store.kit import (
+    StoreProcess,
+    create_bucket,
+    exchange,
+    publish,
+    run_of_one_step,
+    sequences,
+    serving_s3,
+    tables,
+    until_acked,
+)
+
+TAG = "rollout.exchange"
+
+
+@pytest.fixture(params=["local", "s3"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Config:
+    """Settings of a run whose store is a folder, or a prefix of a bucket."""
+    where = request.getfixturevalue("object_store") if request.param == "s3" else {}
+    return Config(run_dir=str(tmp_path / "run"), store=StoreConfig(**where))
+
+
+@pytest.fixture
+def lake(config: Config) -> Lake:
+    return open_lake(config)
+
+
+def rows(first: int, count: int = 5, at: int = 1_000, name: str = "t") -> pa.Table:
+    seqs = list(range(first, first + count))
+    return columns.table(
+        TAG, [exchange(name, s, at=1) for s in seqs], seqs, [at + s for s in seqs], [""] * count
+    )
+
+
+def test_where_nothing_was_written_nothing_is(config: Config) -> None:
+    lake = open_lake(config)
+    assert not lake.exists()
+    assert lake.names(TAG) == []
+    assert lake.table(TAG).files() is None
+    with pytest.raises(sql.NoStoreError, match=r"no store at"):
+        sql.connect(config)
+    with pytest.raises(FileNotFoundError):
+        lake.place.read(TAG, "none.parquet")
+    assert lake.open() == []
+
+
+def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> None:
+    assert lake.table(TAG).append(rows(6)) == 5
+    assert lake.table(TAG).append(rows(1)) == 5
+    assert lake.exists()
+    assert sequences(open_lake(config), TAG) == list(range(1, 11))
+    assert [t["log_seq"].to_pylist()[0] for t in tables(lake, TAG)] == [1, 6]
+    assert tables(lake, TAG)[0].to_pylist() == rows(1).to_pylist()
+    lake.check(TAG)
+
+
+def test_a_file_of_many_megabytes_is_whole(lake: Lake) -> None:
+    """On object storage that is an upload in parts."""
+    noise = os.urandom(24 * 2**20).hex().encode()
+    table = columns.table(TAG, [exchange("t", 0, response=b'"' + noise + b'"')], [1], [1_000], [""])
+    lake.table(TAG).append(table)
+    (size,) = lake.place.sizes(TAG).values()
+    assert size > 20 * 2**20
+    assert tables(lake, TAG)[0]["response"].equals(table["response"])
+
+
+def test_what_fails_half_way_leaves_nothing(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(where: Any, tag: str, tables: Iterable[pa.Table]) -> None:
+        write_parquet(where, tag, tables)
+        raise OSError("the second half is missing")
+
+    monkeypatch.setattr("store.place.write_parquet", half)
+    with pytest.raises(OSError, match="second half"):
+        lake.table(TAG).append(rows(1))
+    assert lake.place.sizes(TAG) == {}
+    assert lake.names(TAG) == []
+
+
+def test_an_event_is_its_sequence_and_its_time(lake: Lake, config: Config) -> None:
+    for again in (lake, open_lake(config)):
+        again.table(TAG).append(rows(1, 5))
+        again.table(TAG).append(rows(3, 8))
+    assert sequences(lake, TAG) == list(range(1, 11))
+    # A log that lost its end gives the same sequences again, later.
+    assert open_lake(config).table(TAG).append(rows(4, 7, at=2_000)) == 7
+    assert lake.table(TAG).append(rows(4, 7, at=2_000)) == 0
+    assert sequences(lake, TAG) == sorted([*range(1, 11), *range(4, 11)])
+    # Data and position moved together.
+    delta = lake.table(TAG).snapshot()
+    assert delta is not None
+    assert delta.transaction_version("store-rollouts/0") == 10
+
+
+def test_a_writer_that_slept_is_refused_and_what_it_repeats_is_left_out(lake: Lake, config: Config) -> None:
+    lake.table(TAG).append(rows(1))
+    zombie = open_lake(config).table(TAG)
+    late = rows(6)
+    size = zombie.place.write(TAG, "late.parquet", [late])
+    assert zombie.snapshot() is not None
+    lake.table(TAG).append(rows(6))  # its events were delivered to another
+    with pytest.raises(CommitFailedError):
+        zombie.commit([add_action("late.parquet", size, late)], 10)
+    assert zombie.append(late) == 0
+    assert sequences(lake, TAG) == list(range(1, 11))
+
+
+def test_a_commit_whose_answer_was_lost_is_found(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    lake.table(TAG).append(rows(1))
+    real, lost = (
+        DeltaTable.create_write_transaction,
+        [OSError("the answer is lost"), CommitFailedError("the same")],
+    )
+
+    def commit(delta: DeltaTable, *args: object, **more: object) -> None:
+        real(delta, *args, **more)  # type: ignore[arg-type]
+        if lost:
+            raise lost.pop()
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", commit)
+    assert lake.table(TAG).append(rows(6)) == 5
+    with pytest.raises(OSError, match="lost"):
+        lake.table(TAG).append(rows(11))
+    assert lake.table(TAG).append(rows(11)) == 0
+    assert sequences(lake, TAG) == list(range(1, 16))
+
+
+def test_many_writers_of_the_same_events_write_each_once(config: Config) -> None:
+    """Three stores on one partition, each with its own handle; two in three deliveries go to more than one."""
+    commits = 12
+
+    def write(seed: int, failed: list[BaseException]) -> None:
+        table = open_lake(config).table(TAG)
+        try:
+            for i in range(commits):
+                if (i + seed) % 3:
+                    table.append(rows(1 + 5 * i))
+        except BaseException as error:  # noqa: BLE001 - told in the main thread
+            failed.append(error)
+
+    failed: list[BaseException] = []
+    writers = [threading.Thread(target=write, args=(seed, failed)) for seed in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert failed == []
+    assert sequences(open_lake(config), TAG) == list(range(1, 5 * commits + 1))
+
+
+def test_a_damaged_file_is_named(lake: Lake, config: Config) -> None:
+    lake.table(TAG).append(rows(1))
+    (name,) = lake.names(TAG)
+    key = lake.place.key(TAG, name)
+    with lake.place.files.open_input_file(key) as whole:
+        half = whole.read(1_000)
+    with lake.place.files.open_output_stream(key) as stream:
+        stream.write(half)
+    fresh = open_lake(config)
+    with pytest.raises(DamagedFileError, match=name):
+        fresh.check(TAG)
+    with pytest.raises(DamagedFileError, match=name):
+        fresh.place.read(TAG, name)
+    with pytest.raises(DamagedFileError, match=name):
+        sql.connect(config)
+    (damaged,) = fresh.open()
+    assert (damaged.tag, damaged.name, damaged.first, damaged.last) == (TAG, name, 1, 5)
+    assert fresh.table(TAG).replace(name, rows(1, 3)) == 3
+    assert sequences(fresh, TAG) == [1, 2, 3]
+
+
+def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
+    for first in range(1, 41, 5):
+        lake.table(TAG).append(rows(first))
+    Upkeep(lake, StoreConfig(compact_files=3, compact_grace_s=0.0)).once()
+    (merged,) = lake.names(TAG)
+    assert set(lake.place.sizes(TAG)) == {merged}
+    with sql.connect(config) as connection:
+        counted = connection.sql(
+            "SELECT count(*), min(stream_seq), max(stream_seq) FROM exchanges"
+        ).fetchall()
+        assert counted == [(40, 1, 40)]
+        table = connection.sql("SELECT * FROM rollout_exchange ORDER BY log_seq").to_arrow_table()
+    assert rebuild.events(ExchangeRecorded, table)[6].prompt_ids == exchange("t", 7).prompt_ids
+    # What is delivered again after the merge is found in the merged file.
+    assert open_lake(config).table(TAG).append(rows(1, 45)) == 5
+
+
+def test_a_writer_that_slept_past_the_journal_looks_again(
+    lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.table(TAG).append(rows(1))
+    zombie = open_lake(config).table(TAG)
+    real = zombie.commit
+
+    def late(actions: Any, last: int) -> None:
+        monkeypatch.setattr(zombie, "commit", real)
+        zombie._read_at -= (
+            3_600  # its commit went to a version that was cleaned up, which the journal does not tell
+        )
+
+    monkeypatch.setattr(zombie, "commit", late)
+    assert zombie.append(rows(6)) == 5
+    assert sequences(lake, TAG) == list(range(1, 11))
+
+
+def test_duckdb_reads_without_extensions(lake: Lake, config: Config) -> None:
+    lake.table(TAG).append(rows(1))
+    connection = duckdb.connect()
+    try:
+        connection.execute("SET autoinstall_known_extensions = false; SET autoload_known_extensions = false")
+        sql.refresh(connection, config)
+        assert connection.sql("SELECT count(*) FROM exchanges").fetchall() == [(5,)]
+        lake.table(TAG).append(rows(6))
+        sql.refresh(connection, config)
+        assert connection.sql("SELECT count(*) FROM exchanges").fetchall() == [(10,)]
+    finally:
+        connection.close()
+
+
+def test_polars_reads_the_lake(lake: Lake, config: Config) -> None:
+    polars = pytest.importorskip("polars")
+    lake.table(TAG).append(rows(1))
+    lake.table(TAG).append(rows(6))
+    found = polars.read_delta(lake.place.uri(TAG), storage_options=lake.place.options)
+    assert sorted(found["log_seq"].to_list()) == list(range(1, 11))
+    assert sorted(found["prompt_ids"].to_list()) == [[1, 2, seq] for seq in range(1, 11)]
+
+
+def test_pandas_and_any_other_reader_of_delta_find_the_columns(lake: Lake) -> None:
+    lake.table(TAG).append(rows(1))
+    delta = DeltaTable(lake.place.uri(TAG), storage_options=lake.place.options)
+    assert [f.name for f in delta.schema().fields] == columns.arrow_schema(TAG).names
+    assert delta.to_pyarrow_table(columns=["trajectory"]).to_pandas()["trajectory"].tolist() == ["t"] * 5
+
+
+def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
+    lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = columns.arrow_schema("group.scored")
+    event = next(e for e in run_of_one_step() if type(e).__name__ == "GroupScored")
+    table = columns.table("group.scored", [event], [1], [1], [""])  # type: ignore[list-item]
+    older_member = pa.list_(pa.struct([("trajectory", pa.string()), ("reward", pa.float64())]))
+    i = today.get_field_index("members")
+    members = [[{"trajectory": m.trajectory, "reward": m.reward} for m in event.members]]  # type: ignore[attr-defined]
+    then = table.set_column(i, pa.field("members", older_member), pa.array(members, older_member))
+    then = then.drop_columns(["origin"])
+    with monkeypatch.context() as patch:
+        patch.setattr(columns, "arrow_schema", lambda _: then.schema)
+        lake.table("group.scored").append(then)
+    fresh = open_lake(config)
+    assert fresh.open() == []
+    again = columns.table("group.scored", [event], [2], [2], [""])  # type: ignore[list-item]
+    fresh.table("group.scored").append(again)
+    Upkeep(fresh, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
+    with sql.connect(config) as connection:
+        found = connection.sql("SELECT origin, members FROM group_scored ORDER BY log_seq").fetchall()
+    assert [(origin, members[0]["reward"], members[0]["split"]) for origin, members in found] == [
+        (None, 1.0, None),
+        ("", 1.0, "train"),
+    ]
+
+
+def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
+    """delta-rs links a commit into place and syncs nothing; what was acknowledged was synced by the store."""
+    config = Config(run_dir=str(tmp_path))
+    lake = open_lake(config)
+    lake.table(TAG).append(rows(1))
+    lake.table(TAG).append(rows(6))
+    journal = Path(lake.place.uri(TAG), LOG)
+    delta = lake.table(TAG).snapshot()
+    assert delta is not None
+    delta.create_checkpoint()
+    (checkpoint,) = journal.glob("*.parquet")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:300])
+    whole = (journal / f"{1:020d}.json").read_bytes()
+    (journal / f"{2:020d}.json").write_bytes(whole[: len(whole) // 2])
+    fresh = open_lake(config)
+    assert fresh.open() == []
+    assert sequences(fresh, TAG) == list(range(1, 11))
+    fresh.table(TAG).append(rows(11))
+    assert sequences(open_lake(config), TAG) == list(range(1, 16))
+
+
+def test_every_commit_is_synced_before_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = Folder.make_durable
+
+    def make_durable(place: Folder, tag: str, names: list[str]) -> None:
+        synced.extend(names)
+        real(place, tag, names)
+
+    monkeypatch.setattr(Folder, "make_durable", make_durable)
+    config = Config(run_dir=str(tmp_path))
+    table = open_lake(config).table(TAG)
+    table.append(rows(1))
+    assert set(synced) == {f"{LOG}/{0:020d}.json", *(table.files() or pytest.fail("no files")).names}
+    other = open_lake(config).table(TAG)
+    other.commit([add_action("x.parquet", other.place.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10) if (
+        other.snapshot()
+    ) else pytest.fail("no table")
+    synced.clear()
+    table.append(rows(6))  # held by a commit of another process, which may have died before it synced
+    assert synced == ["x.parquet", f"{LOG}/{1:020d}.json"]
+
+
+# -- stores from before Delta Lake ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def older(lake: Lake) -> Lake:
+    """A place with files of the older layout: two were merged and are still there, the merged one, and one more."""
+    first, second, third = rows(1), rows(6), rows(11)
+    names = [
+        "ROLLOUTS-000000000001-000000000005-3e9.parquet",
+        "ROLLOUTS-000000000006-000000000010-3ee.parquet",
+    ]
+    lake.place.write(TAG, names[0], [first])
+    lake.place.write(TAG, names[1], [second])
+    merged = pa.concat_tables([first, second])
+    key = lake.place.key(TAG, "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet")
+    with (
+        lake.place.files.open_output_stream(key) as stream,
+        pq.ParquetWriter(stream, merged.schema, store_schema=False) as writer,
+    ):
+        writer.write_table(merged)
+        writer.add_key_value_metadata({REPLACES: json.dumps(names)})
+    masks = third.schema.get_field_index("forced")
+    unsigned = third["forced"].cast(pa.list_(pa.field("item", pa.uint8(), nullable=False)))
+    third = third.set_column(masks, pa.field("forced", unsigned.type), unsigned)
+    lake.place.write(TAG, "ROLLOUTS-000000000011-000000000015-3f3.parquet", [third])
+    return lake
+
+
+def test_files_of_an_older_store_are_read_and_taken_over(older: Lake, config: Config) -> None:
+    def counted() -> list[tuple[int, ...]]:
+        with sql.connect(config) as connection:
+            return connection.sql("SELECT count(*), count(DISTINCT stream_seq) FROM exchanges").fetchall()
+
+    assert counted() == [(15, 15)]  # before a store has started
+    before = set(older.place.sizes(TAG))
+    lake = open_lake(config)
+    assert lake.open() == []
+    assert set(older.place.sizes(TAG)) == before
+    assert counted() == [(15, 15)]
+    assert lake.table(TAG).append(rows(8, 12)) == 4
+    assert sequences(lake, TAG) == list(range(1, 20))
+    assert counted() == [(19, 19)]
+    assert open_lake(config).open() == []
+    Upkeep(lake, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
+    assert len(lake.names(TAG)) == 1
+    assert counted() == [(19, 19)]
+
+
+def test_a_damaged_file_of_an_older_store_is_reported(older: Lake, config: Config) -> None:
+    name = "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet"
+    with older.place.files.open_output_stream(older.place.key(TAG, name)) as stream:
+        stream.write(b"PAR1")
+    lake = open_lake(config)
+    (damaged,) = lake.open()
+    assert (damaged.name, damaged.first, damaged.last) == (name, 1, 10)
+    assert sequences(lake, TAG) == list(range(1, 16))  # what it was merged from is still there
+
+
+# -- the service ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+async def test_a_store_writes_there_and_goes_on_after_a_stop(
+    config: Config, running_store: StoreProcess, nats_config: NatsConfig
+) -> None:
+    settings = {name: getattr(config.store, name) for name in ("dir", "s3_endpoint", "s3_region")}
+    async with Broker.connect(nats_config) as broker:
+        for round_ in range(2):
+            async with running_store(**settings) as running:
+                await publish(broker, [exchange(f"u{round_}", seq) for seq in range(30)])
+                if not round_:
+                    await publish(broker, run_of_one_step())
+                await until_acked(broker)
+    with sql.connect(running) as connection:
+        counted = connection.sql("SELECT count(*), count(DISTINCT stream_seq) FROM exchanges").fetchall()
+        assert counted == [(64, 64)]
+        assert connection.sql("SELECT count(*) FROM lineage").fetchall() == [(4,)]
+
+
+@pytest.mark.anyio
+async def test_object_storage_that_is_away_is_waited_for(
+    object_store: dict[str, str],
+    running_store: StoreProcess,
+    nats_config: NatsConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("store.writer._RETRY_S", 0.05)
+    with serving_s3() as url:
+        # No bucket yet: writes are refused until it exists.
+        async with (
+            Broker.connect(nats_config) as broker,
+            running_store(**object_store | {"s3_endpoint": url}) as config,
+        ):
+            await publish(broker, [exchange("t", seq) for seq in range(9)])
+            with anyio.fail_after(30):
+                while not any(r.getMessage() == "not written" for r in caplog.records):
+                    await anyio.sleep(0.02)
+            assert await broker.lag("store-rollouts") == 9
+            await anyio.to_thread.run_sync(create_bucket, url)
+            await until_acked(broker)
+        with sql.connect(config) as connection:
+            assert connection.sql("SELECT count(*) FROM exchanges").fetchall() == [(9,)]
+
+
+def test_a_bucket_has_to_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store\.dir"):
+        open_place(Config(run_dir=str(tmp_path), store=StoreConfig(dir="s3://")))

@@ -1,0 +1,168 @@
+"""Several stores on one partition: each event is in the lake once, whichever of them is killed, sleeps, or can't tell
+whether its commit arrived."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline import streams
+from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig
+from pipeline.log.broker import Broker
+from store.lake import open_lake
+from store.service import serve
+from tests.conftest import NatsServer
+from tests.store.crash_child import quick_consumers
+from tests.store.faulty_s3 import FAULTS, faulty_s3
+from tests.store.kit import Lives, exchange, in_log, publish, run_of_one_step, stored_events, until_acked
+
+pytestmark = pytest.mark.anyio
+
+
+async def check(broker: Broker, config: Config) -> None:
+    """The lake equals the log."""
+    found = await anyio.to_thread.run_sync(stored_events, open_lake(config))
+    assert {place: count for place, count in found.items() if count != 1} == {}
+    assert set(found) == await in_log(broker)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_three_stores_over_object_storage_that_fails(
+    nats_config: NatsConfig,
+    object_store: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = quick_consumers()
+    monkeypatch.setattr(
+        streams, "CONSUMERS", quick
+    )  # deliveries come again while the first store still writes
+    monkeypatch.setattr("store.place._REQUEST_S", 1.0)
+    monkeypatch.setattr("store.writer._RETRY_S", 0.05)
+    with faulty_s3(object_store["s3_endpoint"], seed=5, silent_s=2.0) as (url, proxy):
+        store = StoreConfig(
+            flush_s=0.05, flush_rows=20, compact_s=0.3, compact_files=8, compact_grace_s=60.0,
+            **object_store | {"s3_endpoint": url},
+        )  # fmt: skip
+        configs = [
+            Config(
+                run_dir=str(tmp_path / f"run{i}"),
+                nats=nats_config,
+                store=store,
+                alarms=AlarmsConfig(every_s=3600.0),
+            )
+            for i in range(3)
+        ]
+        async with Broker.connect(nats_config) as broker, anyio.create_task_group() as stores:
+            for config in configs:
+                stores.start_soon(serve, config, lambda **_: None)
+            proxy.share = 0.08
+            for turn in range(12):
+                await publish(broker, [exchange(f"t{turn}", seq) for seq in range(15)])
+                await anyio.sleep(0.1)  # the stores take some before the next come
+            await publish(broker, run_of_one_step())
+            while min(proxy.seen[fault] for fault in FAULTS) < 2 or not proxy.seen["commit lost"]:
+                await publish(broker, [exchange("more", proxy.seen.total())])
+                await anyio.sleep(0.05)
+            proxy.share = 0.0
+            await until_acked(broker, 120)
+            stores.cancel_scope.cancel()
+        async with Broker.connect(nats_config) as broker:
+            await check(broker, configs[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_stores_that_are_killed_and_stores_that_sleep(
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    rng = random.Random(11)
+    processes = [Lives() for _ in range(3)]
+    config = Config(run_dir=str(tmp_path))
+    done: Counter[str] = Counter()
+
+    def begin(process: Lives) -> None:
+        process.begin(
+            url=nats_server.url, run_dir=str(tmp_path), crash="", flush_rows=rng.randint(2, 9),
+            store={"compact_s": 0.2, "compact_files": 4, "compact_grace_s": 60.0},
+        )  # fmt: skip
+
+    try:
+        async with Broker.connect(nats_config) as broker:
+            for process in processes:
+                begin(process)
+            asleep: set[Lives] = set()
+            for turn in range(40):
+                await publish(broker, [exchange(f"t{turn}", seq) for seq in range(rng.randint(1, 12))])
+                process = rng.choice(processes)
+                if process in asleep:
+                    os.kill(process.pid, signal.SIGCONT)
+                    asleep.remove(process)
+                elif len(asleep) < 2 and rng.random() < 0.7:
+                    os.kill(process.pid, signal.SIGSTOP)
+                    asleep.add(process)
+                    done["asleep"] += 1
+                elif process not in asleep:
+                    os.kill(process.pid, signal.SIGKILL)
+                    await anyio.to_thread.run_sync(process.end)
+                    begin(process)
+                    done["killed"] += 1
+                await anyio.sleep(rng.random() * 0.3)  # how far each has come is chance
+            for process in asleep:
+                os.kill(process.pid, signal.SIGCONT)
+            await until_acked(broker, 60)
+            for process in processes:
+                os.kill(process.pid, signal.SIGTERM)
+                await anyio.to_thread.run_sync(process.end)
+            await check(broker, config)
+    finally:
+        for process in processes:
+            process.close()
+    assert min(done["asleep"], done["killed"]) > 3
+
+
+async def test_one_store_of_a_run_directory_checks_alarms_and_writes_curves(
+    nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+
+    class Checker:
+        def __init__(self, config: Config, *_: object) -> None:
+            self.name = config.log_level
+
+        async def run(self) -> None:
+            began.append(self.name)
+            await anyio.sleep_forever()
+
+    monkeypatch.setattr("store.service.Checker", Checker)
+    monkeypatch.setattr("store.service._ASK_S", 0.05)
+
+    def config(name: str) -> Config:
+        return Config(run_dir=str(tmp_path), nats=nats_config, log_level=name)
+
+    async with anyio.create_task_group() as second, anyio.create_task_group() as both:
+        ready = anyio.Event()
+        async with anyio.create_task_group() as first:
+            first.start_soon(serve, config("INFO"), lambda **_: None)
+            with anyio.fail_after(20):
+                while not began:
+                    await anyio.sleep(0.02)
+            second.start_soon(serve, config("ERROR"), lambda **_: ready.set())
+            await ready.wait()
+            assert began == ["INFO"]
+            first.cancel_scope.cancel()
+        with anyio.fail_after(20):
+            while len(began) < 2:
+                await anyio.sleep(0.02)
+        assert began == ["INFO", "ERROR"]
+        both.cancel_scope.cancel()
+        second.cancel_scope.cancel()

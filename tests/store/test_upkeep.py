@@ -1,0 +1,190 @@
+"""Merging that readers do not notice, retention, and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from deltalake.exceptions import CommitFailedError
+
+from pipeline import crash
+from pipeline.config import StoreConfig
+from store import columns, sql
+from store.commits import last_checkpoint
+from store.lake import Lake, lake_in
+from store.place import LOG
+from store.table import EventTable
+from store.upkeep import Upkeep
+from tests.store.kit import exchange, sequences
+
+TAG = "rollout.exchange"
+QUICK = StoreConfig(compact_files=3, compact_grace_s=0.0)
+
+
+def write_files(lake: Lake, files: int, rows: int = 5, start: int = 1, at: int = 1_000) -> None:
+    for i in range(files):
+        seqs = list(range(start + i * rows, start + (i + 1) * rows))
+        events = [exchange(f"t{s}", 0) for s in seqs]
+        lake.table(TAG).append(columns.table(TAG, events, seqs, [at + s for s in seqs], [""] * rows))
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return lake_in(tmp_path / "store")
+
+
+def seqs(run_dir: Path) -> list[int]:
+    with sql.connect(run_dir) as connection:
+        return [r[0] for r in connection.sql("SELECT stream_seq FROM exchanges ORDER BY 1").fetchall()]
+
+
+def on_disk(lake: Lake) -> set[str]:
+    return set(lake.place.sizes(TAG))
+
+
+def test_many_small_files_become_one_with_the_same_rows(lake: Lake, tmp_path: Path) -> None:
+    write_files(lake, 10)
+    before = pa.concat_tables([lake.place.read(TAG, name) for name in lake.names(TAG)]).sort_by("log_seq")
+    Upkeep(lake, QUICK).once()
+    assert len(on_disk(lake)) == 1
+    after = lake.place.read(TAG, lake.names(TAG)[0]).sort_by("log_seq")
+    assert after.cast(before.schema).equals(before)
+    assert seqs(tmp_path) == list(range(1, 51))
+
+
+def test_merged_files_stay_for_those_who_listed_them(lake: Lake, tmp_path: Path) -> None:
+    write_files(lake, 4)
+    before = sql.connect(tmp_path)
+    upkeep = Upkeep(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0))
+    upkeep.once()
+    assert (len(on_disk(lake)), len(lake.names(TAG))) == (5, 1)
+    assert before.sql("SELECT count(*) FROM exchanges").fetchall() == [(20,)]
+    assert seqs(tmp_path) == list(range(1, 21))
+    upkeep.once()
+    assert len(on_disk(lake)) == 5
+    before.close()
+    write_files(lake, 4, start=21)
+    Upkeep(lake, QUICK).once()
+    assert on_disk(lake) == set(lake.names(TAG))
+    assert seqs(tmp_path) == list(range(1, 41))
+
+
+def test_a_file_that_no_commit_names_is_deleted_once_it_is_old(lake: Lake, tmp_path: Path) -> None:
+    write_files(lake, 1)
+    folder = Path(lake.place.uri(TAG))
+    for name in ("young.parquet", "old.parquet"):
+        (folder / name).write_bytes(b"left by a dead process")
+    then = time.time() - 3 * 86_400
+    os.utime(folder / "old.parquet", (then, then))
+    Upkeep(lake, QUICK).once()
+    assert on_disk(lake) == {*lake.names(TAG), "young.parquet"}
+
+
+def test_a_reader_that_asks_all_the_time_never_sees_a_row_twice_or_not(lake: Lake, tmp_path: Path) -> None:
+    write_files(lake, 30)
+    counts: set[int] = set()
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            counts.add(len(seqs(tmp_path)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    config = StoreConfig(compact_files=2, compact_bytes=120_000, compact_grace_s=5.0)
+    for _ in range(5):
+        Upkeep(lake, config).once()
+    done.set()
+    reader.join()
+    assert counts == {150}
+    assert len(lake.names(TAG)) < 30
+
+
+@pytest.mark.parametrize(
+    "point", ["store.before_commit", "store.after_commit", "store.compacted", "store.checkpointed"]
+)
+def test_every_point_of_a_round_may_be_the_last(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    class StopHereError(Exception):
+        pass
+
+    def stop(here: str) -> None:
+        if here == point:
+            raise StopHereError
+
+    monkeypatch.setattr("store.upkeep._CHECKPOINT_EVERY", 1)
+    write_files(lake, 4)
+    monkeypatch.setattr(crash, "point", stop)
+    with contextlib.suppress(StopHereError):
+        write_files(lake, 1, start=21)
+        Upkeep(lake, QUICK).once()
+        pytest.fail(f"{point} was not reached")
+    monkeypatch.setattr(crash, "point", lambda _: None)
+    again = lake_in(tmp_path / "store")
+    write_files(again, 1, start=21)
+    Upkeep(again, QUICK).once()
+    assert seqs(tmp_path) == list(range(1, 26))
+
+
+def test_large_files_are_left_alone(lake: Lake) -> None:
+    write_files(lake, 5)
+    Upkeep(lake, msgspec.structs.replace(QUICK, compact_bytes=100)).once()
+    assert len(lake.names(TAG)) == 5
+
+
+def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
+    now = int(time.time() * 1e6)
+    write_files(lake, 2, start=1, at=now - 10 * 86_400_000_000)
+    write_files(lake, 2, start=11, at=now)
+    Upkeep(lake, StoreConfig(keep_days=5.0, compact_grace_s=0.0)).once()
+    assert seqs(tmp_path) == list(range(11, 21))
+    assert len(on_disk(lake)) == 2
+
+
+def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.upkeep._CHECKPOINT_EVERY", 4)
+    monkeypatch.setattr("store.commits._LOG_KEPT", "interval 0 seconds")
+    write_files(lake, 8)
+    Upkeep(lake, StoreConfig()).once()
+    assert last_checkpoint(lake.place, TAG) >= 7
+    assert len(list(Path(lake.place.uri(TAG), LOG).glob("*.json"))) <= 2
+    again = lake_in(tmp_path / "store")
+    write_files(again, 9)  # the first eight come again
+    assert sequences(again, TAG) == list(range(1, 46))
+    assert DeltaTable(lake.place.uri(TAG)).transaction_version("store-rollouts/0") == 45
+    write_files(lake, 9)  # the journal that this one knew is gone
+    assert sequences(lake, TAG) == list(range(1, 46))
+
+
+def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
+    write_files(lake, 4)
+    newer = columns.arrow_schema(TAG).append(pa.field("later", pa.int64())).empty_table()
+    write_deltalake(lake.place.uri(TAG), newer, mode="append", schema_mode="merge")
+    Upkeep(lake, QUICK).once()
+    assert len(lake.names(TAG)) == 4
+    write_files(lake, 1, start=21)
+    assert sequences(lake, TAG) == list(range(1, 26))
+
+
+def test_of_two_merges_of_the_same_files_one_is_refused(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(lake, 4)
+    first, second, late = EventTable(lake.place, TAG), EventTable(lake.place, TAG), Upkeep(lake, QUICK)
+    due = late._due(second, 1 << 20)
+    write_files(lake, 1, start=21)  # new rows refuse no merge
+    assert Upkeep(lake, QUICK)._merge(first)
+    monkeypatch.setattr(late, "_due", lambda *_: due)
+    with pytest.raises(CommitFailedError):
+        late._merge(second)
+    assert seqs(tmp_path) == list(range(1, 26))
