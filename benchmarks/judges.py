@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--stop-s", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/judges.json"))
     args = parser.parse_args()
-    # Half of the groups are over when the last of the judges dies: a few of them may not reach their points.
-    each = max(1, args.groups // max(args.kills, 1) // 2)
+    # Drawn low, because the next judge needs its time and not every point is passed for every group.
+    each = max(1, args.groups // max(args.kills, 1) // 4)
     plan = Plan(
         groups=args.groups, kills=args.kills, groups_a_process=each, stops=JUDGES, stop_s=args.stop_s, ack_wait_s=3.0,
         timeout_s=60.0,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -31,10 +32,10 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.group_log")
 
-E = TypeVar("E", GroupScored, GroupDiscarded)
-
 _ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
 _COMPLETED, _MOVED = "rollout.completed.", "rollout.moved."
+_KEEP = 512
+"""Closed groups that are kept until their trajectories are delivered."""
 _MAX_TIMEOUT_S = 10 * 365 * 86_400.0
 
 
@@ -53,6 +54,11 @@ class GroupLog:
 
     def __init__(self, broker: Broker, config: JudgeConfig) -> None:
         self._broker, self._config = broker, config
+        self._closed: OrderedDict[GroupKey, GroupOnLog] = OrderedDict()
+        """Groups that were found closed, and what closed them cannot change. This saves reads only."""
+        self._reconnects = 0
+        """How often the connection had been made again when `_closed` was begun. A server that lost the end of its log
+        in a power cut gives the same sequences to other events."""
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -62,6 +68,20 @@ class GroupLog:
 
         Any replica may answer, and one that lags does not hold the newest messages: if the one at `place` is missing,
         the read is repeated."""
+        if self._reconnects != self._broker.client.stats["reconnects"]:
+            self._closed.clear()
+            self._reconnects = self._broker.client.stats["reconnects"]
+        known = self._closed.get(key)
+        if known is not None and place.seq <= known.closed_at:
+            return known
+        found = await self._read(key, place)
+        if found is not None and found.closed_at:
+            self._closed[key] = found
+            if len(self._closed) > _KEEP:
+                self._closed.popitem(last=False)
+        return found
+
+    async def _read(self, key: GroupKey, place: Place) -> GroupOnLog | None:
         subject = subject_filter(
             TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group
         )
@@ -89,21 +109,21 @@ class GroupLog:
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return what judges wrote for a group, by the log's leader."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
+        of_group = subject_filter(GroupDiscarded, **names).replace(
+            GroupDiscarded.subject_prefix(), "group.*", 1
+        )
+        if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
+            return GroupEnd()  # as a rule: then one request is enough
         ended, held = False, set[str]()
-        for scored in await self._written(GroupScored, names):
+        for scored in [r.event for r in await self._broker.read(GroupScored, **names)]:
             if (scored.branch, scored.split) == ("main", key.split):
                 ended = True
                 held |= {m.trajectory for m in scored.members}
-        for discarded in await self._written(GroupDiscarded, names):
+        for discarded in [r.event for r in await self._broker.read(GroupDiscarded, **names)]:
             if (discarded.branch, discarded.by, discarded.split) == ("main", "judge", key.split):
                 ended = ended or discarded.reason != "late"
                 held |= set(discarded.trajectories)
         return GroupEnd(ended, frozenset(held))
-
-    async def _written(self, event: type[E], names: dict[str, Any]) -> list[E]:
-        if await self._broker.leader_get(_GROUPS, {"last_by_subj": subject_filter(event, **names)}) is None:
-            return []  # as a rule: then one request is enough
-        return [recorded.event for recorded in await self._broker.read(event, **names)]
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -126,6 +146,10 @@ class GroupLog:
         at = first.at / 1e6 + min(self._config.timeout_s, _MAX_TIMEOUT_S)
         await self._broker.set_timer(self._timeout(key), max(at, time.time()))
         crash.point("judge.timer_set")
+
+    def forget(self, key: GroupKey) -> None:
+        """Keep nothing of a group that was scored."""
+        self._closed.pop(key, None)
 
     async def cancel_deadline(self, key: GroupKey) -> None:
         """Remove the timer of a group. If the request is lost, the timer's delivery finds the group closed."""

@@ -126,12 +126,14 @@ class Judge:
             await handle(await messages.batch(min(room * per_group, _BATCH), _WAIT_S))
 
     def _room(self) -> int:
-        """Return how many more groups this process should score now. What it does not take, another one can."""
+        """Return how many more groups this process should score now. What it does not take, another one can. 0 while
+        there is little room, so that deliveries come in batches."""
         scoring = len(self._scoring)
         at_once, paused = _SCORING, 0
         if self._composer is not None:
             at_once, paused = min(self._composer.at_once, _SCORING), self._composer.paused
-        return min(at_once - (scoring - paused), _MAX_SCORING - scoring)
+        room = min(at_once - (scoring - paused), _MAX_SCORING - scoring)
+        return room if room >= at_once // 4 else 0
 
     async def _on_completions(self, batch: list[Delivery]) -> None:
         by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
@@ -203,6 +205,7 @@ class Judge:
         end = await self._log.end_of(key)
         held = end.trajectories if end.ended else await self._publish_end(group)
         await self._log.record_late(group.members, held)
+        self._log.forget(key)
         for delivery in self._scoring.pop(key):
             await delivery.ack()
         self._ended.set()

@@ -14,15 +14,24 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from judge.service import Judge
 from pipeline import streams
-from pipeline.config import NatsConfig
-from pipeline.events import CheckpointPublished, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.config import Config, JudgeConfig, NatsConfig
+from pipeline.events import (
+    CheckpointPublished,
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+)
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.capture.registry import Registry
+from tests.judge.matrix import expected_groups
 from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import quick_consumers
 from tests.kits.crash.matrix import run_matrix, server_users, settings, violations
@@ -58,7 +67,7 @@ def guarded_cluster(tmp_path: Path) -> Iterator[NatsCluster]:
 
 def cluster_config(cluster: NatsCluster) -> NatsConfig:
     return NatsConfig(
-        url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=120
+        url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=110
     )
 
 
@@ -187,6 +196,59 @@ async def test_killing_the_leader_of_a_consumer_stops_no_service(
                     await delivery.ack(confirmed=True)
                 leader.start()
                 await cluster.healthy()
+
+
+@pytest.mark.slow
+async def test_judges_at_three_nodes_score_each_group_once_and_timers_survive_their_leader(
+    cluster: NatsCluster, nats_config: NatsConfig, brokers: list[Broker]
+) -> None:
+    """Every third group lacks a trajectory and times out. Judges read from the replica at hand, which may lag."""
+    count, size = 45, 3
+    config = Config(nats=nats_config, judge=JudgeConfig(group_size=size, timeout_s=5.0))
+
+    async def judge(broker: Broker) -> None:
+        async with broker.consume("judge") as completions, broker.consume("judge-timers") as timers:
+            await Judge(broker, config, None, "j").run(completions, timers)
+
+    async def play(group: int) -> None:
+        for member in range(size - (group % 3 == 0)):
+            event = TrajectoryCompleted(
+                project="p",
+                trajectory=f"{group}-{member}",
+                model="m",
+                group=f"g{group}",
+                reward=float(member),
+            )
+            await brokers[member].publish(event)
+
+    async def ended() -> tuple[list[GroupScored], list[GroupDiscarded]]:
+        scored, discarded = await brokers[0].read(GroupScored), await brokers[0].read(GroupDiscarded)
+        return [r.event for r in scored], [r.event for r in discarded]
+
+    async with anyio.create_task_group() as judges:
+        for broker in brokers:
+            judges.start_soon(judge, broker)
+        async with anyio.create_task_group() as tg:
+            for group in range(count):
+                tg.start_soon(play, group)
+        leader = cluster.node(await leader_of(brokers[0].client, "TIMERS"))
+        await anyio.to_thread.run_sync(leader.kill)
+        leader.start()
+        with anyio.fail_after(120):
+            while True:
+                scored, discarded = await ended()
+                closed = len(scored) + sum(e.reason != "late" for e in discarded)
+                if closed >= count and not await brokers[0].lag("judge"):
+                    break
+                await anyio.sleep(0.1)  # the log can only be asked
+        judges.cancel_scope.cancel()
+    expected = await expected_groups(brokers[0], size)
+    ends = [(e.group, tuple(m.trajectory for m in e.members)) for e in scored]
+    ends += [(e.group, e.trajectories) for e in discarded if e.reason != "late"]
+    assert Counter(ends) == {(group, of.members): 1 for group, of in expected.items()}
+    assert {e.group: e.closed_by for e in scored} == {e.group: expected[e.group].closed_by for e in scored}
+    late = Counter(t for e in discarded if e.reason == "late" for t in e.trajectories)
+    assert late == {t: 1 for of in expected.values() for t in of.late}
 
 
 @pytest.mark.slow

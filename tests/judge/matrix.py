@@ -237,9 +237,9 @@ class Expected(NamedTuple):
     closed_by: str
 
 
-async def expected_groups(broker: Broker) -> dict[str, Expected]:
-    """What must become of each group, counted in the order of the log: a slow machine may let a group time out that has
-    all its trajectories in the end."""
+async def expected_groups(broker: Broker, size: int = MEMBERS) -> dict[str, Expected]:
+    """What must become of each group of `size`, counted in the order of the log: a slow machine may let a group time
+    out that has all its trajectories in the end."""
     events = await broker.read_all((TrajectoryCompleted, GroupTimedOut))
     order: dict[str, list[str]] = defaultdict(list)
     """Group to its trajectories in their order; an empty text is the end of its time."""
@@ -249,10 +249,8 @@ async def expected_groups(broker: Broker) -> dict[str, Expected]:
     for group, names in order.items():
         before = names[: names.index("")] if "" in names else names
         after = [n for n in names[len(before) :] if n]
-        full = len(before) >= MEMBERS
-        out[group] = Expected(
-            tuple(before[:MEMBERS]), (*before[MEMBERS:], *after), "size" if full else "timeout"
-        )
+        full = len(before) >= size
+        out[group] = Expected(tuple(before[:size]), (*before[size:], *after), "size" if full else "timeout")
     return out
 
 

@@ -165,8 +165,8 @@ async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_
     nats_config: NatsConfig,
 ) -> None:
     async with Broker.connect(nats_config) as broker:
+        await publish(broker, [completed("a", reward=1.0), completed("b")])  # before the judge sets the timer
         async with judging(broker, settings(nats_config, timeout_s=0.2)):
-            await publish(broker, [completed("a", reward=1.0), completed("b")])
             (group,) = await groups(broker, 1)
             assert (group.closed_by, len(group.members)) == ("timeout", 2)
             await broker.publish(completed("c"))

@@ -1,0 +1,110 @@
+"""Groups are read from replicas that may lag, and decided by what the log's leader holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from judge.group_log import GroupEnd, GroupLog
+from judge.groups import GroupKey
+from judge.scoring import late_event
+from pipeline.config import JudgeConfig, NatsConfig
+from pipeline.events import GroupDiscarded, GroupLabeled, GroupScored, Label, Member
+from pipeline.log.broker import Broker
+from pipeline.log.messages import Place, StoredMessage
+from tests.conftest import NatsServer
+from tests.judge.kit import completed
+
+pytestmark = pytest.mark.anyio
+KEY = GroupKey("p", "m", "g", "train")
+SETTINGS = JudgeConfig(group_size=3)
+
+
+class Lagging:
+    """Answers direct gets as a replica would that gets one more message between two of them."""
+
+    def __init__(self, broker: Broker, held: int) -> None:
+        self._ask, self.held, self.asked = broker._direct_get, held, 0
+
+    async def __call__(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
+        self.asked += 1
+        page, _ = await self._ask(stream, request)
+        known = [m for m in page if m.seq <= self.held]
+        self.held += 1
+        return known, False
+
+
+async def test_a_read_that_lacks_the_arrival_is_repeated(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for name in "abc":
+            await broker.publish(completed(name))
+        lagging = Lagging(broker, 1)
+        monkeypatch.setattr(broker, "_direct_get", lagging)
+        log = GroupLog(broker, SETTINGS)
+        found = await log.read(KEY, Place(2, 0))
+        assert found is not None
+        assert (lagging.asked, found.closed_at, len(found.group.members)) == (2, 0, 2)
+        found = await log.read(KEY, Place(3, 0))
+        assert found is not None
+        assert (lagging.asked, found.closed_at) == (3, 3)
+        assert await log.read(KEY, Place(1, 0)) is found  # what closed it can't change
+        assert lagging.asked == 3
+
+
+async def test_a_message_that_left_the_log_has_no_group(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for name in "ab":
+            await broker.publish(completed(name))
+        await broker.delete("ROLLOUTS", 2)
+        log = GroupLog(broker, SETTINGS)
+        assert await log.read(KEY, Place(2, 0)) is None
+        assert await log.read(KEY, Place(1, 7)) is None  # after a power cut: another message has the sequence
+        assert await log.read(KEY, Place(1, 0)) is not None
+
+
+async def test_nothing_is_kept_over_a_reconnection(nats_server: NatsServer, nats_config: NatsConfig) -> None:
+    """The server may have lost the end of its log."""
+    async with Broker.connect(nats_config) as broker:
+        for name in "abc":
+            await broker.publish(completed(name))
+        log = GroupLog(broker, SETTINGS)
+        before = await log.read(KEY, Place(3, 0))
+        assert await log.read(KEY, Place(2, 0)) is before
+        nats_server.kill()
+        await anyio.to_thread.run_sync(nats_server.start)
+        await broker.publish(completed("d"))
+        after = await log.read(KEY, Place(2, 0))
+        assert after is not None
+        assert after is not before
+        assert list(after.late) == [4]
+
+
+async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        log = GroupLog(broker, SETTINGS)
+        assert await log.end_of(KEY) == GroupEnd()
+        fields = {"project": "p", "model": "m", "group": "g"}
+        await broker.publish(GroupLabeled(**fields, labels=(Label(trajectory="a", score=1.0),)))
+        await broker.publish(late_event(completed("d")))
+        await broker.publish(late_event(completed("v", split="val")))
+        members = (Member(trajectory="a", reward=1.0),)
+        scored = {**fields, "judge": "j", "members": members}
+        await broker.publish(GroupScored(**scored, branch="b"))
+        await broker.publish(
+            GroupDiscarded(**fields, trajectories=("a",), reason="no_variance", by="trainer")
+        )
+        assert await log.end_of(KEY) == GroupEnd(ended=False, trajectories=frozenset("d"))
+        await broker.publish(GroupScored(**scored))
+        assert await log.end_of(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"))
+        other = GroupKey("p", "m", "h", "train")
+        await broker.publish(
+            GroupDiscarded(
+                project="p", model="m", group="h", trajectories=("x",), reason="unscored", by="judge"
+            )
+        )
+        assert await log.end_of(other) == GroupEnd(ended=True, trajectories=frozenset("x"))
