@@ -93,6 +93,8 @@ class Matrix:
         self.died: dict[int, int] = {}
         """Process to the last sequence of GROUPS when its end was noticed."""
         self.deaths: Counter[str] = Counter()
+        self.killed: set[int] = set()
+        """Processes that this test killed, wherever they were."""
         self.lacking = {g for g in range(plan.groups) if g % ONE_LACKS == ONE_LACKS - 1}
 
     async def run(self, broker: Broker) -> dict[str, Any]:
@@ -169,11 +171,22 @@ class Matrix:
                 if self.stops_left:
                     self.stops_left -= 1
                     tg.start_soon(self._stop, process)
+                if where:
+                    tg.start_soon(self._kill, process)
                 await process.ended.wait()
                 tg.cancel_scope.cancel()
             assert process.status == -signal.SIGKILL, f"a judge ended with {process.status} at {where}"
-            self.deaths[where.partition(":")[0]] += 1
+            self.deaths["elsewhere" if number in self.killed else where.partition(":")[0]] += 1
             self.died[number] = (await broker.stream_info("GROUPS")).state.last_seq
+
+    async def _kill(self, process: ServiceProcess) -> None:
+        """Kill a judge that scores many groups and does not pass its crash point."""
+        while (
+            sum(number == process.number for number, _ in self.server.asked) < 4 * self.plan.groups_a_process
+        ):
+            await anyio.sleep(0.2)
+        self.killed.add(process.number)
+        process.send(signal.SIGKILL)
 
     async def _stop(self, process: ServiceProcess) -> None:
         """Stop a judge once it scores, and let it go on."""
@@ -216,7 +229,7 @@ class Matrix:
             "timed_out": sum(g.closed_by == "timeout" for g in expected.values()),
             "late": late.total(),
             "scored_once": len(scored),
-            "kills": sum(n for name, n in self.deaths.items() if name in POINTS),
+            "kills": self.deaths.total() - self.deaths["stopped and continued"],
             "deaths": dict(sorted(self.deaths.items())),
             "stop_s": plan.stop_s,
             "ack_wait_s": plan.ack_wait_s,
