@@ -126,7 +126,7 @@ def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
     most = min(len(base), len(request))
     tail = common_suffix(base, request, most)
     head = len(base) - tail
-    if len(base) <= len(request) and request.startswith(base[:head]):
+    if len(base) <= len(request) and request.startswith(memoryview(base)[:head]):
         return head, tail  # something was added in between, as by every next turn
     head = common_prefix(base, request)
     return head, min(tail, most - head)
