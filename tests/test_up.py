@@ -115,6 +115,7 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
             assert set(state()["services"]) == {
                 "nats",
                 "gateway",
+                "sampler",
                 "judge",
                 "trainer",
                 "store",
