@@ -12,22 +12,16 @@ from rollout_gateway.workers.siblings import Siblings
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="")
     parser.add_argument("--worker", nargs=3, type=int, default=None)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    mine = parser.parse_known_args()[0]
+    parser.add_argument("--ready-fd", default=None)
+    mine, settings = (
+        parser.parse_known_args()
+    )  # workers get the same settings, and a pipe of their own to report to
     siblings = Siblings.of_worker(*mine.worker) if mine.worker else Siblings()
-    arguments = [*sys.argv[1:]]
-    if mine.worker:
-        at = arguments.index("--worker")
-        del arguments[at : at + 4]
-    overrides = [argument for setting in mine.overrides for argument in ("--set", setting)]
-    command = (sys.executable, "-m", "rollout_gateway", "--config", mine.config, *overrides)
     main(
         "rollout_gateway",
-        partial(serve, siblings=siblings, command=command),
+        partial(serve, siblings=siblings, command=(sys.executable, "-m", "rollout_gateway", *settings)),
         check,
-        argv=arguments,
-        has_page=lambda config: config.gateway.workers == 1,
+        argv=[*settings, *(["--ready-fd", mine.ready_fd] if mine.ready_fd else [])],
         **({"worker": siblings.number} if siblings.number else {}),
     )

@@ -10,7 +10,6 @@ SIGTERM and SIGINT cancel `serve`; the exit code is then 0.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -110,14 +109,12 @@ def main(
     check: Callable[[Config], None] = lambda config: None,
     *,
     argv: Sequence[str] | None = None,
-    has_page: Callable[[Config], bool] = lambda config: True,
     **marks: int,
 ) -> None:
     """Run `serve` in this process; with `--check`, only `check`, which raises `ConfigError` for settings with which
     `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash.
 
-    `argv`: the arguments; `None`: those of the process. `has_page`: whether this process serves the page of
-    `metrics.ports` by itself. `marks`: fields of every line of its log."""
+    `argv`: the arguments; `None`: those of the process. `marks`: fields of every line of its log."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
@@ -135,8 +132,7 @@ def main(
     log.configure(name, config.log_level, marks=marks)
     os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
-        page = metrics.served(config, name) if has_page(config) else contextlib.nullcontext()
-        with page:
+        with metrics.served(config, name):
             anyio.run(_run, serve, config, args, backend_options={"use_uvloop": True})
     except Exception as error:
         if settings := _unusable_settings(error):

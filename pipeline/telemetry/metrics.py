@@ -56,9 +56,9 @@ def registry() -> CollectorRegistry:
 
 
 @contextmanager
-def served(config: Config, name: str, make: Callable[[], CollectorRegistry] = registry) -> Iterator[None]:
+def served(config: Config, name: str) -> Iterator[None]:
     """Serve the metrics of service `name`, in a thread, if `metrics.ports` names a port for it. Further processes of
-    the service on this machine take the ports after it. `make` returns what the page shows.
+    the service on this machine take the ports after it.
 
     Raises `ConfigError` if the port can't be used."""
     process = _PROCESSES.get(name, name)
@@ -68,7 +68,7 @@ def served(config: Config, name: str, make: Callable[[], CollectorRegistry] = re
         return
     port += process_number() - 1
     try:
-        server, thread = start_http_server(port, config.metrics.host, make())
+        server, thread = start_http_server(port, config.metrics.host, registry())
     except OSError as error:
         raise ConfigError(
             f"metrics.ports.{process}: {config.metrics.host}:{port} can't be used: {error}; name another port"

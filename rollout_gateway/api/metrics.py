@@ -12,7 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pipeline.telemetry.metrics import registry as process_metrics
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.workers import pages
@@ -20,11 +19,6 @@ from rollout_gateway.workers.siblings import Siblings
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-
-async def _process_page(_: bytes) -> bytes:
-    """The metrics of this process beside those of the gateway."""
-    return generate_latest(process_metrics())
 
 
 class Metrics(Collector):
@@ -41,7 +35,6 @@ class Metrics(Collector):
         self._collectors = CollectorRegistry()
         self._collectors.register(self)
         siblings.on("metrics", self._own_page)
-        siblings.on("process", _process_page)
 
     def count_call(self, endpoint: str, status: int, seconds: float) -> None:
         self._calls[endpoint, status] += 1

@@ -7,7 +7,6 @@ is, and it stops when every worker has finished its calls. If it is killed, the 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -26,9 +25,8 @@ from pipeline.backoff import Backoff
 from pipeline.config import Config, ConfigError
 from pipeline.running import child, liveness
 from pipeline.running.service import Ready
-from pipeline.telemetry import metrics
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.workers import handover, pages
+from rollout_gateway.workers import handover
 from rollout_gateway.workers.link import Link, LinkLostError
 from rollout_gateway.workers.siblings import OWNER, WAIT_S
 
@@ -70,15 +68,13 @@ class Owner:
 
         Raises `ConfigError` if a worker can't use the settings, `WorkersError` if one does not start."""
         self._distributor.start()
-        loop = asyncio.get_running_loop()
         try:
-            with metrics.served(self._config, "gateway", lambda: _page_of(self, loop)):
-                async with anyio.create_task_group() as tg:
-                    for worker in self._workers:
-                        tg.start_soon(self._keep, worker)
-                    for worker in self._workers:
-                        await worker.ready.wait()
-                    ready(url=url)
+            async with anyio.create_task_group() as tg:
+                for worker in self._workers:
+                    tg.start_soon(self._keep, worker)
+                for worker in self._workers:
+                    await worker.ready.wait()
+                ready(url=url)
         finally:
             self._distributor.close()
 
@@ -164,11 +160,8 @@ class Owner:
     # -- what the workers ask --------------------------------------------------------------------------------------
 
     async def _answer(self, kind: str, content: bytes) -> bytes:
-        """Ask every worker, and return the answers by label. The one that asks gives its own answer by itself."""
-        return msgspec.msgpack.encode(await self.ask(kind, content))
-
-    async def ask(self, kind: str, content: bytes = b"") -> dict[str, bytes]:
-        """The answers of all workers that are there and answer within `WAIT_S`, by their labels."""
+        """Ask every worker, and return by their labels the answers of those that are there and answer within
+        `WAIT_S`."""
         answers: dict[str, bytes] = {OWNER: generate_latest(self._registry())} if kind == "metrics" else {}
 
         async def one(worker: _Worker, link: Link) -> None:
@@ -179,7 +172,7 @@ class Owner:
             for worker in self._workers:
                 if worker.link is not None:
                     tg.start_soon(one, worker, worker.link)
-        return answers
+        return msgspec.msgpack.encode(answers)
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
@@ -202,16 +195,3 @@ class _OwnMetrics(Collector):
             up.add_metric((str(worker.number),), int(worker.link is not None))
             restarts.add_metric((str(worker.number),), worker.restarts)
         return [up, restarts]
-
-
-def _page_of(owner: Owner, loop: asyncio.AbstractEventLoop) -> CollectorRegistry:
-    """The page of `metrics.ports.gateway`: the process metrics of all workers. It is read in a thread."""
-
-    class Page(Collector):
-        def collect(self) -> list[Metric]:
-            answers = asyncio.run_coroutine_threadsafe(owner.ask("process"), loop).result(2 * WAIT_S)
-            return list(pages.Merged(answers).collect())
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Page())
-    return registry

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 
-class Merged(Collector):
+class _Merged(Collector):
     """The series of all pages, by the labels of their workers."""
 
     def __init__(self, pages: Mapping[str, bytes]) -> None:
@@ -36,5 +36,5 @@ def merged(pages: Mapping[str, bytes]) -> bytes:
 
     A series that has a label `worker` already keeps it."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Merged(pages))
+    registry.register(_Merged(pages))
     return generate_latest(registry)
