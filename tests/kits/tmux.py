@@ -24,7 +24,9 @@ class Terminal:
         self._base = ["tmux", "-u", "-f", "/dev/null", "-S", str(folder / "tmux")]
         # The shell stays after the command, so that the screen that it leaves can be seen.
         line = f"trap : INT; {shlex.join(command)}; echo ended with $?; exec sleep 600"
-        env = {name: value for name, value in os.environ.items() if name not in ("TMUX", "TMUX_PANE")}
+        # COLUMNS and LINES, which an imported library may have set, would say the size instead of the terminal.
+        others = ("TMUX", "TMUX_PANE", "COLUMNS", "LINES")
+        env = {name: value for name, value in os.environ.items() if name not in others}
         env |= {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
         size = ["-x", str(width), "-y", str(height)]
         started = [*self._base, "new-session", "-d", *size, "-c", str(Path.cwd()), "sh", "-c", line]
