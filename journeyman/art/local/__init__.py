@@ -3,6 +3,7 @@
 | module | contents |
 | --- | --- |
 | `backend` | `LocalBackend`, which joins an installation or starts one |
+| `finetuning` | supervised fine-tuning of a model of the installation, for `train_sft` |
 """
 
 from journeyman.art.local.backend import LocalBackend, UpError
