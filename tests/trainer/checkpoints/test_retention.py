@@ -242,7 +242,7 @@ async def test_the_trainers_rights_suffice(
     async with Broker.connect(guarded, name="operator"):
         pass
     own = msgspec.structs.replace(guarded, provision=False)
-    async with Broker.connect(own, name="gateway") as broker:
+    async with Broker.connect(own, name="sampler") as broker:
         await broker.publish(loaded(V[1]))
     async with Broker.connect(own, name="trainer") as broker:
         for step in range(1, 6):
