@@ -187,11 +187,13 @@ class Keeper:
     # -- the server ------------------------------------------------------------------------------------------------
 
     async def _check(self) -> None:
-        """Check that the server is up and has not lost adapters. Raises `UpstreamError`, `msgspec.DecodeError`."""
+        """Check that the server is up, was not restarted and has not lost adapters. Raises `UpstreamError`,
+        `msgspec.DecodeError`."""
         await server_state.check_health(self._server)
         found = await server_state.loaded_adapters(self._server)
         self._checked = time.monotonic()
-        if not self.loaded.keys() <= found.keys():
+        # A restart loses the adapters. Where none is loaded, only the process tells; its metrics cost the server more.
+        if not self.loaded or not self.loaded.keys() <= found.keys():
             await self._handshake()
 
     async def _handshake(self) -> None:
