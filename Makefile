@@ -53,12 +53,17 @@ LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_
   --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt \
   --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet
 
+LOCKED := $(foreach name,cpu gpu compat environments trackers,requirements/$(name).txt)
+
 # What the agents' programs name and the tests never import: 300 MB of data frames.
 COMPAT_UNUSED := datasets dill hf-xet multiprocess pandas pyarrow
 # What verifiers names and the tests never import: 60 MB of mathematics and tokenizers.
 ENVIRONMENTS_UNUSED := hf-xet latex2sympy2-extended math-verify mpmath openai-agents openai-harmony sympy tiktoken
 
+# uv keeps the hashes that it finds in its output, also when they are those of one platform only: it gets the versions alone.
 lock:
+	sed -i.old -e '/^    --hash=/d' -e 's/ \\$$//' $(LOCKED)
+	rm $(LOCKED:=.old)
 	$(LOCK) pyproject.toml --extra cpu --extra dev --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof -o requirements/gpu.txt
