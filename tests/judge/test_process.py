@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,14 +14,22 @@ import anyio
 import msgspec
 import pytest
 
+from pipeline import streams
 from pipeline.config import Config, JudgeConfig, NatsConfig, save, with_values
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.kit import completed, exchange
+from tests.kits import quick_service
 from tests.kits.scoring_server import Scorer, ScoringServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def _quick_redelivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed judge held is delivered again soon."""
+    monkeypatch.setattr(streams, "CONSUMERS", quick_service.quick_consumers())
 
 
 def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: Any) -> Path:
@@ -40,7 +47,7 @@ async def judge_process(
     reading, writing = os.pipe()
     with (config.parent / "judge.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "judge", "--config", str(config), "--ready-fd", str(writing)],
+            quick_service.command("judge", "--config", str(config), "--ready-fd", str(writing)),
             pass_fds=[writing], stderr=log,
             env={**os.environ, "JOURNEYMAN_PROCESS": str(number), "JOURNEYMAN_CRASH": crash},
         )  # fmt: skip

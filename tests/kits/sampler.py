@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import ExitStack
 
+import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -20,24 +20,31 @@ async def run(config: Config, *, task_status: TaskStatus[None] = TASK_STATUS_IGN
 
 
 class SamplerThread:
-    """The agent; `stop` and `start` again as often as needed."""
+    """The agent; `stop` and `start` again as often as needed. It runs in an event loop and a thread of its own, which
+    end with it."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._portal: AbstractContextManager[BlockingPortal] | None = None
-        self._running: Future[Any] | None = None
+        self._scope: anyio.CancelScope  # of the loop that runs the agent
+        self._running: tuple[ExitStack, BlockingPortal, Future[None]] | None = None
 
     def start(self) -> None:
-        self._portal = start_blocking_portal()
-        self._running, _ = self._portal.__enter__().start_task(run, self.config)
+        """Return once the agent follows the log. Raises what it ended with if it did not get there."""
+        with ExitStack() as stack:  # ends the thread if the agent does not start
+            portal = stack.enter_context(start_blocking_portal())
+            ended, _ = portal.start_task(self._run)
+            self._running = stack.pop_all(), portal, ended
+
+    async def _run(self, *, task_status: TaskStatus[None]) -> None:
+        with anyio.CancelScope() as self._scope:
+            await run(self.config, task_status=task_status)
 
     def stop(self) -> None:
-        """As SIGTERM does. Raises what the agent ended with."""
-        if self._portal is None or self._running is None:
+        """As SIGTERM does. Returns once the thread has ended. Raises what the agent ended with, before this or because
+        of it."""
+        if self._running is None:
             return
-        portal, running, self._portal = self._portal, self._running, None
-        ended = running.done()
-        running.cancel()
-        portal.__exit__(None, None, None)
-        if ended:
-            running.result()
+        (stack, portal, ended), self._running = self._running, None
+        with stack:
+            portal.call(self._scope.cancel)
+            ended.result()

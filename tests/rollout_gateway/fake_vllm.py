@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ class FakeVllm:
         """If set, loading an adapter waits for it."""
         self.life = 1
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self.port = 0
 
     @property
@@ -56,15 +57,25 @@ class FakeVllm:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
+        """As a kill: every connection is reset. Returns once all are closed and nothing serves them any more."""
         assert self._server is not None
         self._server.close()
-        for writer in list(self._writers):
+        self._server = None
+        serving = list(self._connections.values())
+        for writer, task in self._connections.items():
             writer.transport.abort()
+            task.cancel()  # it may wait for `held`
+        await asyncio.gather(*serving, return_exceptions=True)
         self.life += 1
         self.loaded.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
+        if self._server is None:  # the connection came with the end
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[writer] = task
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 _, path, _ = head.split(b" ", 2)
@@ -80,8 +91,10 @@ class FakeVllm:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            self._writers.discard(writer)
+            del self._connections[writer]
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
         """Called with each request before it is answered."""
