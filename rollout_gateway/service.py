@@ -177,7 +177,7 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
         controllers = (
             trajectories,
             GroupRoutes(broker, registry, policies, trajectories),
-            ModelRoutes(policies, fleet, router, promotion, feed, log_health),
+            ModelRoutes(policies, fleet, router, promotion, feed, log_health, siblings),
             EvaluationRoutes(config.project, broker, policies),
             AuxiliaryRoutes(fleet, router, identity),
         )

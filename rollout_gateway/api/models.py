@@ -29,6 +29,7 @@ from rollout_gateway.serving.policy_feed import PolicyFeed
 from rollout_gateway.serving.promotion import Action, Decided, Decision, Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
+from rollout_gateway.workers.siblings import Siblings
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class ModelRoutes:
     _promotion: Promotion
     _feed: PolicyFeed
     _log_health: LogHealth
+    _siblings: Siblings
 
     def _visible_names(self, access: Access) -> list[str]:
         return [name for name in self._policies.names() if access.sees(self._router.name(name))]
@@ -96,7 +98,8 @@ class ModelRoutes:
     async def health(self, request: ControlRequest) -> Health:
         """Always `ok`, since the gateway answers. `serving` says whether calls can be answered.
 
-        A caller with a valid key also sees the inference servers, and the versions of its models that they hold."""
+        A caller with a valid key also sees the inference servers, the versions of its models that they hold, and the
+        gateway's workers."""
         access, trouble = request.access, self._log_health.trouble
         replicas = [
             ReplicaHealth(
@@ -107,10 +110,12 @@ class ModelRoutes:
             )
             for r in self._fleet.replicas
         ]
+        known = access.operator or access.owner
         return Health(
             serving=bool(self._fleet.ready()) and not trouble,
             log=trouble or "ok",
-            replicas=replicas if access.operator or access.owner else UNSET,
+            replicas=replicas if known else UNSET,
+            workers=(await self._siblings.states() or UNSET) if known else UNSET,
         )
 
 

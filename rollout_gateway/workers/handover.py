@@ -31,11 +31,13 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Lane:
-    """The owner's end of the channel to one worker."""
+    """The owner's side of the channel to one worker."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, far: socket.socket) -> None:
+        """`channel`: the owner's end. `far`: the worker's end, which the owner keeps too, so that it can take back
+        what the worker does not receive."""
         channel.setblocking(False)
-        self.channel = channel
+        self.channel, self._far = channel, far
         self.open = 0
         """Connections that the worker was given and has not reported as closed."""
         self.turn = 0
@@ -45,10 +47,27 @@ class Lane:
         """Send a connection to the worker. Returns whether the channel took it."""
         try:
             socket.send_fds(self.channel, [b"c"], [connection.fileno()])
-        except OSError:  # the channel is full, or the worker has died
+        except OSError:  # the channel is full
             return False
         self.open += 1
         return True
+
+    def take_back(self) -> list[socket.socket]:
+        """Return the connections that the worker has not received, oldest first."""
+        taken: list[socket.socket] = []
+        while True:
+            try:
+                _, handles, _, _ = socket.recv_fds(self._far, 1, 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return taken
+            if not handles:
+                return taken
+            taken.append(socket.socket(fileno=handles[0]))
+            self.open -= 1
+
+    def close(self) -> None:
+        self.channel.close()
+        self._far.close()
 
     def read_closed(self) -> None:
         """Read how many connections the worker has closed."""
@@ -94,10 +113,12 @@ class Distributor:
         self._offer_again()
 
     def remove(self, lane: Lane) -> None:
-        """Stop giving connections to a worker."""
+        """Stop giving connections to a worker. Those that it has not received go to others. `add` may follow."""
         if lane in self._lanes:
             self._lanes.remove(lane)
             self._loop.remove_reader(lane.channel)
+            self._waiting.extend(lane.take_back())
+            self._offer_again()
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):

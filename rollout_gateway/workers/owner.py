@@ -1,5 +1,5 @@
 """The owner of the gateway's port: starts the workers, gives them connections, restarts those that end or hang, and
-stops them.
+stops them. A worker that gives no sign of life for a few seconds gets no connections until it does again.
 
 It reads no request. All workers together are one service to whoever started the owner: it is ready when every worker
 is, and it stops when every worker has finished its calls. If it is killed, the workers end.
@@ -24,17 +24,19 @@ from prometheus_client.registry import Collector
 from pipeline.backoff import Backoff
 from pipeline.config import Config, ConfigError
 from pipeline.running import child, liveness
-from pipeline.running.service import Ready
+from pipeline.running.service import BEAT_S, Ready
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.workers import handover
 from rollout_gateway.workers.link import Link, LinkLostError
-from rollout_gateway.workers.siblings import OWNER, WAIT_S
+from rollout_gateway.workers.siblings import OWNER, WAIT_S, WORKERS, WorkerState
 
 log = get_logger("rollout_gateway.workers.owner")
 
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S, _HEALTHY_AFTER_S = 0.25, 30.0, 60.0
 _GIVE_UP_AFTER = 5
 """Failed starts in a row after which a worker that never worked ends the gateway."""
+_SILENT_S = 3 * BEAT_S
+"""Time without a heartbeat after which a worker gets no new connections. It is killed after `supervisor.deadline_s`."""
 _STOP_S = 22.0
 """Time that a worker has to stop, beyond `gateway.drain_s`: 20 s for calls that are cut off, as its HTTP server
 allows. The supervisor gives the whole gateway 25 s."""
@@ -51,7 +53,8 @@ class _Worker:
     ever_ready: bool = False
     restarts: int = 0
     link: Link | None = None
-    """Set while the worker is ready."""
+    """Set while the worker is ready and responds."""
+    state: WorkerState = "starting"
 
 
 class Owner:
@@ -110,12 +113,12 @@ class Owner:
             )  # fmt: skip
         except BaseException:
             ours.close()
+            theirs.close()
             link_end.close()
             raise
         finally:
-            theirs.close()
             their_link_end.close()
-        lane, link = handover.Lane(ours), Link(link_end, self._answer)
+        lane, link = handover.Lane(ours, theirs), Link(link_end, self._answer)
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(link.run)
@@ -124,24 +127,38 @@ class Owner:
                 tg.cancel_scope.cancel()
         finally:
             await self._stop(process)
-            worker.link = None
+            worker.link, worker.state = None, "starting"
             self._distributor.remove(lane)
-            ours.close()
+            lane.close()
             os.close(reports)
         return code
 
     async def _watch(
         self, worker: _Worker, process: anyio.abc.Process, reports: int, lane: handover.Lane, link: Link
     ) -> None:
-        """Give the worker connections as soon as it is ready. Kill it if it hangs."""
+        """Give the worker connections while it is ready and responds. Kill it if it hangs."""
         if not await child.is_ready(reports):
             return  # it ended
-        worker.link, worker.ever_ready = link, True
-        self._distributor.add(lane)
-        worker.ready.set()
+        worker.ever_ready = True
         log.info("worker ready", number=worker.number, pid=process.pid)
-        reason = await liveness.silent(reports, self._config.supervisor.deadline_s)
-        log.error("worker does not respond; killing it", number=worker.number, reason=reason)
+        deadline_s = self._config.supervisor.deadline_s
+        silent_s = min(_SILENT_S, deadline_s)
+        while True:
+            worker.link, worker.state = link, "ready"
+            self._distributor.add(lane)
+            worker.ready.set()
+            reason = await liveness.silent(reports, silent_s)
+            worker.link, worker.state = None, "silent"
+            self._distributor.remove(lane)
+            log.warning(
+                "worker does not respond; it gets no connections", number=worker.number, reason=reason
+            )
+            with anyio.move_on_after(deadline_s - silent_s) as rest:
+                await anyio.wait_readable(reports)
+            if rest.cancelled_caught:
+                break
+            log.info("worker responds again", number=worker.number)
+        log.error("worker does not respond; killing it", number=worker.number, deadline_s=deadline_s)
         await child.abort(process)
         process.kill()
 
@@ -160,8 +177,10 @@ class Owner:
     # -- what the workers ask --------------------------------------------------------------------------------------
 
     async def _answer(self, kind: str, content: bytes) -> bytes:
-        """Ask every worker, and return by their labels the answers of those that are there and answer within
-        `WAIT_S`."""
+        """Ask every worker, and return by their labels the answers of those that respond, and answer within
+        `WAIT_S`. The owner itself answers what state the workers are in."""
+        if kind == WORKERS:
+            return msgspec.msgpack.encode({str(w.number): w.state for w in self._workers})
         answers: dict[str, bytes] = {OWNER: generate_latest(self._registry())} if kind == "metrics" else {}
 
         async def one(worker: _Worker, link: Link) -> None:

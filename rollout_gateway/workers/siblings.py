@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 import anyio
 import msgspec
@@ -16,9 +18,14 @@ WAIT_S = 2.0
 """How long the answers of the other workers are waited for. One that does not answer is left out."""
 OWNER = "owner"
 """Stands for the owner among those that answer."""
+WORKERS = "workers"
+"""The question that the owner answers alone: the state of each worker."""
+
+WorkerState = Literal["ready", "silent", "starting"]
 
 Respond = Callable[[bytes], Awaitable[bytes]]
 _answers = msgspec.msgpack.Decoder(dict[str, bytes])
+_states = msgspec.msgpack.Decoder(dict[str, WorkerState])
 
 
 class Siblings:
@@ -68,6 +75,14 @@ class Siblings:
                 pass  # this worker is about to end too
         answers[self.name] = await self._respond[kind](content)
         return answers
+
+    async def states(self) -> dict[str, WorkerState]:
+        """The state of every worker by its label, without asking the others. Empty if the gateway has no workers, or
+        the owner of its port does not answer."""
+        if self._link is not None:
+            with anyio.move_on_after(WAIT_S), contextlib.suppress(LinkLostError):
+                return _states.decode(await self._link.ask(WORKERS))
+        return {}
 
     async def _answer(self, kind: str, content: bytes) -> bytes:
         return await self._respond[kind](content)

@@ -38,14 +38,14 @@ class Worker:
     def __init__(self, name: bytes) -> None:
         self.name = name
         ours, theirs = handover.pair()
-        self.lane, self.receiver = handover.Lane(ours), handover.Receiver(theirs)
+        self.lane, self.receiver = handover.Lane(ours, theirs.dup()), handover.Receiver(theirs)
 
     async def start(self) -> None:
         await self.receiver.start(lambda: Echo(self))
 
     def die(self) -> None:
         self.receiver.close()
-        self.lane.channel.close()
+        self.lane.close()
 
 
 class Client:
@@ -120,12 +120,33 @@ async def test_connections_wait_while_no_worker_is_there() -> None:
         worker.die()
 
 
-async def test_a_connection_that_a_dead_worker_does_not_take_goes_to_another() -> None:
+async def test_what_a_dead_worker_has_not_received_goes_to_another() -> None:
     dead, alive = Worker(b"dead"), Worker(b"alive")
     async with port_of(dead, alive) as port:
         dead.receiver.close()
-        clients = [await port.connect() for _ in range(3)]
-        assert [await client.worker() for client in clients] == [b"alive"] * 3
+        clients = [await port.connect() for _ in range(4)]
+        asked = [asyncio.ensure_future(client.worker()) for client in clients]
+        with anyio.fail_after(30):
+            while dead.lane.open < 2:
+                await asyncio.sleep(0.001)  # until the owner has given it its share
+        port.distributor.remove(dead.lane)
+        assert await asyncio.gather(*asked) == [b"alive"] * 4
+        assert (dead.lane.open, alive.lane.open) == (0, 4)
+        for client in clients:
+            await client.leave()
+
+
+async def test_a_worker_that_responds_again_gets_connections_again() -> None:
+    a, b = Worker(b"a"), Worker(b"b")
+    async with port_of(a, b) as port:
+        clients = [await port.connect()]
+        assert await clients[0].worker() == b"a"
+        port.distributor.remove(a.lane)
+        clients += [await port.connect() for _ in range(3)]
+        assert [await client.worker() for client in clients] == [b"a", b"b", b"b", b"b"]
+        port.distributor.add(a.lane)
+        clients += [await port.connect() for _ in range(2)]
+        assert [await client.worker() for client in clients[4:]] == [b"a", b"a"]
         for client in clients:
             await client.leave()
 
