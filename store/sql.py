@@ -65,20 +65,17 @@ def show(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[str, lis
     left as they are. Raises `DamagedFileError`."""
     if not shown:
         lake.place.attach(connection)
-        connection.execute("CREATE SCHEMA IF NOT EXISTS empty")
+        # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
         for tag in schema.tables():
-            nothing = columns.arrow_schema(tag).empty_table()  # noqa: F841 - DuckDB reads it by this name
-            connection.execute(f"CREATE OR REPLACE TABLE empty.{table_name(tag)} AS FROM nothing")
-    new = not shown
-    for tag in schema.tables():
-        names = lake.names(tag)
-        if names != shown.get(tag):
-            lake.check(tag)
-            connection.execute(table_sql(lake, tag, names))
-            shown[tag] = names
-    if new:
+            connection.execute(_view(tag, _nothing(tag)))
         for view in VIEWS:
             connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
+    for tag in schema.tables():
+        names = lake.names(tag)
+        if names != shown.get(tag, []):
+            lake.check(tag)
+            connection.execute(_view(tag, _rows(connection, lake, tag, names) if names else _nothing(tag)))
+        shown[tag] = names
 
 
 def table_name(tag: str) -> str:
@@ -86,17 +83,39 @@ def table_name(tag: str) -> str:
     return tag.replace(".", "_")
 
 
-def table_sql(lake: Lake, tag: str, names: Sequence[str]) -> str:
-    """The statement that creates the view over the files `names` of one tag. It has every column of the current schema,
-    null where a file is older than the column."""
-    rows = f"FROM empty.{table_name(tag)}"
-    if names:
-        files = ", ".join(_quoted(lake.place.url(tag, n)) for n in names)
-        wanted = ", ".join(f'"{c.name}"' for c in schema.tables()[tag])
-        # The names are quoted, the columns come from the schema.
-        files = f"SELECT * FROM read_parquet([{files}], union_by_name = true)"  # noqa: S608
-        rows = f"SELECT {wanted} FROM ({rows} UNION ALL BY NAME {files})"  # noqa: S608
+def _view(tag: str, rows: str) -> str:
     return f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}"
+
+
+def _nothing(tag: str) -> str:
+    """A query without rows that has every column of the current schema."""
+    nulls = ", ".join(f'NULL::{columns.sql_type(c)} AS "{c.name}"' for c in schema.tables()[tag])
+    return f"SELECT {nulls} WHERE false"
+
+
+def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Sequence[str]) -> str:
+    """A query of the rows in files. It has every column of the current schema, null where a file is older than the
+    column.
+
+    A column that the files hold with its type is read as it is: DuckDB's optimizer then knows its statistics. Behind a
+    union or a cast it does not, and it reads whole tables to find a few rows."""
+    files = ", ".join(_quoted(lake.place.url(tag, name)) for name in names)
+    read = f"FROM read_parquet([{files}], union_by_name = true)"
+    held = _types(connection, read)
+    chosen = []
+    for name, wanted in _types(connection, f"FROM {table_name(tag)}").items():
+        if held.get(name) == wanted:
+            chosen.append(f'"{name}"')
+        else:
+            value = f'"{name}"' if name in held else "NULL"
+            chosen.append(f'{value}::{wanted} AS "{name}"')
+    # The names are quoted, the columns come from the schema.
+    return f"SELECT {', '.join(chosen)} {read}"
+
+
+def _types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:
+    """The columns of a query and their types, as DuckDB writes them."""
+    return {row[0]: row[1] for row in connection.execute(f"DESCRIBE {query}").fetchall()}
 
 
 def _quoted(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +164,61 @@ def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path
     fill(tmp_path, events)
     assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
     assert pack_seqs([1])
+
+
+def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: Path) -> None:
+    """A union or a cast in the table's view takes its statistics from DuckDB, which then reads every exchange."""
+    for step in range(1, 9):
+        runs = [f"t{step}{i}" for i in range(4)]
+        members = tuple(Member(trajectory=run, reward=float(i)) for i, run in enumerate(runs))
+        fill(
+            tmp_path,
+            [
+                *(exchange(run, seq) for run in runs for seq in range(8)),
+                GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=members),
+                CheckpointPublished(
+                    project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b",
+                    groups=(f"g{step}",), group_seqs=pack_seqs([step]), config_hash="c", adapter="a",
+                    adapter_sha256="s", adapter_bytes=3,
+                ),
+            ],
+        )  # fmt: skip
+    with sql.connect(tmp_path) as connection:
+        asked = "FROM lineage WHERE version = 'm@5'"
+        assert len(connection.sql(asked).fetchall()) == 32
+        plan = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {asked}").fetchall()[0][1]
+    assert max(map(int, re.findall(r'"rows_scanned": (\d+)', plan))) == 32  # of 256 exchanges
+
+
+def test_files_of_an_older_version_have_todays_columns_fields_and_types(
+    run_dir: Path, tmp_path_factory: Any
+) -> None:
+    lake, then = lake_in(run_dir / "store"), tmp_path_factory.mktemp("then")
+
+    def write(tag: str, change: Callable[[pa.Table], pa.Table]) -> None:
+        (then / "store" / tag).mkdir(parents=True)
+        name = f"{tag.partition('.')[0].upper()}S-000000000001-000000000009-0a.parquet"
+        pq.write_table(change(tables(lake, tag)[0]), then / "store" / tag / name)
+
+    def unsigned(table: pa.Table) -> pa.Table:
+        at = table.schema.get_field_index("forced")
+        return table.set_column(at, "forced", table["forced"].cast(pa.list_(pa.uint8())))
+
+    def short_members(table: pa.Table) -> pa.Table:
+        members = [[{"trajectory": m["trajectory"]} for m in row] for row in table["members"].to_pylist()]
+        kind = pa.list_(pa.struct([("trajectory", pa.string())]))
+        at = table.schema.get_field_index("members")
+        return table.set_column(at, "members", pa.array(members, kind)).drop_columns(["origin", "offline"])
+
+    write("rollout.exchange", unsigned)
+    write("group.scored", short_members)
+    with sql.connect(run_dir) as today, sql.connect(then) as old:
+        for name in ("rollout_exchange", "group_scored", "lineage", "rewards"):
+            assert old.sql(f"FROM {name}").types == today.sql(f"FROM {name}").types, name
+        asked = "SELECT origin, offline, members[1].trajectory, members[1].reward FROM group_scored"
+        assert old.sql(asked).fetchall() == [(None, None, "t0", None)]
+        asked = "SELECT trajectory, seq, forced FROM exchanges ORDER BY ALL"
+        assert old.sql(asked).fetchall() == today.sql(asked).fetchall()
 
 
 def test_a_damaged_file_is_named(run_dir: Path) -> None:
