@@ -14,13 +14,13 @@ $(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements
 demo: venv
 	$(PY) -m examples.tictactoe.demo --seed $(SEED) --nodes $(NODES) --run-dir runs/demo
 
-# Two workers; the tests that need vLLM share one of them.
+# For two cores: three workers keep them busy, because tests wait for processes. The tests that need vLLM share one worker and one vLLM.
 test: venv
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 3 --dist loadgroup
 
 # In minutes, before each commit: lint, types, and all tests but those that need real vLLM or take long.
 check: lint
-	JOURNEYMAN_TEST_INFERENCE=double $(PY) -m pytest -q -n 3 -m "not vllm and not slow"
+	JOURNEYMAN_TEST_INFERENCE=double $(PY) -m pytest -q -n 3 --dist loadgroup -m "not vllm and not slow"
 
 lint: venv
 	$(VENV)/bin/ruff check .

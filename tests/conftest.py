@@ -227,17 +227,36 @@ def inference_double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Infer
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test that needs vLLM also waits for its start-up, so all of them may take longer."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give tests their worker and their time, and the workers an order."""
     for item in items:
         if item.get_closest_marker("inference") and not DOUBLE:
             item.add_marker(pytest.mark.vllm)
-        if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))  # one worker, so that one vLLM serves them all
+        if group := _worker_group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+        # The first test that needs vLLM also waits for its start-up, so all of them may take longer.
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(400))
     if seed := _shuffle_seed():
         _shuffle_files(items, seed)
+    elif hasattr(config, "workerinput"):
+        # Long tests come first, so that no worker begins one when the others have finished.
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _worker_group(item: pytest.Item) -> str:
+    """Return the name of the tests that one worker of pytest-xdist runs together with this one; empty: any worker runs
+    it by itself. Tests share a worker if they share vLLM, or what a fixture of their module starts."""
+    if item.get_closest_marker("xdist_group"):
+        return ""  # its module says more
+    if item.get_closest_marker("vllm"):
+        return "vllm"
+    info = getattr(item, "_fixtureinfo", None)  # none: no function
+    fixtures = info.name2fixturedefs.values() if info is not None else ()
+    shared = any(
+        definitions[-1].scope == "module" for definitions in fixtures
+    )  # the last overrides the others
+    return str(item.path.relative_to(item.config.rootpath)) if shared else ""
 
 
 def pytest_report_header() -> str | None:

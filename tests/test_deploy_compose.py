@@ -22,6 +22,7 @@ RUN = Path("/runs/default")
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.xdist_group("vllm of compose"),
     pytest.mark.timeout(590),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]

@@ -17,7 +17,9 @@ import pytest
 
 from tests.test_up import check_environments, check_files, check_stranger, environment
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590)]
+pytestmark = [
+    pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590), pytest.mark.xdist_group("vllm of an installation")
+]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
 JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))

@@ -1,10 +1,13 @@
-"""JOURNEYMAN_TEST_SHUFFLE shuffles the files; the tests of a file stay together and in order."""
+"""What the order of tests and their workers depend on: JOURNEYMAN_TEST_SHUFFLE shuffles the files, and tests that share
+something costly share a worker."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.conftest import _shuffle_files
 
@@ -23,3 +26,17 @@ def test_files_are_shuffled_whole_and_by_seed() -> None:
     for order in (one, other):
         assert [n for _, n in order] == [0, 1, 2] * 8
         assert len({name for name, _ in order[:3]}) == 1
+
+
+@pytest.fixture(scope="module")
+def shared() -> None:
+    pass
+
+
+def test_what_a_module_shares_is_made_in_one_worker(request: pytest.FixtureRequest, shared: None) -> None:
+    (group,) = request.node.iter_markers("xdist_group")
+    assert group.args == ("tests/test_shuffle.py",)
+
+
+def test_what_is_alone_goes_to_any_worker(request: pytest.FixtureRequest) -> None:
+    assert [*request.node.iter_markers("xdist_group")] == []

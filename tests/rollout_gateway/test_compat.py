@@ -141,6 +141,7 @@ async def test_an_unmodified_agent_is_captured_token_by_token(
     assert "".join(t["content"] or "" for t in texts) == said["text"]
 
 
+@pytest.mark.xdist_group("vllm with long prompts")
 @pytest.mark.timeout(600)  # the first one installs the programs and starts a vLLM
 @pytest.mark.parametrize("name", LONG_PROGRAMS)
 async def test_an_unmodified_program_is_captured_token_by_token(
