@@ -344,7 +344,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--nodes", type=int, choices=(1, 3), default=1,
-        help="3: three NATS servers, two gateways and two judges, and faults in the middle of training",
+        help="3: three NATS servers, two gateways, judges and stores, and faults in the middle of training",
     )  # fmt: skip
     return parser.parse_args(argv)
 

@@ -1,16 +1,17 @@
 """The demo on several nodes: `make demo NODES=3`.
 
-Three NATS servers with three copies of every stream, two gateways behind one address, two judges, and the trainer in
-an installation of its own, connected to the log through relays. Each installation is a `journeyman up` with its own
-run directory, as on machines of their own:
+Three NATS servers with three copies of every stream, two gateways behind one address, two judges, two stores of one
+lake, and the trainer in an installation of its own, connected to the log through relays. Each installation is a
+`journeyman up` with its own run directory, as on machines of their own:
 
-    <run-dir>/first     vLLM with its sampler agent, a gateway, a judge, the store, and the demo's report
-    <run-dir>/second    a gateway, a judge
+    <run-dir>/first     vLLM with its sampler agent, a gateway, a judge, a store, and the demo's report
+    <run-dir>/second    a gateway, a judge, a store
     <run-dir>/trainer   the trainer
+    <run-dir>/lake      the lake, into which both stores write
     <run-dir>/nats      the NATS servers
     <run-dir>/keys      the key that the trainer signs checkpoints with
 
-In the middle of training, `Faults` kills a NATS server, a gateway, a judge and the store, and cuts the trainer off
+In the middle of training, `Faults` kills a NATS server, a gateway, a judge and a store, and cuts the trainer off
 from the log for 30 seconds. The NATS servers ask for no user, and listen on the loopback interface only.
 """
 
@@ -181,6 +182,7 @@ class Nodes:
             "gateway.public_url": f"http://{LOOPBACK}:{self.front.port}",
             "gateway.key_secret_env": SECRET,
             "signing.seed": str(seed),
+            "store.dir": str(run_dir / "lake"),
         }
         self._gateways = gateways
         self.installations: dict[str, Installation] = {}
@@ -204,7 +206,7 @@ class Nodes:
         }
         relayed = [f"nats://{LOOPBACK}:{relay.port}" for relay in self.relays]
         others = [
-            self._up("second", "gateway,judge", {"gateway.port": self._gateways[1], **vllm}),
+            self._up("second", "gateway,judge,store", {"gateway.port": self._gateways[1], **vllm}),
             self._up("trainer", "trainer", {"nats.url": relayed, **vllm}),
         ]
         for installation in others:
@@ -228,7 +230,7 @@ class Nodes:
         return sum(installation.restarts() for installation in self.installations.values())
 
     def stop(self) -> None:
-        """Stop everything: agents and trainer first, then the store with all that the log holds, the log last."""
+        """Stop everything: agents and trainer first, then the stores with all that the log holds, the log last."""
         try:
             for name in ("trainer", "second", "first"):
                 if name in self.installations:

@@ -189,10 +189,13 @@ class Broker(Reader):
         *,
         message_id: str = "",
         form: Form | None = None,
+        after: int | None = None,
     ) -> Ack:
         """Publish `event` and return once the server acknowledged it; safe to repeat. A `message_id` other than the
         event's own is for an event that the log held before and lost. `form`: how the log shall hold an exchange
-        (`pipeline.log.exchanges`).
+        (`pipeline.log.exchanges`). `after`: the sequence of the newest message on its subject that the caller has
+        read, 0 if there is none. If there is a newer one, nothing is published, and the acknowledgement is that
+        message's, as a duplicate.
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(form or event)
@@ -201,7 +204,9 @@ class Broker(Reader):
         sent = dict(headers or {})
         sent[_MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
-            sent[EXPECTED_LAST_SEQ] = "0"
+            after = 0
+        if after is not None:
+            sent[EXPECTED_LAST_SEQ] = str(after)
         ack = await self._publish_until_acked(subject, payload, sent)
         counts.published[wire_name(event)] += 1
         return ack

@@ -1,40 +1,51 @@
 """Events that the store has not written yet, and how soon the log deletes them.
 
 A stream with a limit of age deletes its oldest events whether consumers have read them or not. The supervisor looks at
-every check of the log, so that an operator hears of a store that is behind long before, and of every loss.
+every check of the log, and each store at every check of the alarms, so that an operator hears of a store that is behind
+long before, and of every loss.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from pipeline import streams
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
 from pipeline.log.provision import oldest_unread
 
-ALARM_SHARE = 0.5
-"""Share of a stream's age limit that an event may wait for the store before an alarm is raised."""
+
+@dataclass(frozen=True)
+class Unwritten:
+    """Events that a consumer of the store has not written."""
+
+    consumer: str
+    share: float
+    """Age of the oldest as a share of its stream's limit; 1 if the log deleted it."""
+    detail: str
+    """What is wrong and what to do, for the operator."""
 
 
 class UnwrittenEvents:
-    """Watches the store's consumers."""
+    """Watches the store's consumers. `share`: the share of a stream's age limit from which on a wait is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
+        self._share = share
         self._oldest: dict[str, Place] = {}
         """The oldest event that was not written at the last look, by consumer."""
         self._lost: dict[str, int] = {}
         """Sequence of the first event that was deleted before it was written, by consumer."""
 
-    async def alarms(self, broker: Broker) -> list[str]:
-        """Return the present alarms. An alarm about lost events stays. Raises nats-py's errors and `BrokerError`."""
+    async def found(self, broker: Broker) -> list[Unwritten]:
+        """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`."""
         out = []
         for spec in streams.CONSUMERS:
             if spec.name.startswith("store-"):
                 out += await self._of(broker, spec)
         return out
 
-    async def _of(self, broker: Broker, spec: streams.ConsumerSpec) -> list[str]:
+    async def _of(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
         oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
         if before is not None and (oldest is None or oldest.seq > before.seq):
             await self._check_for_loss(broker, spec, before)
@@ -43,13 +54,13 @@ class UnwrittenEvents:
         self._oldest[spec.name] = oldest
         limit_s = (await broker.stream_info(spec.stream)).config.max_age or 0.0
         age_s = time.time() - oldest.at / 1e6
-        if not limit_s or age_s < ALARM_SHARE * limit_s:
+        if not limit_s or age_s < self._share * limit_s:
             return self._told(spec)
-        return [
-            *self._told(spec),
+        detail = (
             f"{spec.name} has not written an event of {spec.stream} that is {age_s / 3600:.1f} h old; the log deletes "
-            f"events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it has caught up",
-        ]
+            f"events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it has caught up"
+        )
+        return [*self._told(spec), Unwritten(spec.name, age_s / limit_s, detail)]
 
     async def _check_for_loss(self, broker: Broker, spec: streams.ConsumerSpec, before: Place) -> None:
         """Note that the event at `before` is gone although the store did not acknowledge it."""
@@ -59,10 +70,11 @@ class UnwrittenEvents:
         if floor is None or int(floor.stream_seq) < before.seq:
             self._lost.setdefault(spec.name, before.seq)
 
-    def _told(self, spec: streams.ConsumerSpec) -> list[str]:
+    def _told(self, spec: streams.ConsumerSpec) -> list[Unwritten]:
         if spec.name not in self._lost:
             return []
-        return [
+        detail = (
             f"{spec.stream} deleted events that {spec.name} had not written, from message {self._lost[spec.name]} on: "
             "the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, and see why the store was behind"
-        ]
+        )
+        return [Unwritten(spec.name, 1.0, detail)]

@@ -141,7 +141,7 @@ class LogProbe:
         self._on_alarms = on_alarms
         self._seen: set[str] = set()
         """Streams that existed once. Only they can be missing."""
-        self._unwritten = UnwrittenEvents()
+        self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
         self._refused: list[str] = []
         """Alarms about streams that are at a limit, by the last write to each."""
         self.alarms: tuple[str, ...] = ()
@@ -218,7 +218,7 @@ class LogProbe:
         try:
             found += filter(None, (f.alarm() for f in await fills(broker)))
             with anyio.move_on_after(self._settings.deadline_s):
-                found += await self._unwritten.alarms(broker)
+                found += [one.detail for one in await self._unwritten.found(broker)]
         except (BrokerError, nats.errors.Error, nats.js.errors.Error) as error:
             log.warning("the log's size or what the store has not written is not known", error=str(error))
         for alarm in found:

@@ -2,7 +2,7 @@
 
 | module | what lives there |
 | --- | --- |
-| `table` | the ten alarms: query, setting, what to do |
+| `table` | the eleven alarms: query, setting, what to do |
 | `reading` | runs the queries; `of_run`: the alarms of a run as rows, for pages and views |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
 | `webhook` | posts these changes to `alarms.webhook` |

@@ -1,13 +1,16 @@
-"""The check of the alarms, a task of the store service: every `alarms.every_s` it runs the ten queries, publishes
-`policy.alarm` for each alarm that began or ended, and gives the change to the webhook.
+"""The check of the alarms, a task of the store service: every `alarms.every_s` it runs the eleven queries,
+publishes `policy.alarm` for each alarm that began or ended, and gives the change to the webhook.
 
 The queries run in a thread with a DuckDB of one thread, so the writers go on meanwhile. Which alarms hold is read
-from the log at the start: a restart raises nothing twice.
+from the log before each change: a restart raises nothing twice, and of several stores one raises an alarm. Their
+settings and disks may differ, so a store ends only an alarm that it has found itself, or that was raised before it
+started.
 """
 
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable, Iterable
 
 import anyio
@@ -20,6 +23,7 @@ from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.telemetry.logs import get_logger
 from store import sql
 from store.alarms import reading
@@ -43,57 +47,87 @@ class Checker:
     """Checks the alarms of one run."""
 
     def __init__(self, config: Config, broker: Broker, tell: Callable[[AlarmChanged], None]) -> None:
-        """`tell` is called with every change after the log acknowledged it."""
+        """`tell` is called with every change that this checker published, once the log holds it."""
         self._config, self._broker, self._tell = config, broker, tell
         self._raised: dict[Key, AlarmChanged] = {}
+        """The alarms that hold, by the log."""
+        self._mine: set[Key] = set()
+        """Alarms that this checker may end."""
+        self._sent: dict[Key, AlarmChanged] = {}
+        """The changes that it published last and has not read back."""
+        self._newest: dict[str, int] = {}
+        """The sequence of the newest change that was read, by subject."""
+        self._read_to = 0
+        """The sequence up to which changes were read."""
+        self._started = False
+        self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
         self._absent: dict[Key, int] = {}
         """Checks since the condition of a raised alarm held last."""
         self._lake, self._shown = open_lake(config), dict[str, list[str]]()
 
     async def run(self) -> None:
         """Check until cancelled, the first time after `alarms.every_s`."""
-        rebuilt, took_s = False, 0.0
+        took_s = 0.0
         with duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection:
             while True:
                 await anyio.sleep(max(self._config.alarms.every_s, _PAUSE * took_s))
-                rebuilt = rebuilt or await self._rebuild()
-                if not rebuilt:
-                    continue
                 began = anyio.current_time()
                 # A thread can't be stopped: a cancellation waits for the end of the round.
                 with anyio.CancelScope(shield=True):
                     found, unknown = await self._look(connection)
                 took_s = anyio.current_time() - began
+                try:
+                    await self._catch_up()
+                except BrokerError as error:
+                    log.warning("the alarms that hold are not known", why=str(error))
+                    continue
                 await self._apply(found, unknown)
 
-    async def _rebuild(self) -> bool:
-        """Read from the log which alarms hold. Returns false where the log does not answer."""
-        try:
-            changes = await self._broker.read(AlarmChanged)
-        except BrokerError as error:
-            log.warning("the alarms are not known yet", why=str(error))
-            return False
-        for recorded in changes:
+    async def _catch_up(self) -> None:
+        """Read from the log which alarms hold, and tell of the changes that this checker published. Raises
+        `BrokerError`."""
+        for recorded in await self._broker.read(AlarmChanged, start_seq=self._read_to + 1):
             event = recorded.event
-            key = event.alarm, event.project, event.model, event.about
+            key = _key(event)
+            self._newest[event.subject()] = self._read_to = recorded.seq
             if event.state == "raised":
                 self._raised[key] = event
             else:
                 self._raised.pop(key, None)
-        return True
+                self._mine.discard(key)
+                self._absent.pop(key, None)
+            if self._sent.get(key) == event:
+                del self._sent[key]
+                write = log.error if event.state == "raised" else log.info
+                write(
+                    "alarm" if event.state == "raised" else "alarm over",
+                    alarm=event.alarm,
+                    detail=event.detail,
+                )
+                self._tell(event)
+        if not self._started:
+            self._mine |= self._raised.keys()
+            self._started = True
 
     async def _look(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Found], set[str]]:
         """Run all queries. Returns what was found, and the names of the alarms that could not be checked."""
         fills, measured = await self._fills()
-        found, failed = await anyio.to_thread.run_sync(self._query, connection, fills)
-        return found, failed if measured else failed | {"log_full"}
+        unwritten: list[Unwritten] = []
+        unknown = set() if measured else {"log_full"}
+        try:
+            unwritten = await self._unwritten.found(self._broker)
+        except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            log.warning("what the store has not written is not known", why=str(error) or type(error).__name__)
+            unknown.add("store_behind")
+        found, failed = await anyio.to_thread.run_sync(self._query, connection, fills, unwritten)
+        return found, failed | unknown
 
     def _query(
-        self, connection: duckdb.DuckDBPyConnection, fills: list[Fill]
+        self, connection: duckdb.DuckDBPyConnection, fills: list[Fill], unwritten: list[Unwritten]
     ) -> tuple[list[Found], set[str]]:
         try:
             sql.show(connection, self._lake, self._shown)
-            reading.measured_tables(connection, self._config, fills)
+            reading.measured_tables(connection, self._config, fills, unwritten)
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}
@@ -110,7 +144,14 @@ class Checker:
     async def _fills(self) -> tuple[list[Fill], bool]:
         """The sizes of what may fill up, and whether the log told its own."""
         disk = shutil.disk_usage(self._config.path())
-        fills = [Fill("the disk of the run directory", "disk", disk.total - disk.free, disk.total)]
+        fills = [
+            Fill(
+                f"the disk of the run directory on {socket.gethostname()}",
+                "disk",
+                disk.total - disk.free,
+                disk.total,
+            )
+        ]
         names = [s.name for s in streams.STREAMS] + [streams.bucket_stream(b.name) for b in streams.buckets()]
         for name in names:
             try:
@@ -127,36 +168,38 @@ class Checker:
         return fills, True
 
     async def _apply(self, found: Iterable[Found], unknown: set[str]) -> None:
-        """Publish what began and what ended. Alarms named in `unknown` stay as they are."""
+        """Publish what began and what ended. Alarms named in `unknown` stay as they are. Where another store was first,
+        or the log does not answer, the next check looks again."""
         present = {one.key: one for one in found}
         for key, one in present.items():
             self._absent.pop(key, None)
+            self._mine.add(key)
             if key not in self._raised:
                 at = now_us()
                 event = AlarmChanged(
                     project=one.project, alarm=one.alarm, state="raised", model=one.model, about=one.about,
                     value=one.value, threshold=one.threshold, detail=one.detail, since=at, at=at,
                 )  # fmt: skip
-                if await self._publish(event):
-                    self._raised[key] = event
+                await self._publish(event)
         for key, event in list(self._raised.items()):
-            if key in present or key[0] in unknown:
+            if key in present or key not in self._mine or key[0] in unknown:
                 continue
             self._absent[key] = self._absent.get(key, 0) + 1
-            if self._absent[key] >= _CLEAR_AFTER and await self._publish(_cleared(event)):
-                del self._raised[key], self._absent[key]
+            if self._absent[key] >= _CLEAR_AFTER:
+                await self._publish(_cleared(event))
 
-    async def _publish(self, event: AlarmChanged) -> bool:
-        """Publish a change and tell of it. Returns false where the log does not take it: the next check tries again."""
+    async def _publish(self, event: AlarmChanged) -> None:
+        """Publish a change, unless another store has published one on its subject since this one read the log."""
+        self._sent[_key(event)] = event
         try:
-            await self._broker.publish(event)
+            await self._broker.publish(event, after=self._newest.get(event.subject(), 0))
+            await self._catch_up()
         except BrokerError as error:
             log.error("an alarm was not recorded", alarm=event.alarm, state=event.state, why=str(error))
-            return False
-        write = log.error if event.state == "raised" else log.info
-        write("alarm" if event.state == "raised" else "alarm over", alarm=event.alarm, detail=event.detail)
-        self._tell(event)
-        return True
+
+
+def _key(event: AlarmChanged) -> Key:
+    return event.alarm, event.project, event.model, event.about
 
 
 def _cleared(event: AlarmChanged) -> AlarmChanged:

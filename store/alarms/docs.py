@@ -10,14 +10,19 @@ _HEAD = """# Alarms
 
 <!-- Generated from `store/alarms/table.py` by `python -m store.docs`: edit there. -->
 
-The store service checks ten conditions every `alarms.every_s` seconds. When one begins to hold and when it ends, there
-is one event each (`policy.alarm`, in [events.md](events.md)) and one post to `alarms.webhook`, if that is set. An alarm
-ends when two checks in a row do not find it. `journeyman status`, `journeyman watch` and the dashboard show the alarms
-that hold; `journeyman sql "FROM alarms ORDER BY since DESC"` lists them all.
+The store service checks eleven conditions every `alarms.every_s` seconds. When one begins to hold and when it ends,
+there is one event each (`policy.alarm`, in [events.md](events.md)) and one post to `alarms.webhook`, if that is set. An
+alarm ends when two checks in a row do not find it. `journeyman status`, `journeyman watch` and the dashboard show the
+alarms that hold; `journeyman sql "FROM alarms ORDER BY since DESC"` lists them all.
 
 The threshold of each is a setting ([configuration.md](configuration.md)). Its query returns a row for each thing that
 the alarm holds for. `journeyman sql` takes the queries below, which are written with the defaults, as they are. The
-exception is `log_full`: its table `fills` holds sizes that the service asks the log for.
+exceptions are `log_full` and `store_behind`: their tables `fills` and `unwritten` hold what the service asks the log
+for.
+
+Several stores of one log all check, and an alarm is raised once: each publishes a change only if no other has published
+one since it read the log. A store ends an alarm that it has found itself, or that was raised before it started. Give
+all stores the same `[alarms]` and `vllm.urls`.
 
 ## The webhook
 
@@ -52,7 +57,7 @@ def alarms_page() -> str:
         for a in ALARMS
     )
     parts.append(
-        f"## The ten\n\n| alarm | title | threshold | default |\n| --- | --- | --- | --- |\n{rows}\n"
+        f"## The eleven\n\n| alarm | title | threshold | default |\n| --- | --- | --- | --- |\n{rows}\n"
     )
     parts += [
         f"## {alarm.name}\n\n{alarm.meaning}\n\n**What to do.** {alarm.action}\n\n"

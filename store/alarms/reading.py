@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 
 from pipeline.config import Config
 from store.alarms.table import ALARMS, PARAMETER, Alarm, by_name
+
+if TYPE_CHECKING:
+    from pipeline.log.unwritten import Unwritten  # pages read alarms without the log
 
 Row = dict[str, Any]
 
@@ -71,8 +74,13 @@ def threshold(config: Config, alarm: Alarm) -> float:
     return float(attrgetter(alarm.setting)(config))
 
 
-def measured_tables(connection: duckdb.DuckDBPyConnection, config: Config, fills: Sequence[Fill]) -> None:
-    """Create the tables `fills` and `replicas`, which hold what no event says."""
+def measured_tables(
+    connection: duckdb.DuckDBPyConnection,
+    config: Config,
+    fills: Sequence[Fill],
+    unwritten: Sequence[Unwritten] = (),
+) -> None:
+    """Create the tables `fills`, `unwritten` and `replicas`, which hold what no event says."""
     connection.execute(
         'CREATE OR REPLACE TEMP TABLE fills (name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT)'
     )
@@ -80,6 +88,11 @@ def measured_tables(connection: duckdb.DuckDBPyConnection, config: Config, fills
         connection.execute(
             "INSERT INTO fills VALUES (?, ?, ?, ?)", [fill.name, fill.kind, fill.bytes, fill.limit]
         )
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE unwritten (consumer VARCHAR, share DOUBLE, detail VARCHAR)"
+    )
+    for one in unwritten:
+        connection.execute("INSERT INTO unwritten VALUES (?, ?, ?)", [one.consumer, one.share, one.detail])
     connection.execute("CREATE OR REPLACE TEMP TABLE replicas (replica VARCHAR)")
     for url in config.vllm.urls:
         connection.execute("INSERT INTO replicas VALUES (?)", [url.partition("://")[2].rstrip("/")])

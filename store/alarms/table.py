@@ -1,9 +1,9 @@
-"""The ten alarms: the query of each, the setting that it compares with, and what to do. docs/alarms.md is generated
+"""The eleven alarms: the query of each, the setting that it compares with, and what to do. docs/alarms.md is generated
 from here.
 
 A query returns one row for each thing that the alarm holds for: `project`, `model`, `about`, `value` and `detail`. Its
-parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and `$window_s` of `[alarms]`. Two
-tables hold what the checking process measured: `fills` and `replicas`.
+parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and `$window_s` of `[alarms]`. Three
+tables hold what the checking process measured: `fills`, `unwritten` and `replicas`.
 """
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
@@ -184,6 +184,19 @@ FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) 
     "retention. The disk: make room, move `store.dir` to object storage, or set `store.keep_days`.",
 )
 
+STORE_BEHIND = Alarm(
+    "store_behind",
+    "Store behind",
+    "Events have waited so long for the store that the log will delete them soon, or it has deleted events that no "
+    "store had written: the history lacks those.",
+    "alarms.unwritten_share",
+    """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
+  string_agg(detail, '; ' ORDER BY share DESC) AS detail
+FROM unwritten WHERE share >= $threshold GROUP BY consumer""",
+    "See why the stores are slow (`journeyman logs store`) and start another one with the same `store.dir`. Until they "
+    "have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores restart.",
+)
+
 REPLICA_BEHIND = Alarm(
     "replica_behind",
     "Replica behind",
@@ -216,6 +229,7 @@ ALARMS: tuple[Alarm, ...] = (
     STALE_DISCARDS,
     DEAD_LETTERS,
     LOG_FULL,
+    STORE_BEHIND,
     REPLICA_BEHIND,
 )
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from pipeline.log.unwritten import UnwrittenEvents
+from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from tests.pipeline.log.test_broker import exchange
 
 pytestmark = pytest.mark.anyio
@@ -17,32 +17,34 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_store_that_is_behind_raises_an_alarm_and_a_loss_another(nats_config: NatsConfig) -> None:
     short = msgspec.structs.replace(nats_config, rollouts_max_age_h=2 / 3600)
-    watched = UnwrittenEvents()
+    watched = UnwrittenEvents(0.5)
     async with Broker.connect(short) as broker:
-        assert await watched.alarms(broker) == []
+        assert await watched.found(broker) == []
         await broker.publish(exchange())
         with anyio.fail_after(60):
-            while not (found := await watched.alarms(broker)):
+            while not (found := await watched.found(broker)):
                 await anyio.sleep(0.05)
-            while not any(text.startswith("ROLLOUTS deleted events") for text in found):
-                assert any(text.startswith("store-rollouts has not written") for text in found)
+            while not any(one.detail.startswith("ROLLOUTS deleted events") for one in found):
+                assert any(one.detail.startswith("store-rollouts has not written") for one in found)
+                assert min(one.share for one in found) >= 0.5
                 await anyio.sleep(0.05)
-                found = await watched.alarms(broker)
-        assert len(found) == 1
-        assert "from message 1 on" in found[0]
-        assert await watched.alarms(broker) == found  # a loss is not forgotten
+                found = await watched.found(broker)
+        (lost,) = found
+        assert lost == Unwritten("store-rollouts", 1.0, lost.detail)
+        assert "from message 1 on" in lost.detail
+        assert await watched.found(broker) == found  # a loss is not forgotten
 
 
 async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfig) -> None:
     short = msgspec.structs.replace(nats_config, rollouts_max_age_h=1 / 3600)
-    watched = UnwrittenEvents()
+    watched = UnwrittenEvents(0.5)
     async with Broker.connect(short) as broker:
         await broker.publish(exchange())
-        await watched.alarms(broker)
+        await watched.found(broker)
         async with broker.consume(streams.consumer("store-rollouts")) as messages:
             (held,) = await messages.batch(1)
             await held.ack(confirmed=True)
         with anyio.fail_after(60):
             while (await broker.js.stream_info("ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)
-        assert await watched.alarms(broker) == []
+        assert await watched.found(broker) == []

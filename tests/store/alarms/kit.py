@@ -116,6 +116,7 @@ CASES: Mapping[str, tuple[list[Event], list[Event]]] = {
     "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),
     "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
     "log_full": ([], []),
+    "store_behind": ([], []),
     "replica_behind": (steps("kl", LEVEL) + loads(1, 2), steps("kl", LEVEL) + loads(1, 2 * STEPS)),
 }
 """For each alarm, events with which it holds and events with which it does not."""

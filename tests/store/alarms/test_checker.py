@@ -10,6 +10,7 @@ import pytest
 from pipeline.config import AlarmsConfig, Config, NatsConfig
 from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker
+from pipeline.log.unwritten import Unwritten
 from store import alarms, sql
 from store.alarms.checker import Checker
 from tests.store.alarms.kit import letters, steps
@@ -85,7 +86,7 @@ async def test_what_could_not_be_checked_neither_begins_nor_ends(
     told: list[AlarmChanged] = []
     async with Broker.connect(nats_config) as broker:
         checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
-        assert await checker._rebuild()
+        await checker._catch_up()
         found = [alarms.reading.Found("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
         await checker._apply(found, set())
         for _ in range(3):
@@ -97,3 +98,61 @@ async def test_what_could_not_be_checked_neither_begins_nor_ends(
         assert [e.state for e in told] == ["raised"], "one check without it is not its end"
         await checker._apply([], set())
     assert [e.state for e in told] == ["raised", "cleared"]
+
+
+async def test_two_stores_raise_and_end_an_alarm_once(nats_config: NatsConfig, tmp_path: Path) -> None:
+    """Both look at the same moment, each with a run directory of its own."""
+    told: list[AlarmChanged] = []
+    found = [alarms.reading.Found("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    async with Broker.connect(nats_config) as broker:
+        checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker, told.append) for name in "ab"]
+
+        async def at_once(present: list[alarms.reading.Found]) -> list[str]:
+            for checker in checkers:
+                await checker._catch_up()
+            async with anyio.create_task_group() as tg:
+                for checker in checkers:
+                    tg.start_soon(checker._apply, present, set())
+            return [r.event.state for r in await broker.read(AlarmChanged)]
+
+        for _ in range(3):
+            assert await at_once(found) == ["raised"]
+        for _ in range(4):
+            states = await at_once([])
+        assert states == ["raised", "cleared"]
+        assert await at_once(found) == ["raised", "cleared", "raised"]
+    assert [e.state for e in told] == ["raised", "cleared", "raised"]
+
+
+async def test_a_store_leaves_an_alarm_that_only_another_store_finds(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """Such as that of the other one's disk."""
+    told: list[AlarmChanged] = []
+    found = [alarms.reading.Found("log_full", "p", "", "disk", 0.95, 0.9, "full")]
+    async with Broker.connect(nats_config) as broker:
+        here, there = (Checker(Config(run_dir=str(tmp_path)), broker, told.append) for _ in range(2))
+        await here._catch_up()
+        await there._catch_up()
+        await here._apply(found, set())
+        for _ in range(3):
+            await there._catch_up()
+            await there._apply([], set())
+        assert [e.state for e in told] == ["raised"]
+        after = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+        await after._catch_up()
+        for _ in range(2):
+            await after._apply([], set())
+    assert [e.state for e in told] == ["raised", "cleared"], "the store that found it may be gone for good"
+
+
+async def test_events_that_wait_long_for_the_store_are_an_alarm(
+    nats_config: NatsConfig, running_store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def waiting(*_: object) -> list[Unwritten]:
+        return [Unwritten("store-rollouts", 0.75, "it waits")]
+
+    monkeypatch.setattr("pipeline.log.unwritten.UnwrittenEvents.found", waiting)
+    async with Broker.connect(nats_config) as broker, running_store(OFTEN):
+        (behind,) = await changes(broker, 1)
+    assert (behind.alarm, behind.about, behind.detail) == ("store_behind", "store-rollouts", "it waits")

@@ -1,4 +1,4 @@
-"""Each of the ten alarms holds for events that call for it, and for no others."""
+"""Each of the eleven alarms holds for events that call for it, and for no others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import AlarmsConfig, Config, VllmConfig
 from pipeline.events import Event
+from pipeline.log.unwritten import Unwritten
 from store import sql
 from store.alarms import ALARMS
 from store.alarms.docs import alarms_page, runnable
@@ -18,29 +19,36 @@ from tests.store.alarms.kit import CASES, REPLICA, SETTINGS, STEPS, anchors, let
 from tests.store.kit import fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
+LATE, SOON = Unwritten("store-rollouts", 0.51, "waits"), Unwritten("store-rollouts", 0.49, "waits")
 
 
-def found(folder: Path, name: str, events: list[Event], fills: tuple[Fill, ...] = ()) -> list[Found]:
+def found(
+    folder: Path,
+    name: str,
+    events: list[Event],
+    fills: tuple[Fill, ...] = (),
+    unwritten: tuple[Unwritten, ...] = (),
+) -> list[Found]:
     config = Config(
         run_dir=str(folder), alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",))
     )
     fill(folder, events)
     (folder / "store").mkdir(exist_ok=True)
     with sql.connect(config) as connection:
-        measured_tables(connection, config, fills)
+        measured_tables(connection, config, fills, unwritten)
         one = evaluate(connection, config, by_name()[name])
         assert one == [f for f in evaluate_all(connection, config) if f.alarm == name]
         return one
 
 
-def test_there_are_ten_and_each_has_its_cases() -> None:
-    assert len(ALARMS) == len(by_name()) == 10
+def test_there_are_eleven_and_each_has_its_cases() -> None:
+    assert len(ALARMS) == len(by_name()) == 11
     assert set(CASES) == set(by_name())
 
 
 @pytest.mark.parametrize("name", by_name())
 def test_an_alarm_holds_where_its_condition_does(name: str, tmp_path: Path) -> None:
-    (one,) = found(tmp_path, name, CASES[name][0], (FULL,))
+    (one,) = found(tmp_path, name, CASES[name][0], (FULL,), (LATE,))
     assert one.threshold == threshold(Config(), by_name()[name])
     assert one.detail
     assert one.value >= one.threshold or name in ("entropy_collapse", "judge_drift", "replica_behind")
@@ -48,7 +56,7 @@ def test_an_alarm_holds_where_its_condition_does(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", by_name())
 def test_and_does_not_hold_elsewhere(name: str, tmp_path: Path) -> None:
-    assert found(tmp_path, name, CASES[name][1], (ROOMY,)) == []
+    assert found(tmp_path, name, CASES[name][1], (ROOMY,), (SOON,)) == []
 
 
 @pytest.mark.parametrize("name", by_name())
@@ -69,6 +77,13 @@ def test_anchors_that_could_not_be_judged_are_drift(tmp_path: Path) -> None:
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
     disks = Fill("almost", "disk", 89, 100), Fill("full", "disk", 90, 100)
     assert [one.about for one in found(tmp_path, "log_full", [], disks)] == ["full"]
+
+
+def test_a_loss_and_a_wait_of_one_consumer_are_one_alarm(tmp_path: Path) -> None:
+    waiting = LATE, Unwritten("store-rollouts", 1.0, "lost"), Unwritten("store-groups", 0.6, "waits")
+    groups, rollouts = sorted(found(tmp_path, "store_behind", [], (), waiting), key=lambda one: one.about)
+    assert (groups.about, groups.detail) == ("store-groups", "waits")
+    assert (rollouts.about, rollouts.value, rollouts.detail) == ("store-rollouts", 1.0, "lost; waits")
 
 
 def test_few_long_runs_starve_nobody(tmp_path: Path) -> None:
@@ -93,7 +108,7 @@ def test_the_page_says_what_the_code_says() -> None:
     assert (FOLDER / "alarms.md").read_text("utf-8") == alarms_page(), "run `python -m store.docs`"
 
 
-@pytest.mark.parametrize("name", [n for n in by_name() if n != "log_full"])
+@pytest.mark.parametrize("name", [n for n in by_name() if n not in ("log_full", "store_behind")])
 def test_the_queries_of_the_page_run_as_they_are(name: str, tmp_path: Path) -> None:
     fill(
         tmp_path, CASES["dead_letters"][0] + CASES["sampler_mismatch"][0] + CASES["judge_drift"][0] + loads(1)
