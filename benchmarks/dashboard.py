@@ -51,7 +51,7 @@ def make_history(run_dir: Path, trajectories: int) -> None:
         _rollouts(lake, first, count, rng)
         _groups(lake, first, count)
         _steps(lake, first, count)
-    Path(lake.place.root, "made").write_text(str(trajectories))
+    Path(lake.storage.root, "made").write_text(str(trajectories))
 
 
 def _rollouts(lake: Lake, first: int, count: int, rng: np.random.Generator) -> None:

@@ -40,9 +40,9 @@ from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from store import columns, sql
-from store.commits import added
+from store.commits import add_action
 from store.lake import Lake, lake_in
-from store.upkeep import Upkeep
+from store.maintenance import Maintenance
 from tests.conftest import NatsServer
 
 RESULT = Path(__file__).parent / "results" / "store.json"
@@ -166,7 +166,7 @@ def compaction(run_dir: Path) -> dict[str, Any]:
     before = len(_files(run_dir))
     config = StoreConfig(compact_grace_s=0.0, compact_files=4)
     began = time.perf_counter()
-    Upkeep(lake_in(run_dir / "store"), config).once()
+    Maintenance(lake_in(run_dir / "store"), config).once()
     took = time.perf_counter() - began
     return {
         "files_before_compaction": before,
@@ -266,15 +266,15 @@ def start(run_dir: Path, files: int) -> dict[str, float]:
     """Seconds to open a lake whose exchanges are `files` (empty) files, and to commit once."""
     lake = lake_in(run_dir / "store")
     per_commit, at = 50_000, 1_700_000_000_000_000
-    Path(lake.place.uri(TAG)).mkdir(parents=True)
+    Path(lake.storage.uri(TAG)).mkdir(parents=True)
     for first in range(0, files, per_commit):
         actions = []
         for i in range(first, min(first + per_commit, files)):
             name = f"ROLLOUTS-{i * 100 + 1:012d}-{i * 100 + 100:012d}-{i:012x}.parquet"
-            Path(lake.place.key(TAG, name)).touch()
-            actions.append(added(name, 0, 100, (i * 100 + 1, i * 100 + 100), (at + i, at + i + 99)))
+            Path(lake.storage.key(TAG, name)).touch()
+            actions.append(add_action(name, 0, 100, (i * 100 + 1, i * 100 + 100), (at + i, at + i + 99)))
         lake.table(TAG).commit(actions, first * 100)
-    DeltaTable(lake.place.uri(TAG)).create_checkpoint()
+    DeltaTable(lake.storage.uri(TAG)).create_checkpoint()
     rows = columns.table(TAG, [exchange(0, np.random.default_rng(0))], [files * 100 + 1], [at * 2], [""])
     fresh = lake_in(run_dir / "store")
     began = time.perf_counter()

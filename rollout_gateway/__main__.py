@@ -8,7 +8,7 @@ from functools import partial
 
 from pipeline.running.service import main
 from rollout_gateway.service import check, serve
-from rollout_gateway.workers.siblings import Siblings
+from rollout_gateway.workers.group import WorkerGroup
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -17,11 +17,11 @@ if __name__ == "__main__":
     mine, settings = (
         parser.parse_known_args()
     )  # workers get the same settings, and a pipe of their own to report to
-    siblings = Siblings.of_worker(*mine.worker) if mine.worker else Siblings()
+    workers = WorkerGroup.join(*mine.worker) if mine.worker else WorkerGroup()
     main(
         "rollout_gateway",
-        partial(serve, siblings=siblings, command=(sys.executable, "-m", "rollout_gateway", *settings)),
+        partial(serve, workers=workers, command=(sys.executable, "-m", "rollout_gateway", *settings)),
         check,
         argv=[*settings, *(["--ready-fd", mine.ready_fd] if mine.ready_fd else [])],
-        **({"worker": siblings.number} if siblings.number else {}),
+        **({"worker": workers.number} if workers.number else {}),
     )

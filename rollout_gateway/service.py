@@ -36,16 +36,16 @@ from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.pool import checked_limits
 from rollout_gateway.http.server import run_server
-from rollout_gateway.serving.members import Members
+from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.policy_feed import PolicyFeed
-from rollout_gateway.serving.promotion import Promotion, shown_fields
+from rollout_gateway.serving.promotion import Promotion, feed_fields
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 from rollout_gateway.serving.server_key import api_key
+from rollout_gateway.workers.group import WorkerGroup
 from rollout_gateway.workers.owner import Owner
-from rollout_gateway.workers.siblings import Siblings
 
 log = get_logger("rollout_gateway")
 
@@ -101,18 +101,18 @@ def check(config: Config) -> None:
     api_key(config)
 
 
-async def serve(config: Config, ready: Ready, siblings: Siblings, command: Sequence[str]) -> None:
+async def serve(config: Config, ready: Ready, workers: WorkerGroup, command: Sequence[str]) -> None:
     """Serve until cancelled, in this process or, with `gateway.workers`, in several. `ready` is called once the gateway
     listens and knows the policies.
 
-    `siblings`: this process's place if it is a worker. `command` starts a gateway with these settings. Calls wait for
+    `workers`: this process's place if it is a worker. `command` starts a gateway with these settings. Calls wait for
     inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
-    if config.gateway.workers > 1 and not siblings.number:
+    if config.gateway.workers > 1 and not workers.number:
         check(config)
         with _listen(config.gateway.host, config.gateway.port) as listener:
             await Owner(config, listener, command).run(ready, _url(listener))
     else:
-        await _serve(share_limits(config), ready, siblings)
+        await _serve(share_limits(config), ready, workers)
 
 
 def _url(listener: socket.socket) -> str:
@@ -133,7 +133,7 @@ def share_limits(config: Config) -> Config:
     return with_values(config, {f"gateway.{name}": value for name, value in part.items()})
 
 
-async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
+async def _serve(config: Config, ready: Ready, workers: WorkerGroup) -> None:
     """Serve in this process: the connections that the owner of the port hands over, or those of a port of its own."""
     api_keys = ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
     origins = OriginPolicy(config.gateway)
@@ -143,9 +143,9 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
             "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",
         )
-    listener = siblings.connections or _listen(config.gateway.host, config.gateway.port)
+    listener = workers.connections or _listen(config.gateway.host, config.gateway.port)
     facts: dict[str, str | int] = (
-        {"url": _url(listener)} if isinstance(listener, socket.socket) else {"worker": siblings.number}
+        {"url": _url(listener)} if isinstance(listener, socket.socket) else {"worker": workers.number}
     )
     async with Broker.connect(config.nats, name="gateway") as broker:
         policies = Policies(config.project, (m.name for m in config.models), trust)
@@ -162,9 +162,9 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
             forget_s=config.gateway.groups_ahead_s,
         )
         await pacing.rebuild()
-        members = Members(config, broker, policies, fleet, new_id("gw"))
+        members = Membership(config, broker, policies, fleet, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
-        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, siblings), LogHealth()
+        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, workers), LogHealth()
         calls = CallHandler(config.gateway, fleet, router)
         detector = None
         if config.gateway.detection.enabled:
@@ -172,12 +172,12 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
             calls.on_answered.append(detector.answered)
         identity = Identity(config.project, api_keys, registry, router, detector)
         trajectories = TrajectoryRoutes(
-            config.project, config.gateway, policies, registry, router, pacing, origins, siblings
+            config.project, config.gateway, policies, registry, router, pacing, origins, workers
         )
         controllers = (
             trajectories,
             GroupRoutes(broker, registry, policies, trajectories),
-            ModelRoutes(policies, fleet, router, promotion, feed, log_health, siblings),
+            ModelRoutes(policies, fleet, router, promotion, feed, log_health, workers),
             EvaluationRoutes(config.project, broker, policies),
             AuxiliaryRoutes(fleet, router, identity),
         )
@@ -189,14 +189,14 @@ async def _serve(config: Config, ready: Ready, siblings: Siblings) -> None:
             if isinstance(event, CheckpointPublished):
                 pacing.done(event.model, event.groups, recorded.place.at)
             metrics.loads += isinstance(event, PolicyLoaded)
-            feed.broadcast(wire_name(event), shown_fields(event))
+            feed.broadcast(wire_name(event), feed_fields(event))
 
         def discarded(event: GroupDiscarded) -> None:
-            feed.broadcast(wire_name(event), shown_fields(event))
+            feed.broadcast(wire_name(event), feed_fields(event))
 
         try:
             async with anyio.create_task_group() as tg:
-                tg.start_soon(siblings.run)
+                tg.start_soon(workers.run)
                 tg.start_soon(members.run)
                 tg.start_soon(log_health.run, broker)
                 tg.start_soon(api_keys.watch)

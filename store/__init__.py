@@ -2,24 +2,24 @@
 
 | module or room | what lives there |
 | --- | --- |
-| `service` | the service: a writer for each consumer, upkeep |
-| `writer` | one consumer to the lake: decode, commit, then acknowledge |
-| `columns` | events to Arrow tables |
-| `rebuild` | events from Parquet |
-| `lake` | the tables of all tags, ready to be written or read |
-| `table` | one tag's Delta table: commits, and what it holds already |
-| `commits` | the parts of a commit, and what the journal says |
-| `place` | a folder or object storage; the store's errors |
-| `upkeep` | merges files, deletes old ones, makes checkpoints |
-| `healing` | finds and undoes what a power cut did |
+| `service` | the service: a writer for each consumer, maintenance, curves, alarms |
+| `writer` | writes the events of one consumer: decode, commit, then acknowledge |
+| `columns` | converts events to Arrow tables |
+| `rebuild` | converts Parquet rows back to events |
+| `lake` | the Delta tables of all event tags |
+| `table` | the Delta table of one tag: commits, and which events it holds |
+| `commits` | builds and reads Delta commits |
+| `storage` | a local folder or object storage; the store's errors |
+| `maintenance` | merges files, deletes old ones, makes checkpoints |
+| `recovery` | finds what a power cut did to a table |
 | `repair` | writes the events of damaged files again from the log |
-| `older` | takes over the files of stores from before Delta Lake |
+| `legacy` | reads and imports stores from before Delta Lake |
 | `views` | the documented views |
 | `sql` | DuckDB over the lake; `journeyman sql` |
 | `replay` | `journeyman replay`: groups of the history on a branch |
 | `diff` | `journeyman diff`: two sets of verdicts compared |
 | `curves` | JSONL and TensorBoard files of the training steps |
-| `alarms` | conditions that an operator should know of |
+| `alarms` | conditions that are reported to an operator |
 | `dashboard` | web pages over the history; `journeyman ui` |
 | `show` | one trajectory or group as text |
 | `watch` | the live view in the terminal; `journeyman watch` |

@@ -1,7 +1,7 @@
-"""Events to Arrow tables.
+"""Converts events to Arrow tables.
 
-Events hold token ids, logprobs and masks as packed arrays. A list column is made by joining the packed bytes of
-all rows and counting their lengths, so that no token becomes a Python number.
+Events hold token ids, logprobs and masks as packed arrays. A list column is built from the joined bytes of all rows and
+their lengths, so that no token becomes a Python number.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _SQL = {
 
 
 class UnstorableError(ValueError):
-    """An event that can be decoded and fits no table, for example because a packed array has half an item."""
+    """An event can be decoded but does not fit its table, for example because a packed array ends within an item."""
 
 
 @functools.cache
 def arrow_type(column: Column) -> pa.DataType:
-    """The Arrow type of a column; list items are never null."""
+    """Return the Arrow type of a column. Items of packed lists are never null."""
     if column.kind in schema.PACKED:
         return pa.list_(pa.field("item", _ITEMS[schema.PACKED[column.kind]], nullable=False))
     if column.kind == "list":
@@ -79,13 +79,14 @@ def sql_type(column: Column) -> str:
 
 @functools.cache
 def arrow_schema(tag: str) -> pa.Schema:
-    """The Arrow schema of a tag. Every column is nullable, as older files lack newer columns."""
+    """Return the Arrow schema of a tag. Every column is nullable because older files lack newer columns."""
     return pa.schema([pa.field(c.name, arrow_type(c)) for c in schema.tables()[tag]])
 
 
 def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
-    """A list column from packed arrays of `dtype`, one per row. Raises `UnstorableError` where an array ends within
-    an item."""
+    """Return a list column made from packed arrays of `dtype`, one per row.
+
+    Raises `UnstorableError` if an array ends within an item."""
     size = np.dtype(dtype).itemsize
     lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
     if size > 1 and (lengths % size).any():
@@ -99,7 +100,7 @@ def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
 
 
 def _text(values: Sequence[bytes]) -> pa.Array:
-    """UTF-8 bytes as text. Bytes that are not UTF-8 are replaced, so that the event can be stored."""
+    """Return UTF-8 bytes as text. Invalid bytes are replaced, so that the event can be stored."""
     try:
         return pa.array(values, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
@@ -107,7 +108,7 @@ def _text(values: Sequence[bytes]) -> pa.Array:
 
 
 def _plain(value: Any) -> Any:
-    """A value inside an event in the form that pyarrow takes: structs as dicts, maps as pairs."""
+    """Convert a value inside an event to the form that pyarrow accepts: structs to dicts, maps to lists of pairs."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, tuple):
@@ -138,9 +139,9 @@ def _builders(tag: str) -> tuple[tuple[str, Callable[[list[Any]], pa.Array]], ..
 def table(
     tag: str, rows: Sequence[AnyEvent], seqs: Sequence[int], ats: Sequence[int], traces: Sequence[str]
 ) -> pa.Table:
-    """Events of one tag as a table, with their stream sequences, stream times (microseconds) and trace parents.
+    """Return events of one tag as a table, with their stream sequences, stream times (microseconds) and trace parents.
 
-    Raises `UnstorableError` where a row does not fit; `fits` tells which."""
+    Raises `UnstorableError` if a row does not fit; `why_unstorable` tells for each event."""
     arrays = [pa.array(seqs, pa.int64()), pa.array(ats, pa.timestamp("us")), pa.array(traces, pa.string())]
     try:
         for name, build in _builders(tag):
@@ -150,8 +151,8 @@ def table(
     return pa.Table.from_arrays(arrays, schema=arrow_schema(tag))
 
 
-def fits(event: AnyEvent) -> str:
-    """Why `event` can't be stored; empty where it can."""
+def why_unstorable(event: AnyEvent) -> str:
+    """Return why `event` can't be stored; empty if it can."""
     try:
         table(events.wire_name(event), [event], [0], [0], [""])
     except UnstorableError as error:
@@ -160,7 +161,7 @@ def fits(event: AnyEvent) -> str:
 
 
 def conform(tag: str, table: pa.Table) -> pa.Table:
-    """The rows of an older file with the columns of the current schema; columns that the file lacks are null."""
+    """Return the rows of an older file with the columns of the current schema. Columns that the file lacks are null."""
     arrays = [
         table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(table.num_rows, f.type)
         for f in arrow_schema(tag)
@@ -169,7 +170,7 @@ def conform(tag: str, table: pa.Table) -> pa.Table:
 
 
 def split_columns(tag: str) -> tuple[list[str], list[str]]:
-    """Parquet leaf paths to write byte-stream-split (packed numbers), and those to dictionary-encode (short text)."""
+    """Return the Parquet leaf paths to encode as byte-stream-split (packed numbers) and as dictionary (short text)."""
     split, dictionary = [], []
     for column in schema.tables()[tag]:
         if column.kind in ("list<int32>", "list<float32>"):

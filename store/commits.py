@@ -1,5 +1,7 @@
-"""The parts of a commit of a Delta table: its actions, its transaction, the table's properties, and what its journal
-says."""
+"""Builds and reads commits of a Delta table: actions, transaction ids, table properties, the journal.
+
+The journal is Delta's transaction log: one JSON file per commit in the folder `_delta_log`, and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +20,47 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 from pipeline import streams
 from pipeline.config import StoreConfig
 from store import columns
-from store.place import LOG, Place
+from store.storage import LOG, Storage
 
 NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
-"""Checkpoints are made by `store.upkeep`, which syncs them."""
+"""Switches off the checkpoints that delta-rs makes after a commit. `store.maintenance` makes them, because it also
+calls fsync."""
 
 _EPOCH = datetime(1970, 1, 1)
-_LOG_KEPT = "interval 1 hours"
+_JOURNAL_KEPT = "interval 1 hours"
+"""How long commits are kept that a checkpoint covers."""
 
 
-def transaction(tag: str) -> str:
-    """The application id under which a tag's events are committed: its consumer and partition."""
+def transaction_id(tag: str) -> str:
+    """Return the application id under which a tag's events are committed: `<consumer>/<partition>`."""
     return f"store-{streams.stream_of_subject(tag).lower()}/0"
 
 
-def file_name(tag: str, table: pa.Table) -> str:
-    """A name that no other file has; its sequences are for people."""
+def file_name_of_rows(tag: str, table: pa.Table) -> str:
+    """Return a new unique file name for these rows."""
     seqs = table["log_seq"].to_numpy()
-    return name_of(tag, int(seqs.min()), int(seqs.max()))
+    return file_name(tag, int(seqs.min()), int(seqs.max()))
 
 
-def name_of(tag: str, first: int, last: int) -> str:
-    """A name that no other file has, for a file of these sequences."""
+def file_name(tag: str, first: int, last: int) -> str:
+    """Return a new unique name for a file that holds sequences from `first` to `last`. Only people read the sequences
+    in it."""
     return f"{streams.stream_of_subject(tag)}-{first:012d}-{last:012d}-{uuid.uuid4().hex[:12]}.parquet"
 
 
-def add_action(name: str, size: int, table: pa.Table) -> AddAction:
-    """The action that adds a file with these rows."""
+def add_action_of_rows(name: str, size: int, table: pa.Table) -> AddAction:
+    """Return the action that adds a file of these rows. `size`: of the file in bytes."""
     seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-    return added(name, size, table.num_rows, (seqs.min(), seqs.max()), (ats.min(), ats.max()))
+    return add_action(name, size, table.num_rows, (seqs.min(), seqs.max()), (ats.min(), ats.max()))
 
 
-def added(
+def add_action(
     name: str, size: int, rows: int, seqs: tuple[int, int], ats: tuple[int, int], *, merged: bool = False
 ) -> AddAction:
-    """The action that adds a file, with the lowest and highest sequence and stream time (microseconds) in it."""
+    """Return the action that adds a file of `rows` rows and `size` bytes.
+
+    `seqs`, `ats`: lowest and highest sequence and stream time (microseconds) in the file. `merged`: its rows were in
+    other files of the table."""
     low, high = ({"log_seq": int(s), "log_at": _time(int(at))} for s, at in zip(seqs, ats, strict=True))
     stats = {
         "numRecords": rows,
@@ -63,10 +71,13 @@ def added(
     return AddAction(name, size, {}, int(time.time() * 1000), not merged, json.dumps(stats))
 
 
-def adopted(place: Place, tag: str, name: str, size: int, *, merged: bool = False) -> tuple[AddAction, int]:
-    """The action that adds an existing file, by its footer, and the highest sequence in it. `merged`: its rows were in
-    other files. Raises `DamagedFileError`."""
-    footer = place.footer(tag, name)
+def add_action_of_file(
+    storage: Storage, tag: str, name: str, size: int, *, merged: bool = False
+) -> tuple[AddAction, int]:
+    """Return the action that adds an existing file, made from the file's footer, and the highest sequence in the file.
+
+    `merged`: its rows were in other files of the table. Raises `DamagedFileError`."""
+    footer = storage.footer(tag, name)
     paths = [footer.row_group(0).column(i).path_in_schema for i in range(footer.num_columns)]
     seq, at = (
         [footer.row_group(i).column(paths.index(column)).statistics for i in range(footer.num_row_groups)]
@@ -74,22 +85,27 @@ def adopted(place: Place, tag: str, name: str, size: int, *, merged: bool = Fals
     )
     seqs = min(s.min for s in seq), max(s.max for s in seq)
     ats = min(_micros(s.min) for s in at), max(_micros(s.max) for s in at)
-    return added(name, size, footer.num_rows, seqs, ats, merged=merged), seqs[1]
+    return add_action(name, size, footer.num_rows, seqs, ats, merged=merged), seqs[1]
 
 
-def removed(name: str, *, merged: bool = False) -> RemoveAction:
-    """The action that removes a file; `vacuum` deletes it later. `merged`: its rows stay, in another file."""
+def remove_action(name: str, *, merged: bool = False) -> RemoveAction:
+    """Return the action that removes a file from the table. `vacuum` deletes the file later. `merged`: another file
+    holds its rows."""
     return RemoveAction(name, not merged, int(time.time() * 1000))
 
 
-def create(place: Place, tag: str, actions: Iterable[AddAction], last: int, config: StoreConfig) -> None:
-    """Create a table that holds files, in one commit. Raises `CommitFailedError` if another process was first."""
+def create_table(
+    storage: Storage, tag: str, actions: Iterable[AddAction], last: int, config: StoreConfig
+) -> None:
+    """Create a table and add files to it, in one commit. `last`: the highest sequence in the files.
+
+    Raises `CommitFailedError` if another process has created the table."""
     schema = Schema.from_arrow(columns.arrow_schema(tag))
     try:
         create_table_with_add_actions(
-            place.uri(tag), schema, list(actions), name=tag, configuration=settings(config),
-            storage_options=place.options,
-            commit_properties=CommitProperties(app_transactions=[Transaction(transaction(tag), last)]),
+            storage.uri(tag), schema, list(actions), name=tag, configuration=table_properties(config),
+            storage_options=storage.options,
+            commit_properties=CommitProperties(app_transactions=[Transaction(transaction_id(tag), last)]),
             post_commithook_properties=NO_HOOKS,
         )  # fmt: skip
     except DeltaError as error:
@@ -98,28 +114,29 @@ def create(place: Place, tag: str, actions: Iterable[AddAction], last: int, conf
         raise
 
 
-def settings(config: StoreConfig) -> dict[str, str]:
-    """The properties of a table."""
+def table_properties(config: StoreConfig) -> dict[str, str]:
+    """Return the Delta properties of a table: how long deleted files and old commits are kept."""
     grace_s = max(0, int(config.compact_grace_s))
     return {
         "delta.deletedFileRetentionDuration": f"interval {grace_s} seconds",
-        "delta.logRetentionDuration": _LOG_KEPT,
+        "delta.logRetentionDuration": _JOURNAL_KEPT,
     }
 
 
-def journal_of(place: Place, tag: str, version: int) -> list[dict[str, Any]]:
-    """The actions of a commit; none where it was cleaned up. Raises `ValueError` where it was cut."""
+def read_commit(storage: Storage, tag: str, version: int) -> list[dict[str, Any]]:
+    """Return the actions of a commit; none if the commit was cleaned up. Raises `ValueError` if its file is
+    truncated."""
     try:
-        with place.files.open_input_file(place.key(tag, f"{LOG}/{version:020d}.json")) as file:
+        with storage.files.open_input_file(storage.key(tag, f"{LOG}/{version:020d}.json")) as file:
             return [json.loads(line) for line in file.read().splitlines() if line.strip()]
     except FileNotFoundError:
         return []
 
 
-def last_checkpoint(place: Place, tag: str) -> int:
-    """The version of the newest checkpoint; -1 where there is none."""
+def last_checkpoint(storage: Storage, tag: str) -> int:
+    """Return the version of the newest checkpoint; -1 if there is none."""
     try:
-        with place.files.open_input_file(place.key(tag, f"{LOG}/_last_checkpoint")) as file:
+        with storage.files.open_input_file(storage.key(tag, f"{LOG}/_last_checkpoint")) as file:
             return int(json.loads(file.read())["version"])
     except (FileNotFoundError, ValueError, KeyError):
         return -1

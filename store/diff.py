@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pipeline.config import ConfigError
 from pipeline.running.runs import run_settings
 from store import sql
-from store.place import StoreError
+from store.storage import StoreError
 
 TOLERANCE = 1e-6
 """Rewards closer than this are equal, as in training."""

@@ -1,4 +1,4 @@
-"""Events from Parquet, equal to the events that were stored. `journeyman replay` reads history through it."""
+"""Converts Parquet rows back to the events that were stored. `journeyman replay` reads history through it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _micros(value: datetime) -> int:
 
 
 def events(cls: type[E], table: pa.Table) -> list[E]:
-    """The rows of a tag's table as events. A null, which a file older than the field has, gives the field's default."""
+    """Return the rows of a tag's table as events. A null becomes the field's default: the file is older than the
+    field."""
     columns = schema.columns(cls)
     rows = table.select([c.name for c in columns]).to_pylist()
     return [
@@ -55,7 +56,7 @@ def events(cls: type[E], table: pa.Table) -> list[E]:
 
 
 def trajectory(connection: duckdb.DuckDBPyConnection, project: str, name: str) -> Iterator[Event]:
-    """The events of a trajectory in their order: opened, exchanges, completed."""
+    """Yield the events of the trajectory `name`: opened, exchanges in order, completed."""
     for cls, order in (
         (TrajectoryOpened, "log_seq"),
         (ExchangeRecorded, "seq, choice"),

@@ -32,7 +32,7 @@ from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
 from store import rebuild, sql
-from store.place import StoreError
+from store.storage import StoreError
 
 
 @dataclass(frozen=True)

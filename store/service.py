@@ -1,7 +1,7 @@
-"""The store service: a writer for each of the store's consumers, all into one lake, upkeep, curves, and the alarms.
+"""The store service. It runs one writer per consumer, all into one lake, table maintenance, curves and alarms.
 
-Any number of store processes may write into one lake. Those of one run directory agree by a file lock on who writes its
-curves and checks its alarms; when that process ends, another goes on."""
+Any number of store processes may write into one lake. Of those that share a run directory, the one that holds a file
+lock writes the curves and checks the alarms. When it ends, another one gets the lock and continues."""
 
 from __future__ import annotations
 
@@ -19,57 +19,60 @@ from store.alarms.webhook import Webhook, webhook_url
 from store.curves.task import Curves
 from store.curves.trackers import check_trackers
 from store.lake import Lake, open_lake
-from store.place import open_place
+from store.maintenance import Maintenance
 from store.repair import repair
+from store.storage import open_storage
 from store.table import LakeError
-from store.upkeep import Upkeep
 from store.writer import Writer, store_consumers
 
 log = get_logger("store.service")
 
-_ASK_S = 2.0
-"""Pause between two questions whether another process still holds the run directory's lock."""
+_LOCK_RETRY_S = 2.0
+"""Pause between two attempts to get the lock of the run directory."""
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if `store.dir` names no place, `alarms.webhook` no address, or `curves.trackers` a library
-    that is not installed."""
-    open_place(config)
+    """Raise `ConfigError` if `store.dir` names no bucket, `alarms.webhook` is no URL, or `curves.trackers` names a
+    library that is not installed."""
+    open_storage(config)
     webhook_url(config)
     check_trackers(config)
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Write the log to the lake until cancelled; `ready` is called once all consumers are followed."""
+    """Write the events of the log to the lake until cancelled. `ready` is called once all writers receive events."""
     lake = open_lake(config)
     async with Broker.connect(config.nats, name="store") as broker:
         await _open(lake, broker)
         async with anyio.create_task_group() as tg:
             for spec in store_consumers():
                 await tg.start(Writer(broker, lake, config.store, spec).run)
-            tg.start_soon(Upkeep(lake, config.store).run)
-            tg.start_soon(_for_the_run, config, broker)
+            tg.start_soon(Maintenance(lake, config.store).run)
+            tg.start_soon(_serve_run_directory, config, broker)
             ready(folder=str(lake))
 
 
 async def _open(lake: Lake, broker: Broker) -> None:
-    """Open the lake and repair what is damaged. A lake that is away is opened when the first events are written."""
+    """Open the lake and repair damaged files. If the lake can't be reached, it is opened when the first events are
+    written."""
     try:
         if damaged := await anyio.to_thread.run_sync(lake.open):
             await repair(broker, lake, damaged)
     except LakeError as error:
-        if not lake.place.is_retryable(error):
+        if not lake.storage.is_retryable(error):
             raise
-        log.warning("the lake is away", folder=str(lake), why=str(error))
+        log.warning(
+            "the lake can't be reached; events stay on the log until it can", folder=str(lake), why=str(error)
+        )
 
 
-async def _for_the_run(config: Config, broker: Broker) -> None:
-    """Write the curves and check the alarms of the run directory, once no other process does."""
+async def _serve_run_directory(config: Config, broker: Broker) -> None:
+    """Wait for the lock of the run directory, then write its curves and check its alarms until cancelled."""
     path = config.path("store.lock")
     await anyio.to_thread.run_sync(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     with path.open("w") as file:
-        while not _locked(file.fileno()):  # noqa: ASYNC110 - a file lock can only be asked for
-            await anyio.sleep(_ASK_S)
+        while not _try_lock(file.fileno()):  # noqa: ASYNC110 - no event tells that a file lock is free
+            await anyio.sleep(_LOCK_RETRY_S)
         webhook = Webhook(config)
         async with anyio.create_task_group() as tg:
             if config.curves.enabled:
@@ -78,7 +81,7 @@ async def _for_the_run(config: Config, broker: Broker) -> None:
             tg.start_soon(Checker(config, broker, webhook.send).run)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

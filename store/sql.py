@@ -27,7 +27,7 @@ from pipeline.events import schema
 from pipeline.running.runs import run_settings
 from store import columns
 from store.lake import Lake, open_lake
-from store.place import StoreError
+from store.storage import StoreError
 from store.views import VIEWS
 
 _CELL_WIDTH = 60
@@ -64,7 +64,7 @@ def show(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[str, lis
     `shown`: the files of each tag that an earlier call showed, which is updated. Tags whose files are the same are
     left as they are. Raises `DamagedFileError`."""
     if not shown:
-        lake.place.attach(connection)
+        lake.storage.attach(connection)
         # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
         for tag in schema.tables():
             connection.execute(_view(tag, _nothing(tag)))
@@ -99,7 +99,7 @@ def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Se
 
     A column that the files hold with its type is read as it is: DuckDB's optimizer then knows its statistics. Behind a
     union or a cast it does not, and it reads whole tables to find a few rows."""
-    files = ", ".join(_quoted(lake.place.url(tag, name)) for name in names)
+    files = ", ".join(_quoted(lake.storage.url(tag, name)) for name in names)
     read = f"FROM read_parquet([{files}], union_by_name = true)"
     held = _types(connection, read)
     chosen = []

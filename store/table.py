@@ -37,48 +37,51 @@ from pipeline.config import StoreConfig
 from store import columns
 from store.commits import (
     NO_HOOKS,
-    add_action,
-    create,
-    file_name,
-    journal_of,
+    add_action_of_rows,
+    create_table,
+    file_name_of_rows,
     last_checkpoint,
-    removed,
-    transaction,
+    read_commit,
+    remove_action,
+    transaction_id,
 )
-from store.place import LOG, Place
+from store.storage import LOG, Storage
 
 Ints = npt.NDArray[np.int64]
 
 LakeError = (OSError, DeltaError)
-"""What a read or a commit raises when its place fails."""
+"""The errors of a read or a commit when the storage fails."""
 
-_REMOVING = "store-upkeep"
-"""The transaction of every commit that removes files. delta-rs 1.6 lets two commits that remove the same files both
-pass, which doubles the rows of a merge; it refuses the second one if both set the same transaction."""
+_REMOVAL_TRANSACTION = "store-upkeep"
+"""Application id of the transaction that every commit sets that removes files. Without it, delta-rs 1.6 accepts two
+commits that remove the same files, which doubles the rows of a merge. It refuses the second one if both set the same
+transaction."""
 
 _ATTEMPTS = 20
-_COARSE_US = 1_000
-"""delta-rs cuts times in statistics to milliseconds."""
-_TRUSTED_S = 600.0
-"""A commit is trusted if its snapshot was younger: well below `_LOG_KEPT`."""
+_STATISTICS_US = 1_000
+"""Precision of times in file statistics: delta-rs truncates them to milliseconds."""
+_SNAPSHOT_MAX_AGE_S = 600.0
+"""A commit against an older snapshot is checked again: commits since that snapshot may have been cleaned up, so that
+delta-rs did not compare with them. Well below the time for which the journal is kept (`store.commits`)."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a table at one version, as columns."""
+    """The files of a table at one version. Each field has one item per file."""
 
     names: list[str]
     sizes: Ints
     rows: Ints
     first: Ints
-    """Lowest sequence of each."""
+    """Lowest sequence in the file."""
     last: Ints
+    """Highest sequence in the file."""
     oldest: Ints
-    """Lowest stream time of each in microseconds; may be up to a millisecond too low."""
+    """Lowest stream time in the file in microseconds; may be up to a millisecond too low."""
     newest: Ints
-    """Highest stream time of each; may be up to a millisecond too low."""
+    """Highest stream time in the file in microseconds; may be up to a millisecond too low."""
     changed: Ints
-    """When each was written, milliseconds since the epoch."""
+    """When the file was written, in milliseconds since the epoch."""
 
     @classmethod
     def of(cls, delta: DeltaTable) -> Files:
@@ -99,22 +102,22 @@ class Files:
 
 
 class EventTable:
-    """One tag's table. Safe to use from several threads."""
+    """The table of one event tag. Safe to use from several threads."""
 
-    def __init__(self, place: Place, tag: str, config: StoreConfig | None = None) -> None:
-        self.place, self.tag = place, tag
+    def __init__(self, storage: Storage, tag: str, config: StoreConfig | None = None) -> None:
+        self.storage, self.tag = storage, tag
         self._config = config or StoreConfig()
         self._lock = threading.RLock()
         self._delta: DeltaTable | None = None
         self._files: Files | None = None
         self._read_at = 0.0
-        """When the snapshot was read last, seconds since the epoch."""
+        """When `_delta` was last updated, in seconds since the epoch."""
         self._durable = -1
-        """Commits up to this version are on the disk."""
+        """Newest version that is known to survive a power cut; -1 if none is known."""
         self._places = functools.lru_cache(maxsize=8)(self._read_places)
 
     def snapshot(self) -> DeltaTable | None:
-        """The table at its newest version; `None` where nothing was ever committed. Raises `LakeError`."""
+        """Read and return the table's newest version; `None` if nothing was ever committed. Raises `LakeError`."""
         with self._lock:
             version = -1 if self._delta is None else self._delta.version()
             self._delta = self._newest()
@@ -129,14 +132,14 @@ class EventTable:
                 self._delta.update_incremental()
                 return self._delta
             except DeltaError:
-                pass  # its next commits may be in a checkpoint only
+                pass  # the next commits were cleaned up and are in a checkpoint: read the table from the start
         try:
-            return DeltaTable(self.place.uri(self.tag), storage_options=self.place.options)
+            return DeltaTable(self.storage.uri(self.tag), storage_options=self.storage.options)
         except TableNotFoundError:
             return None
 
     def files(self) -> Files | None:
-        """The files of the newest version; `None` where nothing was ever committed. Raises `LakeError`."""
+        """Return the files of the newest version; `None` if nothing was ever committed. Raises `LakeError`."""
         with self._lock:
             delta = self.snapshot()
             if delta is not None and self._files is None:
@@ -144,55 +147,55 @@ class EventTable:
             return self._files
 
     def schema(self) -> pa.Schema:
-        """The columns of the snapshot that was read last."""
+        """Return the schema of the last snapshot. One must have been read."""
         assert self._delta is not None
         return pa.schema(self._delta.schema())
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def append(self, table: pa.Table) -> int:
-        """Commit those rows of `table` that no file holds. They are durable on return. Returns their number.
+        """Commit those rows of `table` that no file holds, durably. Return their number.
 
-        Raises `LakeError`. The rows may be committed nevertheless; to repeat the call is safe."""
+        Raises `LakeError`. Even then the rows may have been committed; the call can be repeated."""
         with self._lock:
             written: tuple[str, int, int] | None = None
             failed: DeltaError | None = None
             for _ in range(_ATTEMPTS):
-                fresh = self.without_held(table)
+                fresh = self.missing_rows(table)
                 if not fresh.num_rows:
                     self.make_durable()
                     return written[2] if written else 0
                 if written is None or written[2] != fresh.num_rows:
-                    name = file_name(self.tag, fresh)
-                    written = name, self.place.write(self.tag, name, [fresh]), fresh.num_rows
+                    name = file_name_of_rows(self.tag, fresh)
+                    written = name, self.storage.write(self.tag, name, [fresh]), fresh.num_rows
                     crash.point("store.before_commit")
-                    continue  # the newest snapshot leaves other writers least time
+                    continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
                 try:
-                    self.commit([add_action(written[0], written[1], fresh)], int(_highest(fresh)))
+                    self.commit([add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)))
                 except CommitFailedError as error:
                     failed = error
                     continue
-                if time.time() - self._read_at < _TRUSTED_S:
+                if time.time() - self._read_at < _SNAPSHOT_MAX_AGE_S:
                     return int(fresh.num_rows)
-                self._delta = (
-                    None  # it slept so long that its commit may have taken the place of one cleaned up
-                )
+                # The process was suspended for so long that its commit may reuse the number of one that was cleaned
+                # up. Read the table from the start and see whether the rows are in it.
+                self._delta = None
             assert failed is not None
             raise failed
 
     def replace(self, name: str, table: pa.Table | None) -> int:
-        """Take the file `name` out of the table and commit those rows of `table` that no other file holds, at once.
-        Returns their number. Raises `LakeError`."""
+        """In one commit, remove the file `name` and add those rows of `table` that no other file holds. Return their
+        number. Raises `LakeError`."""
         with self._lock:
             while True:
                 files = self.files()
-                fresh = None if table is None else self.without_held(table, but=name)
+                fresh = None if table is None else self.missing_rows(table, but=name)
                 actions: list[AddAction | RemoveAction] = []
                 if files is not None and name in files.names:
-                    actions.append(removed(name))
+                    actions.append(remove_action(name))
                 if fresh is not None and fresh.num_rows:
-                    new = file_name(self.tag, fresh)
-                    actions.append(add_action(new, self.place.write(self.tag, new, [fresh]), fresh))
+                    new = file_name_of_rows(self.tag, fresh)
+                    actions.append(add_action_of_rows(new, self.storage.write(self.tag, new, [fresh]), fresh))
                 if actions:
                     try:
                         self.commit(
@@ -203,15 +206,15 @@ class EventTable:
                 return int(fresh.num_rows) if fresh is not None else 0
 
     def commit(self, actions: Sequence[AddAction | RemoveAction], last: int | None = None) -> None:
-        """Commit actions against the snapshot that was read last. Creates the table where there is none.
+        """Commit actions against the last snapshot. Creates the table if it does not exist.
 
         `last`: the highest sequence of the new rows, to which the partition's transaction is set if that is higher.
         Raises `CommitFailedError` if another process has committed new rows since the snapshot while these actions add
         some, or removed files while these remove some."""
-        app_id, read_at = transaction(self.tag), self._read_at
+        app_id, read_at = transaction_id(self.tag), self._read_at
         if self._delta is None:
-            create(
-                self.place,
+            create_table(
+                self.storage,
                 self.tag,
                 [a for a in actions if isinstance(a, AddAction)],
                 last or 0,
@@ -222,7 +225,7 @@ class EventTable:
             if last is not None:
                 moved.append(Transaction(app_id, max(last, self._delta.transaction_version(app_id) or 0)))
             if any(isinstance(a, RemoveAction) for a in actions):
-                moved.append(Transaction(_REMOVING, self._delta.version() + 1))
+                moved.append(Transaction(_REMOVAL_TRANSACTION, self._delta.version() + 1))
             self._delta.create_write_transaction(
                 list(actions), "append", self._delta.schema(),
                 commit_properties=CommitProperties(app_transactions=moved), post_commithook_properties=NO_HOOKS,
@@ -233,10 +236,10 @@ class EventTable:
         self.make_durable()
 
     def remove(self, names: Sequence[str]) -> None:
-        """Take files out of the table. Raises `LakeError`."""
+        """Remove files from the table. Raises `LakeError`."""
         with self._lock:
             self.snapshot()
-            self.commit([removed(name) for name in names])
+            self.commit([remove_action(name) for name in names])
 
     def sync(self) -> None:
         """Read the newest snapshot and make it durable. Raises `LakeError`."""
@@ -245,26 +248,26 @@ class EventTable:
             self.make_durable()
 
     def make_durable(self) -> None:
-        """Sync the commits up to the snapshot that was read last, and the files that they add, whoever wrote them."""
-        if self._delta is None or not self.place.needs_sync:
+        """Call fsync for all commits up to the last snapshot and the files that they add, including those of other
+        processes."""
+        if self._delta is None or not self.storage.needs_sync:
             return
         version = self._delta.version()
         if self._durable < 0:
-            self._durable = last_checkpoint(
-                self.place, self.tag
-            )  # what it covers was synced before it was made
+            # The commits that a checkpoint covers were synced before it was made.
+            self._durable = last_checkpoint(self.storage, self.tag)
         for at in range(self._durable + 1, version + 1):
             journal = f"{LOG}/{at:020d}.json"
-            names = [a["add"]["path"] for a in journal_of(self.place, self.tag, at) if "add" in a]
-            self.place.make_durable(self.tag, [*names, journal])
+            names = [a["add"]["path"] for a in read_commit(self.storage, self.tag, at) if "add" in a]
+            self.storage.make_durable(self.tag, [*names, journal])
         self._durable = version
 
-    def evolve(self) -> None:
-        """Add the columns and fields that this version's schema has and the table lacks. Raises `LakeError`."""
+    def add_missing_columns(self) -> None:
+        """Add the columns and struct fields that events have today and the table lacks. Raises `LakeError`."""
         with self._lock:
             wanted = columns.arrow_schema(self.tag)
             while (delta := self.snapshot()) is not None and not covers(pa.schema(delta.schema()), wanted):
-                with contextlib.suppress(CommitFailedError):  # another store did it
+                with contextlib.suppress(CommitFailedError):  # another process did it
                     write_deltalake(
                         delta,
                         wanted.empty_table(),
@@ -276,21 +279,23 @@ class EventTable:
                 self.snapshot()
                 self.make_durable()
 
-    # -- what is held ----------------------------------------------------------------------------------------------
+    # -- rows that files hold ------------------------------------------------------------------------------------------
 
-    def without_held(self, table: pa.Table, but: str = "") -> pa.Table:
-        """The rows of `table` that no file of the newest version, `but` one, holds. Raises `LakeError`."""
+    def missing_rows(self, table: pa.Table, but: str = "") -> pa.Table:
+        """Return the rows of `table` that no file of the newest version holds. The file `but` is not searched.
+
+        Raises `LakeError`."""
         while True:
             try:
-                held = self._held(
+                held = self._stored(
                     table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy(), but
                 )
             except FileNotFoundError:
-                self._delta = self._files = None  # compaction removed a file: search the one that replaced it
+                self._delta = self._files = None  # a merge replaced a file: read the newest version
                 continue
             return table.filter(pa.array(~held)) if held.any() else table
 
-    def _held(self, seqs: Ints, ats: Ints, but: str) -> npt.NDArray[np.bool_]:
+    def _stored(self, seqs: Ints, ats: Ints, but: str) -> npt.NDArray[np.bool_]:
         held = np.zeros(len(seqs), dtype=bool)
         files = self.files()
         if files is None or not len(seqs) or not len(files.names):
@@ -299,7 +304,9 @@ class EventTable:
         # A file is a candidate if a wanted sequence lies between its first and its last.
         next_wanted = np.minimum(np.searchsorted(wanted, files.first), len(wanted) - 1)
         candidates = (wanted[next_wanted] >= files.first) & (wanted[next_wanted] <= files.last)
-        candidates &= (files.newest + _COARSE_US >= ats.min()) & (files.oldest - _COARSE_US <= ats.max())
+        candidates &= (files.newest + _STATISTICS_US >= ats.min()) & (
+            files.oldest - _STATISTICS_US <= ats.max()
+        )
         for i in np.flatnonzero(candidates):
             if files.names[i] == but:
                 continue
@@ -311,7 +318,7 @@ class EventTable:
         return held
 
     def _read_places(self, name: str) -> tuple[Ints, Ints]:
-        found = self.place.read(self.tag, name, ["log_seq", "log_at"])
+        found = self.storage.read(self.tag, name, ["log_seq", "log_at"])
         return found["log_seq"].to_numpy(), found["log_at"].cast(pa.int64()).to_numpy()
 
 
@@ -320,19 +327,20 @@ def _highest(table: pa.Table) -> int:
 
 
 def covers(held: pa.Schema, wanted: pa.Schema) -> bool:
-    """Whether `held` has all columns, and their structs all fields, of `wanted`."""
+    """Return whether the schema `held` has all columns and all struct fields of `wanted`."""
     return all(
-        name in held.names and _holds(held.field(name).type, wanted.field(name).type) for name in wanted.names
+        name in held.names and _has_fields(held.field(name).type, wanted.field(name).type)
+        for name in wanted.names
     )
 
 
-def _holds(held: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether a struct, at any depth, has all fields of the wanted one."""
+def _has_fields(held: pa.DataType, wanted: pa.DataType) -> bool:
+    """Return whether `held` has all struct fields of `wanted`, at any depth."""
     if pa.types.is_struct(wanted):
         names = {held.field(i).name for i in range(held.num_fields)}
-        return all(f.name in names and _holds(held.field(f.name).type, f.type) for f in wanted)
+        return all(f.name in names and _has_fields(held.field(f.name).type, f.type) for f in wanted)
     if pa.types.is_map(wanted):
-        return _holds(held.item_type, wanted.item_type)
+        return _has_fields(held.item_type, wanted.item_type)
     if pa.types.is_list(wanted):
-        return _holds(held.value_type, wanted.value_type)
+        return _has_fields(held.value_type, wanted.value_type)
     return True

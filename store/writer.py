@@ -1,9 +1,8 @@
-"""One consumer to the lake: take deliveries, build tables, commit them, then acknowledge.
+"""Writes the events of one durable consumer to the lake: fetch, build tables, commit, then acknowledge.
 
-Three facts give exactly-once: a commit appears completely or not at all; an event is acknowledged after its commit is
-durable; an event that is delivered again after that, to this process or another, is recognised by its sequence and
-stream time before it is committed, and acknowledged only (`store.table`). So any number of processes may take from one
-consumer.
+The effect is exactly-once for three reasons. A commit is atomic. An event is acknowledged only after its commit is
+durable. An event that is delivered again, to this process or another, is recognised by its sequence and stream time
+(`store.table`); it is acknowledged and not committed twice. Any number of processes may therefore share a consumer.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _FETCH = 2_000
 _RETRY_S = 1.0
 _REMAKE_S = 2.0
 _FINAL_WRITE_S = 8.0
-"""The writer may take this long to write what it holds when it is stopped."""
+"""When the writer is stopped, it has this long to write the events in memory."""
 
 
 @dataclass
 class Rows:
-    """Decoded events of one tag with the columns of their envelope."""
+    """Decoded events of one tag, with the stream sequence, stream time (microseconds) and trace parent of each."""
 
     events: list[AnyEvent] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
@@ -56,22 +55,22 @@ class WriteBatch:
 
     tags: dict[str, Rows] = field(default_factory=dict)
     messages: dict[tuple[int, int], Pulled] = field(default_factory=dict)
-    """(sequence, stream time) to the newest delivery of the event."""
+    """By (sequence, stream time), the newest delivery of the event."""
     size: int = 0
     """Bytes of the encoded events."""
     began: float = 0.0
-    """`time.monotonic()` when its first message came."""
+    """When its first message was received, by `time.monotonic()`."""
     reconnects: int = 0
-    """How often the connection had been remade when its first message came."""
+    """How often the client had reconnected when its first message was received."""
 
 
 def position(message: Pulled) -> tuple[int, int]:
-    """(stream sequence, stream time in microseconds) of a delivery."""
+    """Return the stream sequence and the stream time (microseconds) of a delivery."""
     return parse_ack_subject(message.reply)[1]
 
 
 class Writer:
-    """Commits what the durable consumer `spec` delivers to the tables of the lake."""
+    """Commits the events that the durable consumer `spec` delivers to the tables of the lake."""
 
     def __init__(self, broker: Broker, lake: Lake, config: StoreConfig, spec: streams.ConsumerSpec) -> None:
         self._broker, self._lake, self._config, self.spec = broker, lake, config, spec
@@ -99,15 +98,15 @@ class Writer:
             finally:
                 with anyio.move_on_after(_FINAL_WRITE_S, shield=True):
                     if self._writing is not None:
-                        # It was cancelled before or during its acknowledgement; its commits may be missing.
+                        # Its task was cancelled, perhaps before its last commit or acknowledgement.
                         await self._finish(self._writing)
                         self._writing = None
                     await self._accept(puller.take_nowait())
                     await self._finish(self._filling)
 
     def _waiting(self) -> list[str]:
-        """Return the reply subjects of messages that wait long, for a full disk for example: a redelivery counts as a
-        death of the store."""
+        """Return the reply subjects of messages that have waited long, for example because the disk is full.
+        `keep_alive` extends their ack wait: after `max_deliver` redeliveries an event would become a dead letter."""
         since = time.monotonic() - self.spec.ack_wait_s / 3
         batches = [b for b in (self._writing, self._filling) if b is not None and b.began < since]
         return [message.reply for batch in batches for message in batch.messages.values()]
@@ -138,16 +137,17 @@ class Writer:
         while True:
             try:
                 if await self._consumer_exists():
-                    return  # it was made again, or only its server was away
+                    return  # it exists again, or only its server could not be reached
                 log.error(
-                    "consumer gone",
+                    "the store's consumer was deleted",
                     consumer=self.spec.name,
                     stream=self.spec.stream,
                     why=str(gone),
-                    detail="it is made again; events that were on its stream and are in no file are lost to the store",
+                    detail="it is created again. If its stream was deleted too, events that were not yet written are "
+                    "lost",
                 )
-                # The server removes a deleted stream's folder in the background, and a stream of that name made
-                # meanwhile loses its files with it (seen with nats-server 2.15.1).
+                # The server removes a deleted stream's folder in the background. A stream of that name that is created
+                # meanwhile loses its files too (seen with nats-server 2.15.1).
                 await anyio.sleep(_REMAKE_S)
                 await self._broker.provision()
             except (
@@ -158,9 +158,11 @@ class Writer:
                 TimeoutError,
             ) as error:
                 log.warning(
-                    "log unavailable", consumer=self.spec.name, why=str(error) or type(error).__name__
+                    "log unavailable; trying again",
+                    consumer=self.spec.name,
+                    why=str(error) or type(error).__name__,
                 )
-                await anyio.sleep(_RETRY_S)  # paces the retry
+                await anyio.sleep(_RETRY_S)  # wait before the retry
 
     async def _consumer_exists(self) -> bool:
         try:
@@ -181,14 +183,14 @@ class Writer:
         for message in delivered:
             place = position(message)
             if self._writing is not None and place in self._writing.messages:
-                continue  # acknowledged with that batch
+                continue  # it is acknowledged with that batch
             if place in batch.messages:
                 batch.messages[place] = message  # delivered again while it waits here
             else:
                 await self._add(batch, place, message)
 
     async def _add(self, batch: WriteBatch, place: tuple[int, int], message: Pulled) -> None:
-        """Decode one message into the batch. One that can't be used becomes a dead letter."""
+        """Decode a message and add it to the batch. A message that can't be decoded becomes a dead letter."""
         event = await self._broker.admit(message, self.spec)
         if event is None:
             return
@@ -197,7 +199,7 @@ class Writer:
         rows.seqs.append(place[0])
         rows.ats.append(place[1])
         rows.traces.append(message.header(b"traceparent"))
-        message.data = b""  # frees the memory: the event holds it
+        message.data = b""  # frees memory: the event holds the content
         batch.messages[place] = message
         batch.size += message.size
 
@@ -207,7 +209,7 @@ class Writer:
         self._slot.release()
 
     async def _finish(self, batch: WriteBatch) -> None:
-        """Commit the rows of a batch, then acknowledge its messages. Safe to repeat from the start."""
+        """Commit the rows of a batch, then acknowledge its messages. May be called again after any failure."""
         crash.point("store.before_write")
         for tag in list(batch.tags):
             await self._write_tag(batch, tag)
@@ -224,35 +226,36 @@ class Writer:
         batch.messages = {}
 
     async def _log_holds(self, batch: WriteBatch) -> bool:
-        """Whether the log still holds the batch's events. After a power cut took its end, an acknowledgement could be
-        that of another event with the same sequence. Events that are left unacknowledged are delivered again and
-        recognised."""
+        """Return whether the log still holds the batch's events.
+
+        If a power cut lost the end of the log, other events get the same sequences, and an acknowledgement would count
+        for them. Then the batch is not acknowledged: events that still exist are delivered again and recognised."""
         if not batch.messages or batch.reconnects == self._broker.client.stats["reconnects"]:
             return True
         return await self._broker.holds(self.spec.stream, Place(*max(batch.messages)))
 
     async def _write_tag(self, batch: WriteBatch, tag: str) -> None:
-        """Commit the events of one tag; events that fit no table become dead letters. Repeats while the disk is full or
-        object storage is away."""
+        """Commit the events of one tag. Events that do not fit the table become dead letters. Retries while the disk is
+        full or object storage can't be reached."""
         rows = batch.tags[tag]
         while rows.events:
             try:
-                # Not cancelled in the middle: a thread can't be stopped.
+                # A thread can't be stopped, so a cancellation waits for it.
                 with anyio.CancelScope(shield=True):
                     self.written += await anyio.to_thread.run_sync(self._commit, tag, rows)
             except columns.UnstorableError:
                 await self._drop_unstorable(batch, rows)
                 continue
             except LakeError as error:
-                if not self._lake.place.is_retryable(error):
+                if not self._lake.storage.is_retryable(error):
                     raise
                 log.error(
-                    "not written",
+                    "events not written; trying again",
                     folder=str(self._lake),
                     why=str(error),
-                    detail=f"{len(rows.events)} events of {tag} wait; they are not acknowledged and stay in the log",
+                    detail=f"{len(rows.events)} events of {tag} wait. They are not acknowledged and stay on the log",
                 )
-                await anyio.sleep(_RETRY_S)  # paces the retry: nothing tells when the cause is gone
+                await anyio.sleep(_RETRY_S)  # no event tells that the cause is gone
                 continue
             return
 
@@ -261,8 +264,8 @@ class Writer:
         return self._lake.append(tag, table)
 
     async def _drop_unstorable(self, batch: WriteBatch, rows: Rows) -> None:
-        """Move the events that fit no table from `rows` to the dead letters, so that the others are written."""
-        reasons = [columns.fits(event) for event in rows.events]
+        """Turn the events in `rows` that do not fit the table into dead letters, so that the others can be written."""
+        reasons = [columns.why_unstorable(event) for event in rows.events]
         for i, reason in reversed(list(enumerate(reasons))):
             if not reason:
                 continue
@@ -273,16 +276,16 @@ class Writer:
                 values.pop(i)
         if not any(reasons):
             raise columns.UnstorableError(
-                "events that fit a table one by one do not fit together: report this as a bug"
+                "each event fits the table alone, but all together do not: report this as a bug"
             )
 
     async def _payload(self, seq: int, event: AnyEvent) -> bytes:
-        """The message at `seq` as the log holds it, or the encoded event where the log no longer does."""
+        """Return the message at `seq` from the log, or the encoded event if the log no longer holds it."""
         async for message in self._broker.messages(self.spec.stream, seq, seq):
             return message.payload
         return encode(event)
 
 
 def store_consumers() -> Sequence[streams.ConsumerSpec]:
-    """The consumers that the store writes out."""
+    """Return the consumers whose events the store writes."""
     return [c for c in streams.CONSUMERS if c.name.startswith("store-")]

@@ -26,10 +26,10 @@ from rollout_gateway.http.errors import ClientGoneError, unknown_model
 from rollout_gateway.http.request import SSE_HEADERS
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.policy_feed import PolicyFeed
-from rollout_gateway.serving.promotion import Action, Decided, Decision, Promotion
+from rollout_gateway.serving.promotion import Action, Decision, DecisionAnswer, Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.workers.siblings import Siblings
+from rollout_gateway.workers.group import WorkerGroup
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class ModelRoutes:
     _promotion: Promotion
     _feed: PolicyFeed
     _log_health: LogHealth
-    _siblings: Siblings
+    _group: WorkerGroup
 
     def _visible_names(self, access: Access) -> list[str]:
         return [name for name in self._policies.names() if access.sees(self._router.name(name))]
@@ -88,7 +88,7 @@ class ModelRoutes:
                 await http.drain()
         http.end()
 
-    async def decide(self, request: ControlRequest) -> Decided:
+    async def decide(self, request: ControlRequest) -> DecisionAnswer:
         model = request.values[0]
         request.access.check_model(model)
         action = cast(Action, request.route.path.rpartition("/")[2])
@@ -115,7 +115,7 @@ class ModelRoutes:
             serving=bool(self._fleet.ready()) and not trouble,
             log=trouble or "ok",
             replicas=replicas if known else UNSET,
-            workers=(await self._siblings.states() or UNSET) if known else UNSET,
+            workers=(await self._group.states() or UNSET) if known else UNSET,
         )
 
 

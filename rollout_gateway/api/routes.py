@@ -12,7 +12,7 @@ from rollout_gateway.api import schemas as s
 from rollout_gateway.capture.identity import KeyKind
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.serving.promotion import Decided, Decision, SplitDecision, VersionDecision
+from rollout_gateway.serving.promotion import Decision, DecisionAnswer, SplitDecision, VersionDecision
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
@@ -46,7 +46,7 @@ class Route:
 
 def _decision(action: str, summary: str, body: type[Decision]) -> Route:
     path = f"/v1/policies/{{model}}/{action}"
-    return Route("POST", path, "decide", summary, body, Decided, (400, 404, 409, 413, 503), "operator")
+    return Route("POST", path, "decide", summary, body, DecisionAnswer, (400, 404, 409, 413, 503), "operator")
 
 
 _WRITES = (400, 404, 409, 413, 503)

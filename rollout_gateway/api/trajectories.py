@@ -31,7 +31,7 @@ from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.workers.siblings import Siblings
+from rollout_gateway.workers.group import WorkerGroup
 
 _LIMIT = re.compile(r"[0-9]{1,4}")
 _BATCH = 1000
@@ -55,10 +55,10 @@ class TrajectoryRoutes:
     _router: VersionRouter
     _pacing: Pacing
     _origins: OriginPolicy
-    _siblings: Siblings
+    _workers: WorkerGroup
 
     def __post_init__(self) -> None:
-        self._siblings.on("list", self._page_for_sibling)
+        self._workers.on("list", self._page_for_worker)
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -190,11 +190,11 @@ class TrajectoryRoutes:
     async def list(self, request: ControlRequest) -> TrajectoryList:
         """A page of the caller's open trajectories in the memory of this gateway, the newest first."""
         query, access = request.query, request.access
-        if not self._siblings.number:
+        if not self._workers.number:
             return await self.page(query, access)
         _limit_of(query)  # an error is answered before the others are asked
         await self._position(query, access)
-        answers = await self._siblings.ask("list", _asks.encode((query, access)))
+        answers = await self._workers.call_all("list", _asks.encode((query, access)))
         pages = [_pages.decode(answer) for answer in answers.values()]
         found: dict[str, TrajectoryState] = {}
         for state in sorted((s for page in pages for s in page.data), key=lambda s: s.exchanges):
@@ -205,7 +205,7 @@ class TrajectoryRoutes:
             data=newest[:limit], has_more=len(newest) > limit or any(p.has_more for p in pages)
         )
 
-    async def _page_for_sibling(self, asked: bytes) -> bytes:
+    async def _page_for_worker(self, asked: bytes) -> bytes:
         return _asks.encode(await self.page(*_asked.decode(asked)))
 
     async def _position(self, query: dict[str, str], access: Access) -> tuple[float, str]:
@@ -214,7 +214,7 @@ class TrajectoryRoutes:
             return math.inf, ""
         known = self._registry.get(query["after"])
         last = known.opened if known is not None else None
-        if last is None and self._siblings.number:  # another worker may have it in memory
+        if last is None and self._workers.number:  # another worker may have it in memory
             last = await self._registry.opening(query["after"])
         if last is None or not access.owns(last.owner):
             raise ApiError(

@@ -114,16 +114,16 @@ class Dispatcher:
 
         prefer = least_loaded if trajectory is None else partial(replica_of, trajectory.id)
 
-        alone = bool(self.deadly.cases) and await self.deadly.admit(exchange.request_hash())
+        alone = bool(self.deadly.suspects) and await self.deadly.admit(exchange.request_hash())
         try:
             lease = await self._fleet.acquire(
                 lambda: self._router.resolve(exchange.call.params.model, opened), prefer, deadline
             )
         except BaseException:
             if alone:
-                self.deadly.turn.release()
+                self.deadly.solo.release()
             raise
-        if not self.deadly.cases and not alone:
+        if not self.deadly.suspects and not alone:
             return lease, None
         return lease, self.deadly.trial(exchange.request_hash(), lease.replica, alone=alone)
 

@@ -14,9 +14,8 @@ log = get_logger("rollout_gateway.sampler.adapter_api")
 _PROMPTS = tuple(tuple(range(first, first + 16)) for first in (3, 35, 67, 99))
 """Prompts of the probe, as token ids. The ids are small, so that every vocabulary has them."""
 _TOP_LOGPROBS = 20
-"""Number of logprobs of the next token that are compared after each prompt: as many as vLLM gives by default. A
-prompt's own logprobs are not requested, because vLLM 0.32 crashes on such a request if calls to other adapters are in
-the batch."""
+"""Number of likeliest next tokens whose logprobs are compared after each prompt; vLLM's default maximum. Prompt
+logprobs are not requested, because vLLM 0.32 crashes on such a request if calls to other adapters are in the batch."""
 
 
 class _TopLogprobs(msgspec.Struct):
@@ -33,17 +32,18 @@ class _Completion(msgspec.Struct):
 
 
 async def load(server: Upstream, version: str, path: str) -> None:
-    """Have the server load the adapter in the folder `path`. Raises `AdapterError`, lasting for a 4xx status, and
-    `UpstreamError`."""
+    """Make the server load the adapter in the folder `path`.
+
+    Raises `UpstreamError`, and `AdapterError` if the server refuses (`permanent` for a 4xx status)."""
     request = msgspec.json.encode({"lora_name": version, "lora_path": path})
     status, body = await server.fetch("POST", "/v1/load_lora_adapter", request, timeout_s=120)
     if status != 200 and b"already been loaded" not in body:
         text = body[:300].decode(errors="replace")
-        raise AdapterError(f"the server answered {status}: {text}", lasting=400 <= status < 500)
+        raise AdapterError(f"loading it was answered {status}: {text}", permanent=400 <= status < 500)
 
 
 async def unload(server: Upstream, version: str) -> None:
-    """Have the server unload an adapter. Nothing happens if it has not loaded it. Raises `UpstreamError`."""
+    """Make the server unload an adapter. Does nothing if the server has not loaded it. Raises `UpstreamError`."""
     request = msgspec.json.encode({"lora_name": version})
     status, body = await server.fetch("POST", "/v1/unload_lora_adapter", request, timeout_s=60)
     if status not in (200, 404):
@@ -52,8 +52,8 @@ async def unload(server: Upstream, version: str) -> None:
 
 
 async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
-    """Return for each probe prompt the likeliest next tokens and their logprobs. `model` is a name that the server
-    serves.
+    """Return, for each probe prompt, the logprobs of the likeliest next tokens by token. `model`: a name that the
+    server serves.
 
     Raises `AdapterError`, `UpstreamError`."""
     request = {
@@ -68,21 +68,21 @@ async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
     status, body = await server.fetch("POST", "/v1/completions", data, timeout_s=120)
     if status != 200:
         raise AdapterError(
-            f"the probe was answered {status}: {body[:300].decode(errors='replace')}", lasting=False
+            f"the probe was answered {status}: {body[:300].decode(errors='replace')}", permanent=False
         )
     choices = sorted(msgspec.json.decode(body, type=_Completion).choices, key=lambda c: c.index)
     return [c.logprobs.top_logprobs[0] for c in choices]
 
 
 class Probe:
-    """Measures how much a version's logprobs differ from its base model's. The base model is asked once for each server
-    process."""
+    """Measures how much a version's logprobs differ from those of its base model. The base model's are requested once
+    per server process."""
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, str, str], list[dict[str, float]]] = {}
 
     async def delta(self, server: Upstream, incarnation: str, model: str, version: str) -> float:
-        """Return the largest difference of a logprob after the probe prompts; 0 if the adapter changes nothing.
+        """Return the largest difference between two logprobs of the same token; 0 if the adapter changes nothing.
 
         `incarnation` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
         key = server.url, incarnation, model
@@ -93,8 +93,8 @@ class Probe:
 
 
 def _difference(a: dict[str, float], b: dict[str, float]) -> float:
-    """Return the largest difference over the tokens in both. If no token is in both, the difference of the likeliest
-    tokens' logprobs."""
+    """Return the largest difference over the tokens that are in both. If there is none, return the difference between
+    the logprobs of the two likeliest tokens, or 1 if these are equal."""
     shared = a.keys() & b.keys()
     if shared:
         return max(abs(a[token] - b[token]) for token in shared)

@@ -1,4 +1,4 @@
-"""Adapters on this machine's disk, where the inference servers read them."""
+"""Downloads adapters to this machine's disk, where the inference servers read them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ log = get_logger("rollout_gateway.sampler.adapter_files")
 class AdapterError(Exception):
     """An adapter was not loaded, or failed a check."""
 
-    def __init__(self, message: str, *, lasting: bool) -> None:
-        """`lasting`: whether another attempt would fail too."""
+    def __init__(self, message: str, *, permanent: bool) -> None:
+        """`permanent`: whether another attempt would fail too."""
         super().__init__(message)
-        self.lasting = lasting
+        self.permanent = permanent
 
 
 class AdapterFiles:
-    """Downloads adapters into a folder. The name of an adapter's folder holds its version and the start of its
-    SHA-256."""
+    """The adapters in a folder, each in a subfolder. Its name contains the version and the first 16 digits of the
+    adapter's SHA-256."""
 
     def __init__(self, folder: Path, broker: Broker) -> None:
         self.folder, self._broker = folder.resolve(), broker
@@ -50,24 +50,26 @@ class AdapterFiles:
     async def ensure(
         self, version: str, name: str, sha256: str, files: Mapping[str, str] | None = None
     ) -> Path:
-        """Return the folder of an adapter. The adapter is downloaded and unpacked if the folder is missing or changed.
+        """Return the folder of an adapter. Download and unpack the adapter if the folder is missing or was changed.
 
-        `name` is the name of the object in the object store, `files` the SHA-256 of each of its files. Raises
-        `AdapterError` if the object is gone or has another SHA-256 than the published one, and `BrokerError`."""
+        `name`: the object's name in the object store; `sha256`: of the object; `files`: the SHA-256 of each file by
+        name. Raises `AdapterError` if the object is gone or its SHA-256 is another one, and `BrokerError`."""
         path = self.path(version, sha256)
         async with self._locks.setdefault(version, asyncio.Lock()):
             if path.is_dir():
                 if await anyio.to_thread.run_sync(_unchanged, path, files or {}):
                     return path
-                log.error("adapter folder was changed; it is unpacked again", version=version)
+                log.error("adapter folder was changed; downloading the adapter again", version=version)
                 await anyio.to_thread.run_sync(shutil.rmtree, path)
             try:
                 data = await self._broker.get_object(ADAPTERS_BUCKET, name)
             except HistoryGoneError as error:
-                raise AdapterError(str(error), lasting=True) from error
+                raise AdapterError(str(error), permanent=True) from error
             digest = hashlib.sha256(data).hexdigest()
             if digest != sha256:
-                raise AdapterError(f"{name} has sha256 {digest}, its checkpoint says {sha256}", lasting=True)
+                raise AdapterError(
+                    f"object {name} has SHA-256 {digest}; its checkpoint event says {sha256}", permanent=True
+                )
             await anyio.to_thread.run_sync(_unpack, data, path)
             return path
 
@@ -79,7 +81,7 @@ class AdapterFiles:
 
 def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
     """Return whether the folder holds exactly the files of the published adapter. `files`: as in `ensure`."""
-    if not files:  # an event of a version that did not list them
+    if not files:  # the event is from an older version of Journeyman, which did not list files
         return True
     held = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
     # The event lists the training state too, which is not in the archive.
@@ -92,7 +94,7 @@ def _unpack(data: bytes, path: Path) -> None:
     temporary.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         archive.extractall(temporary, filter="data")
-    for file in temporary.rglob("*"):  # the archive's own modes let everyone read
+    for file in temporary.rglob("*"):  # the modes in the archive may let every user read
         file.chmod(0o700 if file.is_dir() else 0o600)
     crash.point("sampler.before_rename")
     temporary.rename(path)

@@ -1,4 +1,4 @@
-"""The sampler agent as a service: one keeper for each inference server of `vllm.urls`."""
+"""The sampler agent as a service: one controller for each inference server in `vllm.urls`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.sampler.adapter_api import Probe
 from rollout_gateway.sampler.adapter_files import AdapterFiles
-from rollout_gateway.sampler.gateways import Gateways
-from rollout_gateway.sampler.keeper import Agent, Keeper
+from rollout_gateway.sampler.controller import SamplerContext, ServerController
+from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.server_key import api_key
 
 log = get_logger("rollout_gateway.sampler")
 
 
-class _Files:
-    """Deletes the files of an adapter when another one has been unloaded after it and no server has it loaded."""
+class _FileCleaner:
+    """Deletes the files of unloaded adapters, one adapter late: the files of an adapter are deleted when the next one
+    has been unloaded, and only if no server has it loaded then."""
 
     def __init__(self, files: AdapterFiles, loaded: Callable[[], set[str]]) -> None:
         """`loaded` returns the folders of all loaded adapters."""
@@ -42,41 +43,42 @@ class _Files:
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings with which `serve` would not start. Opens and writes nothing."""
     if not config.vllm.urls:
-        raise ConfigError("vllm.urls: name the inference servers beside this sampler agent")
+        raise ConfigError("vllm.urls is empty: list the inference servers on this sampler agent's machine")
     Trust(config.signing)
     api_key(config)
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Keep the inference servers of `vllm.urls` until cancelled. `ready` is called once the agent knows the policies.
+    """Control the inference servers in `vllm.urls` until cancelled. `ready` is called once the agent has read the
+    policy versions on the log.
 
-    It waits for servers that are not up yet. Raises `ConfigError` for settings that can't work."""
+    Waits for servers that are not up yet. Raises `ConfigError` for settings that can't work."""
     check(config)
     trust = Trust(config.signing)
     if not trust.checks:
         log.warning(
-            "signatures of checkpoints are not checked: any client of the log can have its adapter served",
+            "signatures of checkpoints are not checked: an adapter of any client of the log is loaded",
             setting="signing",
         )
     async with Broker.connect(config.nats, name="sampler") as broker:
         policies = Policies(config.project, (m.name for m in config.models), trust, dead_letters=False)
         await policies.rebuild(broker)
-        gateways = Gateways(config.project)
+        gateways = GatewayRecords(config.project)
         files = AdapterFiles(config.path(config.sampler.adapters), broker)
-        agent = Agent(config, broker, policies, gateways, files, Probe(), api_key(config))
-        keepers: list[Keeper] = []
-        cleaner = _Files(files, lambda: {folder for k in keepers for folder in list(k.loaded.values())})
+        context = SamplerContext(config, broker, policies, gateways, files, Probe(), api_key(config))
+        controllers: list[ServerController] = []
+        cleaner = _FileCleaner(files, lambda: {f for c in controllers for f in list(c.loaded.values())})
         advertised = config.sampler.advertise or config.vllm.urls
         for url, public in zip(config.vllm.urls, advertised, strict=True):
-            keepers.append(Keeper(agent, url, public, cleaner.unloaded))
+            controllers.append(ServerController(context, url, public, cleaner.unloaded))
 
         def wake() -> None:
-            for keeper in keepers:
-                keeper.work.set()
+            for controller in controllers:
+                controller.work.set()
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(policies.follow, broker, lambda _: wake())
             tasks.start_soon(gateways.follow, broker, wake)
-            for keeper in keepers:
-                tasks.start_soon(keeper.run)
-            ready(servers=len(keepers))
+            for controller in controllers:
+                tasks.start_soon(controller.run)
+            ready(servers=len(controllers))

@@ -2,17 +2,17 @@
 
 | module | what lives there |
 | --- | --- |
-| `policies` | the versions that exist, from the POLICY stream |
-| `promotion` | decisions about which version a model's name stands for |
-| `idempotency` | what a repeated request id means |
+| `policies` | the versions that exist, read from the stream POLICY |
+| `promotion` | decisions about which version a model name is routed to |
+| `idempotency` | recognises a repeated request by its idempotency id |
 | `command` | `journeyman policy` |
-| `policy_feed` | events of versions for subscribers |
-| `routing` | which exact version answers a call |
+| `policy_feed` | server-sent events about versions |
+| `routing` | chooses the exact version that answers a call |
 | `replicas` | the inference servers, the choice among them, and leases on the versions that they hold |
-| `members` | keeps the replicas up to date by the log and by health checks; reports the versions in use |
+| `membership` | adds and removes replicas, checks their health, reports the versions in use |
 | `fleet_records` | the records of sampler agents and gateways on the log |
-| `server_state` | what an inference server tells: health, process, loaded adapters |
+| `server_state` | reads an inference server's health, process start time and loaded adapters |
 | `server_key` | the API key of the inference servers |
-| `deadly_requests` | refuses requests that kill their server |
+| `deadly_requests` | refuses requests that crash their inference server |
 | `pacing` | limits how many groups may be untrained |
 """

@@ -1,13 +1,13 @@
-"""Decide which version a model's name stands for: `journeyman policy`.
+"""Decide which version a model name is routed to: `journeyman policy`.
 
-    journeyman policy list                                   what each name stands for, and why
+    journeyman policy list                                   the version of each model name, and why
     journeyman policy promote support@12 --reason "better on held-out tasks"
-    journeyman policy pin support@12                         keep it, whatever is trained
+    journeyman policy pin support@12                         keep it while newer versions are trained
     journeyman policy rollback support                       the version before the present one; or name one
     journeyman policy split support@12 support@10 --percent 20
     journeyman policy follow support                         the newest version again
 
-Each decision is an event on the log. A version is loaded on every server before the decision holds.
+Each decision is an event on the log. A version is loaded on enough servers before the decision takes effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DONE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 where the gateway refuses or does not answer; 2 for invalid usage."""
+    """Run the command. Return 0 on success, 1 if the gateway refuses or does not answer, 2 for invalid usage."""
     args = _parser().parse_args(argv)
     try:
         gateway = connect(args)
@@ -59,16 +59,24 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(common)
     common.add_argument("--json", action="store_true", help="print the gateway's answer")
     decision = argparse.ArgumentParser(add_help=False, parents=[common])
-    decision.add_argument("--reason", default="", help="why; it is kept on the log and shown by `list`")
-    decision.add_argument("--by", default="", help="who decides; with API keys it is the name of the key")
-    version = "exact version, such as support@12"
-    listing = commands.add_parser("list", parents=[common], help="what each name stands for, and why")
-    listing.add_argument("model", nargs="?", help="one model; default: all")
-    promote = commands.add_parser(
-        "promote", parents=[decision], help="serve a version under its model's name"
+    decision.add_argument(
+        "--reason", default="", help="reason for the decision; it is kept on the log, and `list` shows it"
     )
+    decision.add_argument(
+        "--by",
+        default="",
+        help="who decides; if the gateway has API keys, the name of the key is recorded instead",
+    )
+    version = "exact version, such as support@12"
+    listing = commands.add_parser(
+        "list", parents=[common], help="show the version of each model name, and why"
+    )
+    listing.add_argument("model", nargs="?", help="one model; default: all")
+    promote = commands.add_parser("promote", parents=[decision], help="route a model name to a version")
     promote.add_argument("version", help=version)
-    pin = commands.add_parser("pin", parents=[decision], help="keep serving a version, whatever is trained")
+    pin = commands.add_parser(
+        "pin", parents=[decision], help="keep serving a version while newer ones are trained"
+    )
     pin.add_argument("version", help=version)
     rollback = commands.add_parser("rollback", parents=[decision], help="go back to an earlier version")
     rollback.add_argument("version", metavar="model_or_version", help=f"a model, or an {version}")
@@ -76,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument("version", help=f"{version}: it gets --percent of the trajectories")
     split.add_argument("other", help="the version that gets the rest")
     split.add_argument("--percent", type=float, required=True, help="from 0 to 100")
-    follow = commands.add_parser("follow", parents=[decision], help="serve the newest version again")
+    follow = commands.add_parser(
+        "follow", parents=[decision], help="route a model name to the newest version again"
+    )
     follow.add_argument("model", help="name of the model")
     return parser
 
@@ -101,7 +111,9 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
 def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
     policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if args.model in (None, p["model"])]
     if args.model is not None and not policies:
-        raise GatewayError(f"the gateway serves no model {args.model!r}")
+        raise GatewayError(
+            f"the gateway serves no model {args.model!r}; `journeyman policy list` shows the models"
+        )
     if args.json:
         sys.stdout.write(json.dumps(policies) + "\n")
         return
@@ -110,12 +122,13 @@ def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
 
 
 def describe(policy: dict[str, Any]) -> str:
-    """What a model's name stands for, and why, in some lines. `policy` is one of `GET /v1/policies`."""
+    """Return a text about the version that a model name is routed to, and why. `policy`: an item of
+    `GET /v1/policies`."""
     model, decision = policy["model"], policy.get("decision")
-    stands = policy["version"]
+    routed = policy["version"]
     if decision and decision["other"]:
-        stands = f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
-    lines = [f"{model}: {stands}", f"  why: {_why(decision)}"]
+        routed = f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
+    lines = [f"{model}: {routed}", f"  why: {_why(decision)}"]
     lines.append(f"  newest {policy['newest']}, loaded {', '.join(policy['loaded']) or 'none'}")
     lines += [f"  refused {version}: {why}" for version, why in policy["refused"].items()]
     return "\n".join(lines)
@@ -123,7 +136,7 @@ def describe(policy: dict[str, Any]) -> str:
 
 def _why(decision: dict[str, Any] | None) -> str:
     if decision is None:
-        return "the newest version that enough servers hold; nothing was decided"
+        return "it follows the newest version that enough servers hold; there was no decision"
     at = datetime.fromtimestamp(decision["at"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
     by = f" by {decision['by']}" if decision["by"] else ""
     reason = f": {decision['reason']}" if decision["reason"] else ""

@@ -1,11 +1,12 @@
-"""Finds requests that kill their inference server, and refuses them.
+"""Finds requests that crash their inference server, and refuses them.
 
-A server that dies takes every call in flight with it, and the gateway asks again for each of them. If one of these
-calls killed the server, asking again kills the next one. So the gateway notes which requests were in flight when a
-server died. A request that was in flight at two deaths is refused. If several requests were in flight at the same two
-deaths, each is tried alone, so that only the one that kills again is refused (docs/decisions/0017-deadly-requests.md).
+When a server crashes, every call in flight on it fails, and the gateway sends each of them again to another server. If
+one of these calls caused the crash, it crashes that server too. The gateway therefore remembers which requests were in
+flight at a crash. A request that was in flight at two crashes is refused. If several requests were in flight at the
+same two crashes, each is tried alone, so that only the one that crashes a server again is refused
+(docs/decisions/0017-deadly-requests.md).
 
-A request is identified by the hash of its endpoint and body, so a client's retry is the same request.
+A request is identified by the hash of its endpoint and body, so a client's retry counts as the same request.
 """
 
 from __future__ import annotations
@@ -21,151 +22,154 @@ from rollout_gateway.serving.replicas import Replica
 
 log = get_logger("rollout_gateway.serving.deadly_requests")
 
-_MOST_CASES = 4096
-"""Requests that are remembered at most. The oldest are forgotten first."""
+_MAX_SUSPECTS = 4096
+"""Maximum number of remembered requests. The oldest are forgotten first."""
 
 
 @dataclass(eq=False)
-class ServerLife:
-    """One process of an inference server, from its start to its death."""
+class ServerProcess:
+    """One process of an inference server."""
 
     replica: Replica
     incarnation: str
-    suspects: set[str] = field(default_factory=set)
-    """Requests that are in flight here, or were when this process died, and had been in flight at an earlier death."""
+    retried: set[str] = field(default_factory=set)
+    """Requests that were in flight at an earlier crash and that are in flight here, or were when this process
+    crashed."""
 
-    def is_over(self) -> bool:
-        """Whether the server was found dead, or another process has been seen in its place."""
+    def has_crashed(self) -> bool:
+        """Return whether a health check found the server down or running as another process."""
         replica = self.replica
         return not replica.suspected and (not replica.up or replica.incarnation != self.incarnation)
 
 
 @dataclass(eq=False)
-class _Case:
+class _Suspect:
     """A request that was in flight when its server failed."""
 
-    lives: list[ServerLife] = field(default_factory=list)
+    processes: list[ServerProcess] = field(default_factory=list)
+    """The server processes that failed while it was in flight."""
     failed_at: float = 0.0
     refused: bool = False
 
-    def deaths(self) -> list[ServerLife]:
-        return [life for life in self.lives if life.is_over()]
+    def crashes(self) -> list[ServerProcess]:
+        return [process for process in self.processes if process.has_crashed()]
 
 
 class Trial:
-    """One attempt of a request that was in flight at an earlier death. Ends with `answered`, `failed` or
+    """One attempt of a request that was in flight at an earlier crash. Ends with `answered`, `failed` or
     `abandoned`."""
 
-    def __init__(self, requests: DeadlyRequests, request: str, life: ServerLife, alone: bool) -> None:
-        self._requests, self._request, self._life, self._alone = requests, request, life, alone
-        life.suspects.add(request)
+    def __init__(self, requests: DeadlyRequests, request: str, process: ServerProcess, alone: bool) -> None:
+        self._requests, self._request, self._process, self._alone = requests, request, process, alone
+        process.retried.add(request)
 
     def answered(self) -> None:
-        """The whole answer arrived, so the request kills nothing."""
+        """The whole answer arrived, so the request does not crash servers: forget it."""
         self.abandoned()
-        self._requests.cases.pop(self._request, None)
+        self._requests.suspects.pop(self._request, None)
 
     def abandoned(self) -> None:
-        """The request is no longer in flight and nothing was learned: the client left, or the server took too long."""
-        self._life.suspects.discard(self._request)
+        """The attempt ended without a result: the client disconnected, or the server took too long."""
+        self._process.retried.discard(self._request)
         self.failed()
 
     def failed(self) -> None:
-        """The server failed."""
+        """The server failed during the attempt."""
         if self._alone:
             self._alone = False
-            self._requests.turn.release()
+            self._requests.solo.release()
 
 
 class DeadlyRequests:
     """The requests that were in flight when a server failed."""
 
     def __init__(self, keep_s: float) -> None:
-        """`keep_s`: seconds after which a request is forgotten."""
+        """`keep_s`: seconds after its last failure until a request is forgotten."""
         self._keep_s = keep_s
-        self.cases: OrderedDict[str, _Case] = OrderedDict()
-        """Suspect requests by hash."""
-        self._lives: dict[str, ServerLife] = {}
-        """By replica name, the latest process that failed or was given a suspect request."""
-        self.turn = asyncio.Lock()
-        """Held while a request that shares two deaths with others is tried."""
+        self.suspects: OrderedDict[str, _Suspect] = OrderedDict()
+        """Requests that were in flight at a failure, by hash."""
+        self._processes: dict[str, ServerProcess] = {}
+        """By replica name, the latest process that failed or that was sent a suspect request."""
+        self.solo = asyncio.Lock()
+        """Held while a request that was in flight at two crashes is tried alone."""
 
     def failed(self, request: str, replica: Replica, incarnation: str) -> None:
-        """Note that the server process failed while `request` was in flight."""
-        case = self.cases.setdefault(request, _Case())
-        case.failed_at = time.monotonic()
-        self.cases.move_to_end(request)
-        life = self._life(replica, incarnation)
-        if life not in case.lives:
-            case.lives.append(life)
-        while len(self.cases) > _MOST_CASES:
-            self.cases.popitem(last=False)
+        """Record that the server process failed while `request` was in flight."""
+        suspect = self.suspects.setdefault(request, _Suspect())
+        suspect.failed_at = time.monotonic()
+        self.suspects.move_to_end(request)
+        process = self._process_of(replica, incarnation)
+        if process not in suspect.processes:
+            suspect.processes.append(process)
+        while len(self.suspects) > _MAX_SUSPECTS:
+            self.suspects.popitem(last=False)
 
     def server_checked(self, request: str) -> None:
-        """Forget failures of `request` that were no deaths, because the server lives."""
-        case = self.cases.get(request)
-        if case is not None:
-            case.lives = [life for life in case.lives if life.replica.suspected or life.is_over()]
-            if not case.lives:
-                del self.cases[request]
+        """Forget failures of `request` after which a health check found the same server process running."""
+        suspect = self.suspects.get(request)
+        if suspect is not None:
+            suspect.processes = [p for p in suspect.processes if p.replica.suspected or p.has_crashed()]
+            if not suspect.processes:
+                del self.suspects[request]
 
     def check(self, request: str) -> None:
-        """Raises a 502 `ApiError` for a request that must not be sent again."""
-        case = self.cases.get(request)
-        if case is None:
+        """Raise a 502 `ApiError` if `request` must not be sent again."""
+        suspect = self.suspects.get(request)
+        if suspect is None:
             return
-        if time.monotonic() - case.failed_at > self._keep_s:
-            del self.cases[request]
+        if time.monotonic() - suspect.failed_at > self._keep_s:
+            del self.suspects[request]
             return
-        if not case.refused:
-            deaths = case.deaths()
-            if not any(life.suspects == {request} for life in deaths[1:]):
+        if not suspect.refused:
+            crashes = suspect.crashes()
+            if not any(process.retried == {request} for process in crashes[1:]):
                 return
-            case.refused = True
+            suspect.refused = True
             log.error(
-                "request refused: it was in flight at deaths of its server",
+                "request refused: it was in flight at several crashes of its inference server",
                 request=request,
-                deaths=len(deaths),
+                crashes=len(crashes),
             )
         raise ApiError(
             502,
             "deadly_request",
-            f"This request was in flight at {len(case.lives)} deaths of its inference server "
-            f"({', '.join(life.replica.name for life in case.lives)}) and most likely causes them, so it is not "
+            f"This request was in flight at {len(suspect.processes)} crashes of its inference server "
+            f"({', '.join(p.replica.name for p in suspect.processes)}) and most likely causes them, so it is not "
             f"sent again. Change it, or send it again in {self._keep_s:.0f} s (gateway.replicas.deadly_request_s). "
-            "The server's log says why it died.",
+            "The inference server's log shows the cause of the crash.",
             headers=((b"x-should-retry", b"false"),),
         )
 
     async def admit(self, request: str) -> bool:
-        """Wait until `request` may be tried. Returns whether it holds `turn`, because it shares two deaths with other
-        requests.
+        """Wait until `request` may be sent. Return whether it now holds `solo`, because it was in flight at two
+        crashes.
 
-        Raises a 502 `ApiError` for a request that must not be sent again."""
+        Raises a 502 `ApiError` if it must not be sent again."""
         self.check(request)
-        case = self.cases.get(request)
-        if case is None or len(case.deaths()) < 2:
+        suspect = self.suspects.get(request)
+        if suspect is None or len(suspect.crashes()) < 2:
             return False
-        await self.turn.acquire()
+        await self.solo.acquire()
         try:
             self.check(request)
         except ApiError:
-            self.turn.release()
+            self.solo.release()
             raise
         return True
 
     def trial(self, request: str, replica: Replica, *, alone: bool) -> Trial | None:
-        """Begin a trial if `request` was in flight at a death. `alone`: it holds `turn`, which is released if there is
-        no trial."""
-        case = self.cases.get(request)
-        if case is None or not case.deaths():
-            if alone:  # it was answered elsewhere while it waited
-                self.turn.release()
-            return None
-        return Trial(self, request, self._life(replica, replica.incarnation), alone)
+        """Begin a trial if `request` was in flight at a crash; otherwise return `None`.
 
-    def _life(self, replica: Replica, incarnation: str) -> ServerLife:
-        life = self._lives.get(replica.name)
-        if life is None or life.incarnation != incarnation:
-            life = self._lives[replica.name] = ServerLife(replica, incarnation)
-        return life
+        `alone`: the request holds `solo`, which is released if no trial begins."""
+        suspect = self.suspects.get(request)
+        if suspect is None or not suspect.crashes():
+            if alone:  # a retry of the same request was answered while this one waited
+                self.solo.release()
+            return None
+        return Trial(self, request, self._process_of(replica, replica.incarnation), alone)
+
+    def _process_of(self, replica: Replica, incarnation: str) -> ServerProcess:
+        process = self._processes.get(replica.name)
+        if process is None or process.incarnation != incarnation:
+            process = self._processes[replica.name] = ServerProcess(replica, incarnation)
+        return process

@@ -1,6 +1,6 @@
-"""The records of sampler agents and gateways in the key-value bucket `FLEET`, as JSON.
+"""Records of sampler agents and gateways: JSON values in the NATS key-value bucket `FLEET`.
 
-Each is written by one process and renewed by it. It expires `sampler.ttl_s` after the last renewal.
+One process writes and renews each record. A record expires `sampler.ttl_s` after its last renewal.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import msgspec
 class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An inference server that takes calls, written by its sampler agent under `sampler.<project>.<replica>`.
 
-    The versions that the server holds are not in the record: `policy.loaded` and `policy.unloaded` events say them."""
+    The versions that the server has loaded are in `policy.loaded` and `policy.unloaded` events instead."""
 
     url: str
     """URL under which gateways reach the server."""
     models: tuple[str, ...]
     """Names of the models that it serves."""
     incarnation: str
-    """Identifies the server's process; changes when the server restarts."""
+    """Start time of the server's process, which identifies the process."""
     capacity: float = 1.0
-    """Share of the conversations that it gets, relative to other servers."""
+    """Weight by which conversations are divided among servers."""
     refused: dict[str, str] = {}
     """Versions that failed a check on this server, with the reason."""
 
@@ -33,7 +33,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     policy_seq: int
     """Sequence of the last event of the stream POLICY that the gateway has applied."""
     wanted: tuple[str, ...] = ()
-    """Versions that calls wait for and no server holds."""
+    """Versions that calls wait for because no server holds them."""
     recent: tuple[str, ...] = ()
     """Versions that calls used in the last minute, the latest first."""
     in_flight: dict[str, tuple[str, ...]] = {}
@@ -46,17 +46,17 @@ def replica_name(url: str) -> str:
 
 
 def sampler_key(project: str, replica: str) -> str:
-    """Return the key of a server's record. `*` as `replica` stands for all."""
+    """Return the key of a server's record. `*` as `replica` matches all."""
     return f"sampler.{_token(project)}.{_token(replica)}"
 
 
 def gateway_key(project: str, gateway: str) -> str:
-    """Return the key of a gateway's record. `*` as `gateway` stands for all."""
+    """Return the key of a gateway's record. `*` as `gateway` matches all."""
     return f"gateway.{_token(project)}.{_token(gateway)}"
 
 
 def _token(name: str) -> str:
-    """Return `name` with only the characters that NATS clients accept in a key."""
+    """Escape the characters in `name` that NATS clients refuse in a key."""
     return (
         name
         if name == "*"

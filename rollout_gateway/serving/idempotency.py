@@ -1,4 +1,5 @@
-"""Requests that name an idempotency id: the log keeps the first, and another request under its id is refused."""
+"""Checks requests that carry an idempotency id: the log keeps the first one, a repetition of it changes nothing, and a
+different request with the same id is refused."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from rollout_gateway.http.errors import ApiError
 
 
 async def check_repeat(broker: Broker, event: Event, ack: Ack, param: str) -> None:
-    """Check the acknowledgement of `event`. `param` names the field of the request that holds its idempotency id.
+    """Check that `event`, whose acknowledgement is `ack`, was recorded now or before.
 
-    Raises a 409 `ApiError` if the log holds another event under this id, so that `event` was not recorded. An event
-    that differs only in its time is the same one."""
+    `param`: the field of the request that holds the idempotency id. Raises a 409 `ApiError` if the log holds a
+    different event with this id; `event` was not recorded then. Events that differ only in `at` count as equal."""
     if not ack.duplicate:
         return
     stored = (await broker.read_at(type(event), ack.seq)).event
     if msgspec.structs.replace(event, at=stored.at) != stored:
         message = (
-            f"Nothing was recorded: `{param}` {getattr(event, param)!r} was used before by a request with other "
-            "contents. Send the contents of the first request to repeat it, or a new id to record something else."
+            f"Nothing was recorded: an earlier request with other contents used the same `{param}`, "
+            f"{getattr(event, param)!r}. Send the contents of the earlier request to repeat it, or send a new id."
         )
         raise ApiError(409, "request_exists", message, param=param)

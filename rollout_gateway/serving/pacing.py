@@ -1,12 +1,12 @@
 """Limits how many groups may be open or untrained, so that none is stale when it is trained.
 
-Discarding stale groups wastes what was sampled and starves long tasks, so a new group has to wait instead. A group
-counts from the opening of its first trajectory until a checkpoint or a discard names it, or until it is older than
-`gateway.groups_ahead_s`: its agents may have died.
+Discarding stale groups wastes the sampled tokens and starves long tasks, so a new group waits instead. A group is
+"ahead of the trainer" from the opening of its first trajectory until a checkpoint or a discard names it, or until it is
+older than `gateway.groups_ahead_s`, because its agents may have died.
 
-All gateway processes of a project count together. An admission is an event on the log that holds the groups ahead, and
-is published on condition that the process knows the one before. Of two admissions at the same time one fails, and its
-process reads the other before it decides again. A process that starts takes over what it finds there.
+All gateway processes of a project share one count. An admission is an event on the log that lists the groups ahead. The
+log accepts it only if the publisher has read the previous admission (an expected last sequence). Of two simultaneous
+admissions one fails; its process reads the other one and decides again. A process that starts reads the last admission.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pipeline.log.follow import follow_events
 from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
 
-_MOST_WAITING = 10_000
-"""Waiting groups whose first request is remembered. The oldest is forgotten first."""
-_MOST_DONE = 100_000
-"""Trained and discarded groups that are remembered. The oldest is forgotten first."""
+_MAX_WAITING = 10_000
+"""Number of waiting groups whose first request is remembered. The oldest is forgotten first."""
+_MAX_DONE = 100_000
+"""Number of trained and discarded groups that are remembered. The oldest is forgotten first."""
 
 
 class _Model:
@@ -33,18 +33,18 @@ class _Model:
 
     def __init__(self) -> None:
         self.groups: dict[str, int] = {}
-        """Stream time of its admission by group."""
+        """By group, the stream time of its admission in microseconds."""
         self.done: OrderedDict[str, int] = OrderedDict()
-        """Stream time of the checkpoint or discard by group."""
+        """By group, the stream time of the checkpoint or discard in microseconds."""
         self.last_seq = 0
-        """Stream sequence of the newest admission that is known."""
+        """Stream sequence of the newest admission that was read."""
         self.reads = 0
-        """Reads of the newest admission that have begun."""
+        """Number of reads of the newest admission that have begun."""
         self.reading = asyncio.Lock()
         self.admitting = asyncio.Lock()
 
-    def take(self, admitted: Recorded[GroupAdmitted]) -> None:
-        """Make `groups` what the newest admission says, without those that are done."""
+    def apply(self, admitted: Recorded[GroupAdmitted]) -> None:
+        """Set `groups` to those in the newest admission, without groups that are done."""
         self.last_seq = admitted.seq
         event = admitted.event
         found = {ahead.group: ahead.at for ahead in event.ahead} | {event.group: admitted.place.at}
@@ -52,19 +52,20 @@ class _Model:
 
     def end(self, group: str, at: int) -> None:
         self.done[group] = max(at, self.done.pop(group, 0))
-        if len(self.done) > _MOST_DONE:
+        if len(self.done) > _MAX_DONE:
             self.done.popitem(last=False)
         if self.groups.get(group, at + 1) <= at:
             del self.groups[group]
 
 
 class Pacing:
-    """Admits groups."""
+    """Admits new groups while few enough are ahead of the trainer."""
 
     def __init__(
         self, project: str, broker: Broker, models: Iterable[str], *, limit: int, forget_s: float
     ) -> None:
-        """`limit`: groups of a model at once; 0 for no limit. `forget_s`: how long a group counts at most."""
+        """`limit`: maximum number of groups of a model that are ahead; 0 for no limit. `forget_s`: seconds after which
+        a group no longer counts."""
         self._project, self._broker, self._limit, self._forget_us = (
             project,
             broker,
@@ -73,14 +74,15 @@ class Pacing:
         )
         self._models = {model: _Model() for model in models}
         self._waiting: dict[tuple[str, str], float] = {}
-        """By model and group, when the group first had to wait."""
+        """By model and group, when the group was first refused, by `time.monotonic`."""
         self._next_seq = 0
 
     async def admit(self, model: str, group: str, split: str) -> float:
-        """Admit a trajectory of the group. Further trajectories of an admitted group always pass.
+        """Admit a trajectory of a group. Further trajectories of an admitted group are always admitted.
 
-        Returns how many seconds the group had to wait at this process, for the trajectory that it is admitted with.
-        Raises a 429 `ApiError`, and `BrokerError` if the log does not answer."""
+        Returns the seconds between the group's first refusal by this process and its admission; 0 for its further
+        trajectories. Raises a 429 `ApiError` if too many groups are ahead, and `BrokerError` if the log does not
+        answer."""
         if not self._limit or split != "train":
             return 0.0
         state = self._models[model]
@@ -112,19 +114,20 @@ class Pacing:
 
     def _refuse(self, state: _Model, model: str, group: str) -> None:
         self._waiting.setdefault((model, group), time.monotonic())
-        if len(self._waiting) > _MOST_WAITING:
+        if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
         raise ApiError(
             429,
             "groups_ahead",
-            f"{len(state.groups)} groups of {model} wait for training, and another one would be stale. Try again "
-            "later.",
+            f"{len(state.groups)} groups of {model} wait for training, and another one would be stale when it is "
+            "trained. Try again later.",
         )
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
     async def _publish(self, model: str, state: _Model, group: str) -> None:
-        """Admit a group if the admission that is known is still the last one. In either case, read the last one."""
+        """Publish an admission of `group`, which fails if there is a newer one than the last that was read. In either
+        case, read the newest one then."""
         event = GroupAdmitted(
             project=self._project,
             model=model,
@@ -135,7 +138,7 @@ class Pacing:
         await self._read(model, state)
 
     async def _read(self, model: str, state: _Model) -> None:
-        """Read the newest admission, as it is after this call began. Callers that wait share one read."""
+        """Read the newest admission. The read begins after this call; callers that wait for it share one."""
         wanted = state.reads + 1
         async with state.reading:
             if state.reads >= wanted:
@@ -143,16 +146,16 @@ class Pacing:
             state.reads += 1
             admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
             if admitted is not None:
-                state.take(admitted)
+                state.apply(admitted)
 
     def done(self, model: str, groups: tuple[str, ...], at: int) -> None:
-        """Stop counting groups that were trained or discarded. `at`: stream time of the event that says so."""
+        """Stop counting groups that were trained or discarded. `at`: stream time of that event in microseconds."""
         if self._limit and model in self._models:
             for group in groups:
                 self._models[model].end(group, at)
 
     async def rebuild(self) -> None:
-        """Read which groups are ahead. `follow` begins at the log's present end."""
+        """Read from the log which groups are ahead. `follow` continues from the log's present end."""
         broker, project = self._broker, self._project
         self._next_seq = (await broker.stream_info(stream_of(GroupDiscarded))).state.last_seq + 1
         if not self._limit:
@@ -166,7 +169,7 @@ class Pacing:
                     state.end(group, discarded.place.at)
 
     async def follow(self, on_discard: Callable[[GroupDiscarded], None]) -> None:
-        """Stop counting groups as they are discarded, and call `on_discard` with each event. Never returns."""
+        """Follow discards: stop counting the group and call `on_discard` with the event. Never returns."""
         discarded = follow_events(
             self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project
         )

@@ -1,7 +1,7 @@
-"""The policy versions that exist, decisions about them, and where they are loaded, by the events of stream POLICY.
+"""The policy versions that exist, decisions about them, and the servers that have loaded them.
 
-Every gateway and every sampler agent reads the whole stream for itself. Nothing is stored elsewhere, and a restarted
-process knows what it knew before.
+All of it is built from the events of the stream POLICY. Every gateway and every sampler agent reads the whole stream
+when it starts, so a restart loses nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FOLLOWED = (CheckpointPublished, PolicyPromoted, PolicyRetired, PolicyLoaded, P
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A published version: its event and the trace it belongs to."""
+    """A published version: its event, and the W3C `traceparent` of the training step; empty if there is none."""
 
     event: CheckpointPublished
     traceparent: str = ""
@@ -49,12 +49,12 @@ class ModelState:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     """Checkpoints by version, in the order of publication."""
     promoted: PolicyPromoted | None = None
-    """The decision that names a version; `None` while the name follows the newest one."""
+    """The decision that routes the model name to a version; `None` while the name follows the newest version."""
     decided: PolicyPromoted | None = None
     """The last decision, of any kind."""
     promoted_at: tuple[int, int] = (0, 0)
-    """Stream time and sequence of the last decision. An older one that arrives later changes nothing. The time is
-    compared first, since numbers are given again after a power cut."""
+    """Stream time and sequence of the last decision. A decision with a lower value changes nothing. The time comes
+    first because a log that lost its end in a power cut gives the same sequences again."""
     _main: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -65,7 +65,7 @@ class ModelState:
             bisect.insort(self._main, (event.step, event.version))
 
     def decide(self, event: PolicyPromoted, place: Place) -> bool:
-        """Apply a decision. Returns false if a later one holds."""
+        """Apply a decision. Return false if a later one was applied already."""
         if (place.at, place.seq) <= self.promoted_at:
             return False
         self.promoted, self.promoted_at = event if event.version else None, (place.at, place.seq)
@@ -73,19 +73,19 @@ class ModelState:
         return True
 
     def newest_first(self) -> Iterator[str]:
-        """Versions of the main branch without the base, the newest first."""
+        """Yield the versions of the main branch, the newest first, without the base version."""
         return (version for _, version in reversed(self._main))
 
 
-class Loads:
-    """The adapters that each inference server has loaded, by the events of its sampler agent."""
+class LoadedAdapters:
+    """The adapters that each inference server has loaded, according to `policy.loaded` and `policy.unloaded` events."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[str, dict[str, str]]] = {}
         """For each replica, its incarnation and the SHA-256 of the loaded adapters by version."""
 
-    def note(self, event: PolicyLoaded | PolicyUnloaded) -> None:
-        """Apply an event, in the order of the log."""
+    def apply(self, event: PolicyLoaded | PolicyUnloaded) -> None:
+        """Apply an event. Events must be applied in the order of the log."""
         incarnation, loaded = self._loaded.get(event.replica, ("", {}))
         if isinstance(event, PolicyLoaded):
             if incarnation != event.incarnation:
@@ -95,7 +95,7 @@ class Loads:
             loaded.pop(event.version, None)
 
     def of(self, replica: str, incarnation: str) -> dict[str, str]:
-        """Return the SHA-256 of the adapters loaded in a server process, by version."""
+        """Return the SHA-256 by version of the adapters that a server process has loaded."""
         known, loaded = self._loaded.get(replica, ("", {}))
         return loaded if known == incarnation else {}
 
@@ -106,54 +106,55 @@ class Policies:
     def __init__(
         self, project: str, models: Iterable[str], trust: Trust | None = None, *, dead_letters: bool = True
     ) -> None:
-        """`dead_letters`: whether a checkpoint without a valid signature becomes a dead letter. It is always logged and
-        never served."""
+        """`trust` checks the signatures of checkpoints. A checkpoint without a valid signature is never served; with
+        `dead_letters` it also becomes a dead letter."""
         self.project = project
         self._trust, self._dead_letters = trust or Trust(SigningConfig()), dead_letters
         self._refused: list[tuple[Recorded[Event], str]] = []
-        """Checkpoints without a valid signature that were not reported yet, each with the reason."""
+        """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
-        self.loads = Loads()
+        self.loads = LoadedAdapters()
         self.next_seq = 1
         self._last: Place | None = None
         self.refused: dict[str, str] = {}
-        """Versions that no inference server may serve, and why."""
+        """Versions that failed a check on every inference server, with the reason."""
         self.retired: set[str] = set()
-        """Versions whose adapter is about to be deleted. They continue to serve, and nothing new may name them."""
+        """Versions whose adapter is about to be deleted. Calls that use them continue; new trajectories and decisions
+        can't name them."""
 
     def out_of_use(self, version: str) -> bool:
-        """Whether `version` was refused or retired."""
+        """Return whether `version` was refused or retired."""
         return version in self.refused or version in self.retired
 
     def offered(self, version: str) -> bool:
-        """Whether a new trajectory may be pinned to `version` and a decision may name it."""
+        """Return whether a new trajectory or a decision may name `version`."""
         return self.knows(version) and version not in self.retired
 
     def knows(self, version: str) -> bool:
-        """Whether `version` is a base model or a published checkpoint of a model served here."""
+        """Return whether `version` is a base version or a published checkpoint of a model served here."""
         model = self.models.get(version.rpartition("@")[0])
         return model is not None and (version == version_name(model.name, 0) or version in model.checkpoints)
 
     def checkpoint(self, version: str) -> Checkpoint | None:
-        """The published checkpoint of `version`; none for a base model, which has no adapter, and for an unknown
-        version."""
+        """Return the published checkpoint of `version`; `None` for a base version, which has no adapter, and for an
+        unknown one."""
         model = self.models.get(version.rpartition("@")[0])
         return model.checkpoints.get(version) if model is not None else None
 
     def published(self, version: str, sha256: str) -> bool:
-        """Whether `version` was published with the adapter of this SHA-256."""
+        """Return whether `version` was published with the adapter that has this SHA-256."""
         known = self.checkpoint(version)
         return known is not None and known.event.adapter_sha256 == sha256
 
     def loaded(self, replica: str, incarnation: str) -> dict[str, str]:
-        """Return the SHA-256 of the published adapters that a server process has loaded, by version."""
+        """Return the SHA-256 by version of the published adapters that a server process has loaded."""
         loads = self.loads.of(replica, incarnation)
         return {version: sha256 for version, sha256 in loads.items() if self.published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:
         """Return the newest version of the main branch that is not refused; the base version if there is none.
 
-        `refused` replaces the versions that are refused everywhere."""
+        `refused`: versions to skip instead of `self.refused`."""
         refused = self.refused if refused is None else refused
         for version in self.models[model].newest_first():
             if version not in refused:
@@ -161,7 +162,7 @@ class Policies:
         return version_name(model, 0)
 
     def names(self, of: str = "") -> list[str]:
-        """Every name that a client may put into `model`. `of` selects those of one model."""
+        """Return every name that a client may put into `model`. `of`: a model, to return its names only."""
         out: list[str] = []
         for model in [self.models[of]] if of else self.models.values():
             versions = (v for v in model.checkpoints if v not in self.retired)
@@ -169,16 +170,16 @@ class Policies:
         return out
 
     def apply(self, recorded: Recorded[Event]) -> bool:
-        """Apply an event. Returns false if it changes nothing for this gateway's models."""
+        """Apply an event. Return whether it changes the versions, decisions or loaded adapters of these models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
         if not isinstance(event, _FOLLOWED) or event.model not in self.models:
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
-            self.loads.note(event)
+            self.loads.apply(event)
             return True
         if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
-            return False  # versions of other branches have names that the main branch uses too
+            return False  # other branches use the same version names as the main branch
         named = (event.version, event.other) if isinstance(event, PolicyPromoted) else (event.version,)
         if not all(is_version(name) for name in named if name):
             log.error("event ignored: it names no policy version", versions=named, seq=recorded.seq)
@@ -196,13 +197,13 @@ class Policies:
             self._refused.append((recorded, objection))
             return False
         if before is not None:
-            # A power cut took the first from the log and from the trainer's disk: the step was trained again.
+            # In a power cut the log and the trainer's disk lost the first one, and the step was trained again.
             log.warning("version published again with another adapter", version=event.version)
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 
     async def rebuild(self, broker: Broker) -> None:
-        """Read the stream up to its present end."""
+        """Read and apply the stream up to its present end."""
         events = await broker.read_all(_FOLLOWED, project=self.project)
         for recorded in events:
             self.apply(recorded)
@@ -210,7 +211,8 @@ class Policies:
         log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
     async def follow(self, broker: Broker, changed: Callable[[Recorded[Event]], None]) -> None:
-        """Apply each further event, and call `changed` with those that change something. Never returns."""
+        """Apply further events as they arrive. Call `changed` with each for which `apply` returns true. Never
+        returns."""
         followed = follow_events(broker, _FOLLOWED, lambda: self.next_seq, self._last, project=self.project)
         async for recorded in followed:
             if self.apply(recorded):
@@ -218,8 +220,8 @@ class Policies:
             await self._report_refused(broker)
 
     async def _report_refused(self, broker: Broker) -> None:
-        """Publish each refused checkpoint as a dead letter. The message id makes it one, however many gateways refuse
-        it."""
+        """Log each refused checkpoint and publish it as a dead letter. The message id makes the log keep one dead
+        letter however many gateways publish it."""
         while self._refused:
             recorded, why = self._refused.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)

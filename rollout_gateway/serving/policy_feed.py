@@ -10,23 +10,26 @@ import msgspec
 
 from rollout_gateway.access.api_keys import Access
 
-_MOST_QUEUED = 256
+_MAX_QUEUED = 256
+"""Events that may wait for one subscriber."""
 _PING_S = 15.0
+"""Time without an event after which a comment is sent to keep the connection open."""
 
 
 class PolicyFeed:
-    """Sends events to every subscriber. One that falls 256 events behind is disconnected, and may subscribe again."""
+    """Sends events to all subscribers. A subscriber that falls 256 events behind is disconnected; it may subscribe
+    again."""
 
     def __init__(self) -> None:
         self._queues: dict[asyncio.Queue[bytes | None], Access] = {}
 
     def broadcast(self, kind: str, data: dict[str, Any]) -> None:
-        """Send an event to the subscribers whose key permits the model in `data`."""
+        """Send an event named `kind` to the subscribers whose API key permits the model in `data`."""
         event = b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(data))
         for queue, access in list(self._queues.items()):
             if not access.sees(data.get("model", "")):
                 continue
-            if queue.qsize() < _MOST_QUEUED:
+            if queue.qsize() < _MAX_QUEUED:
                 queue.put_nowait(event)
             else:
                 del self._queues[queue]
@@ -38,7 +41,8 @@ class PolicyFeed:
             queue.put_nowait(None)
 
     async def subscribe(self, state: msgspec.Struct, access: Access) -> AsyncIterator[bytes]:
-        """The present `state`, then each event as it happens. A comment every 15 seconds keeps the connection open."""
+        """Yield `state`, the present one, as the first event, then each event when it is broadcast. `access`: the
+        rights of the subscriber's key. Ends when the feed is closed or the subscriber is too slow."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._queues[queue] = access
         try:

@@ -1,7 +1,8 @@
-"""Decisions about which version a model's name stands for: promote, pin, roll back, split, and follow the newest again.
+"""Decisions about which version a model name is routed to: promote, pin, roll back, split, or follow the newest
+version.
 
-Each decision is an event, so every gateway replica learns of it and it survives restarts. A version is loaded before
-the decision is published, so no call waits for it.
+Each decision is an event on the log, so all gateways apply it and it survives restarts. A version is loaded before the
+decision is published, so no call waits for the load.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ Version = Annotated[str, Meta(min_length=1)]
 By = Annotated[str, Meta(max_length=MAX_NAME)]
 Reason = Annotated[str, Meta(max_length=4096)]
 RequestId = Annotated[str, Meta(max_length=MAX_NAME)]
-"""Idempotency id: the same request under the same id is one event; another request under it is refused."""
+"""Idempotency id. A repeated request with the same id is recorded once; a different request with the id is refused."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/policies/{model}/rollback` and `/follow`."""
 
     version: str = ""
-    """Exact version. `rollback` goes to the one before the present one if it is empty."""
+    """Exact version. If it is empty, `rollback` goes to the version before the present one."""
     other: str = ""
-    """`split`: the version that gets the rest."""
+    """For `split`: the version that gets the other trajectories."""
     percent: Annotated[float, Meta(ge=0, le=100)] = 100.0
-    """`split`: share of trajectories that goes to `version`."""
+    """For `split`: percentage of trajectories that `version` gets."""
     by: By = ""
-    """Who decides. Used only without API keys; otherwise it is the name of the key."""
+    """Name of the person or program that decides. Ignored if the gateway has API keys: then it is the name of the
+    key."""
     reason: Reason = ""
     request: RequestId = ""
 
@@ -61,19 +63,20 @@ class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_f
     other: Version
 
 
-class Decided(msgspec.Struct, kw_only=True):
+class DecisionAnswer(msgspec.Struct, kw_only=True):
     """Answer to a decision."""
 
     model: str
     action: str
     version: str
-    """The version that the model's name is routed to now."""
+    """The version that the model name is routed to now."""
     other: str | None
+    """In a split, the version that gets the other trajectories."""
 
 
 @dataclass(eq=False)
 class Promotion:
-    """Takes decisions."""
+    """Checks and publishes decisions."""
 
     _project: str
     _broker: Broker
@@ -81,9 +84,11 @@ class Promotion:
     _fleet: Fleet
     _router: VersionRouter
 
-    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> Decided:
-        """Check the decision, load its versions and publish it. `owner` is the name of the caller's key. Raises
-        `ApiError`."""
+    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> DecisionAnswer:
+        """Check a decision about `model`, load its versions, and publish it. `owner`: the name of the caller's API key.
+
+        Raises `ApiError`: 404 for an unknown model or version, 409 if the base version is to be rolled back, and 503 if
+        a version is not loaded in time."""
         if model not in self._policies.models:
             raise unknown_model(model, list(self._policies.models))
         if decision.request:
@@ -92,7 +97,7 @@ class Promotion:
         if action == "follow":
             version = ""
         elif action == "rollback" and not version:
-            version = await self._repeated(model, decision.request) or self._previous(model)
+            version = await self._earlier_rollback(model, decision.request) or self._previous(model)
         if action == "split":
             other, percent = decision.other, decision.percent
             await self._load(model, other, "other")
@@ -112,15 +117,18 @@ class Promotion:
         ack = await self._broker.publish(event)
         await check_repeat(self._broker, event, ack, "request")
         if not ack.duplicate:
-            # At once here; the other replicas learn of it from the log.
+            # Apply it here at once; other gateways read it from the log.
             self._policies.models[model].decide(
                 event, (await self._broker.read_at(PolicyPromoted, ack.seq)).place
             )
             self._fleet.changed()
-        return Decided(model=model, action=action, version=self._router.current(model), other=other or None)
+        return DecisionAnswer(
+            model=model, action=action, version=self._router.current(model), other=other or None
+        )
 
-    async def _repeated(self, model: str, request: str) -> str:
-        """The version that the rollback with this idempotency id went to; empty if there was none."""
+    async def _earlier_rollback(self, model: str, request: str) -> str:
+        """Return the version to which an earlier request with this idempotency id rolled back; empty if there was
+        none."""
         if not request:
             return ""
         before = await self._broker.read(PolicyPromoted, project=self._project, model=model)
@@ -133,12 +141,13 @@ class Promotion:
             if parse_version(version)[1] < step and not self._policies.out_of_use(version):
                 return version
         if step == 0:
-            message = f"{version_name(model, 0)} is the base model: there is no version before it."
+            message = f"{version_name(model, 0)} is the base model, and no version is older."
             raise ApiError(409, "no_version", message)
         return version_name(model, 0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
-        """Wait until enough replicas hold `version`. Raises `ApiError`; a 404 one names the field `param`."""
+        """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
+        `ApiError`. Raises a 503 `ApiError` after 60 s."""
         if not self._policies.offered(version) or parse_version(version)[0] != model:
             raise unknown_model(version, self._policies.names(), param)
         deadline = time.monotonic() + _LOAD_WAIT_S
@@ -146,18 +155,18 @@ class Promotion:
         lease.release()
         if not await self._fleet.until_available(version, deadline):
             message = (
-                f"{version} is not loaded on enough servers yet (gateway.replicas.serving_share). Try again."
+                f"{version} is not yet loaded on enough servers (gateway.replicas.serving_share). Try again."
             )
             raise ApiError(503, "loading", message, retry_after_s=1)
 
 
-_SHOWN = (
+_FEED_FIELDS = (
     "type", "model", "version", "step", "action", "other", "percent", "by", "reason", "replica", "probe_delta", "at",
     "group", "detail",
 )  # fmt: skip
 
 
-def shown_fields(event: Event) -> dict[str, Any]:
-    """The fields of a policy event that subscribers of the feed see."""
+def feed_fields(event: Event) -> dict[str, Any]:
+    """Return the fields of a policy event that are sent to subscribers of the feed."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
-    return {name: fields[name] for name in _SHOWN if name in fields}
+    return {name: fields[name] for name in _FEED_FIELDS if name in fields}

@@ -1,8 +1,9 @@
-"""The inference servers that take calls: which are up, which adapters they hold, and which one takes a call.
+"""The inference servers: their state, the adapters that they hold, and the choice of one for a call.
 
 A call holds a `Lease` on one replica and one exact version while it runs. The gateway reports the leased versions to
-the sampler agents (`rollout_gateway.serving.members`), so a version is unloaded only after the last call that uses it.
-`Fleet.acquire` waits while no replica can serve: an agent program sees a delay when a server restarts, not a failure.
+the sampler agents (`rollout_gateway.serving.membership`), so a version is unloaded only after the last call that uses
+it. `Fleet.acquire` waits while no replica can serve, so an agent program sees a delay, not an error, when a server
+restarts.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ class Replica:
         self.name = replica_name(url)
         self.up = False
         self.ready = False
-        """Whether it is registered, up, and the process that was registered. Only then it takes calls."""
+        """Whether it takes calls: it is registered, healthy, and still the process that was registered."""
         self.suspected = False
-        """A call failed here, and the server has not been checked since."""
+        """Whether a call failed here and the server has not been checked since."""
         self.incarnation = ""
-        """Identifies the server process that its sampler agent registered: changes when the server restarts."""
+        """Start time of the server process that the sampler agent registered, which identifies the process."""
         self.models: tuple[str, ...] = ()
-        """Names of the models that it serves. Empty: any."""
+        """Names of the models that it serves; empty if it serves all."""
         self.capacity = 1.0
         """Share of the conversations that it gets, relative to other replicas."""
         self.refused: dict[str, str] = {}
         """Versions that failed a check here, with the reason."""
         self.loaded: dict[str, str] = {}
-        """SHA-256 of the adapter of each loaded version, by the log. Base versions have no adapter."""
+        """By loaded version, the SHA-256 of its adapter, according to the log. Base versions have no adapter."""
         self.in_flight: Counter[str] = Counter()
-        """Calls by version."""
+        """Number of calls in flight by version."""
         self.work = asyncio.Event()
-        """Set to have the server checked now."""
+        """Set to make `Membership` check the server now."""
         self._hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
 
     @property
@@ -64,26 +65,26 @@ class Replica:
         return not self.models or model in self.models
 
     def suspect(self) -> None:
-        """Send nothing to the server until it has been checked: it may have died or lost its adapters."""
+        """Stop sending calls until the server has been checked, because it may have crashed or lost its adapters."""
         self.ready = False
         self.up = False
         self.suspected = True
         self.work.set()
 
     def leave(self) -> None:
-        """Send nothing to the server any more: its sampler agent has gone."""
+        """Stop sending calls, because the server's record is gone."""
         self.up = self.ready = self.suspected = False
 
     def score(self, conversation: bytes) -> float:
-        """Return the score of this replica for a conversation, by weighted rendezvous hashing: the same at every
-        gateway, and independent of the other replicas."""
+        """Return the score of this replica for a conversation, by weighted rendezvous hashing. The replica with the
+        highest score serves the conversation. All gateways compute the same score; other replicas do not change it."""
         digest = hashlib.blake2b(conversation, digest_size=8, key=self._hash_key).digest()
         return -self.capacity / math.log((int.from_bytes(digest, "big") + 1) / (2**64 + 1))
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """The hold of a running call on a version at a replica."""
+    """A running call's use of a version at a replica. The version is not unloaded there until `release`."""
 
     fleet: Fleet
     replica: Replica
@@ -102,18 +103,19 @@ class Fleet:
     """All replicas."""
 
     def __init__(self, api_key: str = "", serving_share: float = 0.5) -> None:
-        """`api_key` is sent to every server; empty sends none. `serving_share`: the setting of
-        `gateway.replicas`."""
+        """`api_key`: sent to every server; empty for none. `serving_share`: the setting
+        `gateway.replicas.serving_share`, used by `available`."""
         self._api_key, self._serving_share = api_key, serving_share
         self.replicas: list[Replica] = []
         self._departed: list[Replica] = []
         """Replicas that were removed and still have calls in flight."""
         self.wanted: dict[str, float] = {}
-        """Versions that calls wait for and no replica serves, with the `time.monotonic` of the last such call."""
+        """Versions that calls wait for because no replica serves them, with the time at which a call last asked for it,
+        by `time.monotonic`."""
         self.used: dict[str, float] = {}
-        """Versions with an adapter, with the `time.monotonic` of the last call that used them."""
+        """Versions with an adapter, with the time of the last call that used it, by `time.monotonic`."""
         self.use_changed = asyncio.Event()
-        """Set to have this gateway's use of versions reported to the sampler agents now."""
+        """Set to make `Membership` write this gateway's record now."""
         self.closing = False
         self._changed = asyncio.Event()
 
@@ -140,7 +142,7 @@ class Fleet:
         self.changed()
 
     def close(self) -> None:
-        """From now on, a call that no replica can take at once gets a 503."""
+        """Answer 503 from now on to calls that no replica can take at once."""
         self.closing = True
         self.changed()
 
@@ -153,7 +155,7 @@ class Fleet:
         return [r for r in self.replicas if r.ready]
 
     def change(self) -> asyncio.Event:
-        """The event that is set at the next change of a replica."""
+        """Return the event that `changed` sets next."""
         return self._changed
 
     def changed(self) -> None:
@@ -162,31 +164,32 @@ class Fleet:
         event.set()
 
     def want(self, version: str) -> None:
-        """Have the sampler agents load `version`."""
+        """Ask the sampler agents to load `version`."""
         if version not in self.wanted:
             self.use_changed.set()
         self.wanted[version] = time.monotonic()
 
     def available(self, version: str) -> bool:
-        """Whether enough replicas hold `version` for its model's name to move to it: `gateway.replicas.serving_share`
-        of those that take calls for the model, at least one."""
+        """Return whether enough replicas hold `version` to route its model name to it: the share
+        `gateway.replicas.serving_share` of the replicas that are ready to serve the model, and at least one."""
         model = version.rpartition("@")[0]
         ready = [r for r in self.replicas if r.ready and r.serves_model(model)]
         needed = max(1, math.ceil(self._serving_share * len(ready) - 1e-9))
         return sum(r.holds(version) for r in ready) >= needed
 
     def refused(self) -> dict[str, str]:
-        """The versions that failed a check on every registered replica, with the reason of one of them."""
+        """Return the versions that failed a check on every registered replica, each with the first replica's reason."""
         candidates = self.replicas[0].refused if self.replicas else {}
         return {v: why for v, why in candidates.items() if all(v in r.refused for r in self.replicas)}
 
     async def acquire(
         self, resolve: Callable[[], str], prefer: Callable[[list[Replica]], Replica], deadline: float
     ) -> Lease:
-        """Wait for a replica that serves the version which `resolve` returns at that moment, and lease it.
+        """Wait for a replica that serves a version, and return a lease on both.
 
-        `prefer` chooses among several; `deadline` is by `time.monotonic`. Raises a 503 `ApiError` at the deadline or if
-        the gateway stops, and whatever `resolve` raises."""
+        `resolve` returns the version; it is called again after each change. `prefer` chooses among several replicas.
+        `deadline`: by `time.monotonic`. Raises a 503 `ApiError` at the deadline or if the gateway stops, and the errors
+        of `resolve`."""
         while True:
             version = resolve()
             able = [r for r in self.replicas if r.serves(version)]
@@ -203,14 +206,14 @@ class Fleet:
                 self.want(version)
             if not await self._wait(deadline):
                 why = (
-                    "it was not loaded in time"
+                    "the version was not loaded in time; the sampler agents' logs say why"
                     if any_ready
-                    else "none is registered and up; the gateway keeps checking"
+                    else "none is registered and healthy; the gateway keeps checking"
                 )
                 raise ApiError(503, "no_replica", f"No inference server is ready to serve {version}: {why}.")
 
     async def until_available(self, version: str, deadline: float) -> bool:
-        """Wait until `version` is `available`. Returns false at the deadline, by `time.monotonic`."""
+        """Wait until `version` is `available`. Return false if it is not at the deadline (by `time.monotonic`)."""
         while not self.available(version):
             self.want(version)
             if not await self._wait(deadline):
@@ -218,7 +221,7 @@ class Fleet:
         return True
 
     async def _wait(self, deadline: float) -> bool:
-        """Wait for a change. Returns false at the deadline."""
+        """Wait for a change of a replica. Return false if there is none before the deadline."""
         changed = self._changed
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -229,12 +232,12 @@ class Fleet:
 
 
 def least_loaded(replicas: list[Replica]) -> Replica:
-    """Return the replica with the fewest calls in flight for its capacity."""
+    """Return the replica with the fewest calls in flight relative to its capacity."""
     return min(replicas, key=lambda r: r.load / r.capacity)
 
 
 def replica_of(conversation: str, replicas: list[Replica]) -> Replica:
-    """Return the replica of a conversation: the same one at every gateway for the same replicas, so that the server's
-    prefix cache holds the conversation. When replicas come or go, only the conversations of those move."""
+    """Return the replica for a conversation. All gateways choose the same one, so the server's prefix cache holds the
+    conversation. When a replica is added or removed, only the conversations of that replica move."""
     key = conversation.encode()
     return max(replicas, key=lambda r: r.score(key))

@@ -1,4 +1,4 @@
-"""Resolves the model name of a call to an exact version."""
+"""Resolves the model name in a call to an exact version."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class VersionRouter:
         self._policies, self._fleet = policies, fleet
 
     def name(self, model: str) -> str:
-        """Return the model name that `model` stands for. `model` is a model name or an exact version."""
+        """Return the model name of `model`, which is a model name or an exact version."""
         return model if model in self._policies.models else model.rpartition("@")[0]
 
     def default(self, access: Access) -> str:
-        """Return the model for a request without a model name: the first one that the API key permits."""
+        """Return the model for a request that names none: the first one that the API key permits."""
         models = self._policies.models
         return next((name for name in models if access.sees(name)), next(iter(models)))
 
@@ -34,7 +34,7 @@ class VersionRouter:
         """Check that `model` is a known model name or version, and belongs to the model of the trajectory.
 
         `opening`: the opening event of the trajectory that the call belongs to, if any. Raises a 404 `ApiError` for an
-        unknown name, and a 400 one for another model than the trajectory's."""
+        unknown name, and a 400 `ApiError` if the trajectory was opened for another model."""
         if model not in self._policies.models and not self._policies.knows(model):
             raise unknown_model(model, self._policies.names(opening.model if opening else ""))
         if opening is not None and self.name(model) != opening.model:
@@ -53,7 +53,7 @@ class VersionRouter:
         serve the version because its adapter failed a check, even if the version is promoted."""
         self.check(model, opening)
         if opening is not None and opening.pinned:
-            version = opening.pinned  # any text that the opening held
+            version = opening.pinned  # not validated when the trajectory was opened
             if not is_version(version):
                 raise unknown_model(version, self._policies.names(opening.model))
         elif model in self._policies.models:
@@ -64,7 +64,7 @@ class VersionRouter:
             raise ApiError(
                 409,
                 "version_refused",
-                f"{version} can't be served: {self._policies.refused[version]}.",
+                f"{version} is not served because its adapter failed a check: {self._policies.refused[version]}.",
                 param="model",
             )
         return version

@@ -8,14 +8,15 @@ from pipeline.config import Config, ConfigError
 
 
 def api_key(config: Config) -> str:
-    """Return the API key of the inference servers; empty if the settings name none. Raises `ConfigError` if its file is
-    not usable."""
+    """Return the API key of the inference servers from the file `vllm.api_key_file`; empty if the setting is empty.
+
+    Raises `ConfigError` if the file can't be used."""
     if not config.vllm.api_key_file:
         return ""
     try:
         key = Path(config.vllm.api_key_file).read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read") from error
+        raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read: {error}") from error
     if not key or not key.isprintable():
         raise ConfigError(
             f"vllm.api_key_file: {config.vllm.api_key_file} must hold the key as one printable line"

@@ -1,4 +1,4 @@
-"""What an inference server tells about itself: its health, its process and the adapters that it has loaded."""
+"""Reads an inference server's health, process start time and loaded adapters over HTTP."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ async def check_health(server: Upstream) -> None:
 
 
 async def loaded_adapters(server: Upstream) -> dict[str, str]:
-    """Return the paths of the loaded adapters by version. Raises `UpstreamError`, `msgspec.DecodeError`."""
+    """Return the folders of the loaded adapters by version. Raises `UpstreamError`, `msgspec.DecodeError`."""
     cards = msgspec.json.decode(await _fetch(server, "/v1/models"), type=_ModelCards).data
     return {card.id: card.root or "" for card in cards if card.parent is not None}
 
 
 async def process_start_time(server: Upstream) -> str:
-    """Return the start time of the server's process from its metrics, which identifies the process; empty if it has no
-    metrics. Raises `UpstreamError`."""
+    """Return the start time of the server's process, which identifies the process. It is read from the server's
+    metrics; empty if they do not have it. Raises `UpstreamError`."""
     status, body = await server.fetch("GET", "/metrics")
     for line in body.splitlines() if status == 200 else ():
         if line.startswith(b"process_start_time_seconds"):
@@ -41,5 +41,5 @@ async def process_start_time(server: Upstream) -> str:
 async def _fetch(server: Upstream, path: str) -> bytes:
     status, body = await server.fetch("GET", path)
     if status != 200:
-        raise UpstreamError(f"GET {path} was answered {status}", answered=True)
+        raise UpstreamError(f"GET {path} was answered with status {status}", answered=True)
     return body

@@ -1,11 +1,11 @@
-"""Several gateway processes on one port (`gateway.workers`). Nothing here knows what the gateway's calls mean, and this
-room imports no other room.
+"""Several gateway processes on one port (`gateway.workers`). This room imports no other room and knows nothing of the
+calls that the gateway serves.
 
 | module | what lives there |
 | --- | --- |
-| `handover` | passes accepted connections from the owner of the port to the worker with the fewest |
-| `link` | questions and answers between the owner and a worker |
-| `siblings` | a worker's place among the others: asks all of them |
-| `pages` | merges the metrics of all workers into one page |
-| `owner` | starts, checks, restarts and stops the workers |
+| `owner` | the process that owns the port: starts, checks, restarts and stops the workers |
+| `handover` | passes accepted connections from the owner to the worker with the fewest |
+| `rpc` | remote calls between the owner and a worker |
+| `group` | a worker's calls to all other workers |
+| `merged_metrics` | merges the metrics of all workers into one page |
 """

@@ -1,8 +1,8 @@
-"""The owner of the gateway's port: starts the workers, gives them connections, restarts those that end or hang, and
-stops them. A worker that gives no sign of life for a few seconds gets no connections until it does again.
+"""The owner of the gateway's port: a process that starts the workers, gives them client connections, restarts workers
+that end or hang, and stops them. A worker without a heartbeat for a few seconds gets no connections until it sends one.
 
-It reads no request. All workers together are one service to whoever started the owner: it is ready when every worker
-is, and it stops when every worker has finished its calls. If it is killed, the workers end.
+The owner reads no request. To the supervisor, owner and workers are one service: it is ready when every worker is
+ready, and it has stopped when every worker has finished its calls. If the owner is killed, the workers end.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pipeline.running import child, liveness
 from pipeline.running.service import BEAT_S, Ready
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.workers import handover
-from rollout_gateway.workers.link import Link, LinkLostError
-from rollout_gateway.workers.siblings import OWNER, WAIT_S, WORKERS, WorkerState
+from rollout_gateway.workers.group import OWNER, WAIT_S, WORKERS, WorkerState
+from rollout_gateway.workers.rpc import RpcClosedError, RpcConnection
 
 log = get_logger("rollout_gateway.workers.owner")
 
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S, _HEALTHY_AFTER_S = 0.25, 30.0, 60.0
 _GIVE_UP_AFTER = 5
-"""Failed starts in a row after which a worker that never worked ends the gateway."""
+"""If a worker was never ready and this many starts in a row failed, the gateway ends."""
 _SILENT_S = 3 * BEAT_S
 """Time without a heartbeat after which a worker gets no new connections. It is killed after `supervisor.deadline_s`."""
 _STOP_S = 22.0
-"""Time that a worker has to stop, beyond `gateway.drain_s`: 20 s for calls that are cut off, as its HTTP server
-allows. The supervisor gives the whole gateway 25 s."""
+"""Time in which a worker must stop after `gateway.drain_s`. Its HTTP server needs up to 20 s of it to end the calls
+that are still open. The supervisor waits 25 s for the whole gateway."""
 
 
 class WorkersError(Exception):
-    """A worker does not start."""
+    """A worker did not start."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class _Worker:
     ready: anyio.Event
     ever_ready: bool = False
     restarts: int = 0
-    link: Link | None = None
+    rpc: RpcConnection | None = None
     """Set while the worker is ready and responds."""
     state: WorkerState = "starting"
 
@@ -61,13 +61,14 @@ class Owner:
     """The workers of one gateway."""
 
     def __init__(self, config: Config, listener: socket.socket, command: Sequence[str]) -> None:
-        """`command` starts a gateway with these settings; a worker gets more arguments."""
+        """`listener`: the socket of the port. `command` starts a gateway with these settings; for a worker, arguments
+        are added to it."""
         self._config, self._command = config, command
         self._distributor = handover.Distributor(listener)
         self._workers = [_Worker(n, anyio.Event()) for n in range(1, config.gateway.workers + 1)]
 
     async def run(self, ready: Ready, url: str) -> None:
-        """Run the workers until cancelled. `ready` is called once all of them are.
+        """Run the workers until cancelled. `ready` is called once all of them are ready.
 
         Raises `ConfigError` if a worker can't use the settings, `WorkersError` if one does not start."""
         self._distributor.start()
@@ -92,11 +93,11 @@ class Owner:
             failures = 0 if worker.ever_ready else failures + 1
             if code == 2 and not worker.ever_ready:
                 raise ConfigError(
-                    f"gateway: worker {worker.number} can't use the settings; see its message above"
+                    f"gateway: worker {worker.number} can't use the settings; its message above says why"
                 )
             if failures >= _GIVE_UP_AFTER:
                 raise WorkersError(
-                    f"worker {worker.number} does not start (exit code {code}); see its log above"
+                    f"worker {worker.number} did not start (exit code {code}); its log above says why"
                 )
             if time.monotonic() - began > _HEALTHY_AFTER_S:
                 backoff.reset()
@@ -105,38 +106,43 @@ class Owner:
 
     async def _run_once(self, worker: _Worker) -> int:
         ours, theirs = handover.pair()
-        link_end, their_link_end = socket.socketpair()
+        rpc_end, their_rpc_end = socket.socketpair()
         try:
             process, reports = await child.launch(
-                [*self._command, "--worker", str(worker.number), str(theirs.fileno()), str(their_link_end.fileno())],
-                env=os.environ, handles=(theirs.fileno(), their_link_end.fileno()), own_session=False,
+                [*self._command, "--worker", str(worker.number), str(theirs.fileno()), str(their_rpc_end.fileno())],
+                env=os.environ, handles=(theirs.fileno(), their_rpc_end.fileno()), own_session=False,
             )  # fmt: skip
         except BaseException:
             ours.close()
             theirs.close()
-            link_end.close()
+            rpc_end.close()
             raise
         finally:
-            their_link_end.close()
-        lane, link = handover.Lane(ours, theirs), Link(link_end, self._answer)
+            their_rpc_end.close()
+        channel, rpc = handover.WorkerChannel(ours, theirs), RpcConnection(rpc_end, self._call_workers)
         try:
             async with anyio.create_task_group() as tg:
-                tg.start_soon(link.run)
-                tg.start_soon(self._watch, worker, process, reports, lane, link)
+                tg.start_soon(rpc.run)
+                tg.start_soon(self._watch, worker, process, reports, channel, rpc)
                 code = await process.wait()
                 tg.cancel_scope.cancel()
         finally:
             await self._stop(process)
-            worker.link, worker.state = None, "starting"
-            self._distributor.remove(lane)
-            lane.close()
+            worker.rpc, worker.state = None, "starting"
+            self._distributor.remove(channel)
+            channel.close()
             os.close(reports)
         return code
 
     async def _watch(
-        self, worker: _Worker, process: anyio.abc.Process, reports: int, lane: handover.Lane, link: Link
+        self,
+        worker: _Worker,
+        process: anyio.abc.Process,
+        reports: int,
+        channel: handover.WorkerChannel,
+        rpc: RpcConnection,
     ) -> None:
-        """Give the worker connections while it is ready and responds. Kill it if it hangs."""
+        """Give the worker connections while it is ready and sends heartbeats. Kill it if it hangs."""
         if not await child.is_ready(reports):
             return  # it ended
         worker.ever_ready = True
@@ -144,14 +150,16 @@ class Owner:
         deadline_s = self._config.supervisor.deadline_s
         silent_s = min(_SILENT_S, deadline_s)
         while True:
-            worker.link, worker.state = link, "ready"
-            self._distributor.add(lane)
+            worker.rpc, worker.state = rpc, "ready"
+            self._distributor.add(channel)
             worker.ready.set()
             reason = await liveness.silent(reports, silent_s)
-            worker.link, worker.state = None, "silent"
-            self._distributor.remove(lane)
+            worker.rpc, worker.state = None, "silent"
+            self._distributor.remove(channel)
             log.warning(
-                "worker does not respond; it gets no connections", number=worker.number, reason=reason
+                "worker does not respond; it gets no connections until it does",
+                number=worker.number,
+                reason=reason,
             )
             with anyio.move_on_after(deadline_s - silent_s) as rest:
                 await anyio.wait_readable(reports)
@@ -163,7 +171,8 @@ class Owner:
         process.kill()
 
     async def _stop(self, process: anyio.abc.Process) -> None:
-        """Have a worker finish its calls. It still gets connections, whose calls it refuses with `stopping`."""
+        """Stop a worker after its calls have ended. It still gets connections; it refuses calls on them with the error
+        `stopping`."""
         if process.returncode is not None:
             return
         with anyio.CancelScope(shield=True):
@@ -174,23 +183,26 @@ class Owner:
                 process.kill()
                 await process.wait()
 
-    # -- what the workers ask --------------------------------------------------------------------------------------
+    # -- calls from the workers ------------------------------------------------------------------------------------
 
-    async def _answer(self, kind: str, content: bytes) -> bytes:
-        """Ask every worker, and return by their labels the answers of those that respond, and answer within
-        `WAIT_S`. The owner itself answers what state the workers are in."""
-        if kind == WORKERS:
+    async def _call_workers(self, method: str, content: bytes) -> bytes:
+        """Answer a call from a worker. For `WORKERS`, return the state of each worker. Otherwise call every worker that
+        responds, and return the replies by label; those that take longer than `WAIT_S` are left out."""
+        if method == WORKERS:
             return msgspec.msgpack.encode({str(w.number): w.state for w in self._workers})
-        answers: dict[str, bytes] = {OWNER: generate_latest(self._registry())} if kind == "metrics" else {}
+        answers: dict[str, bytes] = {OWNER: generate_latest(self._registry())} if method == "metrics" else {}
 
-        async def one(worker: _Worker, link: Link) -> None:
-            with anyio.move_on_after(WAIT_S), contextlib.suppress(LinkLostError):  # it may have died just now
-                answers[str(worker.number)] = await link.ask(kind, content)
+        async def one(worker: _Worker, rpc: RpcConnection) -> None:
+            with (
+                anyio.move_on_after(WAIT_S),
+                contextlib.suppress(RpcClosedError),
+            ):  # it may have died just now
+                answers[str(worker.number)] = await rpc.call(method, content)
 
         async with anyio.create_task_group() as tg:
             for worker in self._workers:
-                if worker.link is not None:
-                    tg.start_soon(one, worker, worker.link)
+                if worker.rpc is not None:
+                    tg.start_soon(one, worker, worker.rpc)
         return msgspec.msgpack.encode(answers)
 
     # -- metrics ---------------------------------------------------------------------------------------------------
@@ -206,11 +218,11 @@ class _OwnMetrics(Collector):
         self._workers = workers
 
     def collect(self) -> list[Metric]:
-        up = GaugeMetricFamily("journeyman_worker_up", "Whether a worker takes calls.", labels=("worker",))
+        up = GaugeMetricFamily("journeyman_worker_up", "1 if the worker takes calls.", labels=("worker",))
         restarts = CounterMetricFamily(
-            "journeyman_worker_restarts", "How often a worker was started again.", labels=("worker",)
+            "journeyman_worker_restarts", "Number of times that a worker was restarted.", labels=("worker",)
         )
         for worker in self._workers:
-            up.add_metric((str(worker.number),), int(worker.link is not None))
+            up.add_metric((str(worker.number),), int(worker.rpc is not None))
             restarts.add_metric((str(worker.number),), worker.restarts)
         return [up, restarts]

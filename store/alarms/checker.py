@@ -30,7 +30,7 @@ from store.alarms import reading
 from store.alarms.reading import Fill, Found
 from store.alarms.table import ALARMS
 from store.lake import open_lake
-from store.place import StoreError
+from store.storage import StoreError
 
 log = get_logger("store.alarms")
 

@@ -20,7 +20,7 @@ from pipeline.telemetry import logs as log
 from store.dashboard.errors import ListenError
 from store.dashboard.server import SECTIONS
 from store.dashboard.service import serve
-from store.place import StoreError
+from store.storage import StoreError
 
 PORT = 8701
 

@@ -24,7 +24,7 @@ from pipeline.config import Config, load
 from pipeline.telemetry.logs import get_logger
 from store import sql
 from store.lake import open_lake
-from store.place import StoreError
+from store.storage import StoreError
 
 log = get_logger("store.dashboard.sandbox")
 

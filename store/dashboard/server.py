@@ -30,7 +30,7 @@ from store.dashboard.errors import PageError
 from store.dashboard.gateway import ACTIONS, Gateway
 from store.dashboard.history import History
 from store.dashboard.pages import checkpoints, events, groups, judge, overview, trajectories
-from store.place import StoreError
+from store.storage import StoreError
 
 _HERE = Path(__file__).parent
 _BODY = 256 * 1024

@@ -18,7 +18,7 @@ from pipeline.running.runs import run_settings
 from store.dashboard.errors import PageError
 from store.dashboard.history import History
 from store.dashboard.texts import as_json, number
-from store.place import StoreError
+from store.storage import StoreError
 
 Data = dict[str, Any]
 

@@ -27,7 +27,7 @@ from pipeline.log.broker import Broker
 from pipeline.running.runs import run_settings, service_url
 from pipeline.telemetry import logs as log
 from store.dashboard.history import History
-from store.place import StoreError
+from store.storage import StoreError
 from store.watch.snapshot import Snapshot, log_lag, read_state, take
 from store.watch.view import lines, plain
 

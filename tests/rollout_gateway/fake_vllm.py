@@ -20,7 +20,7 @@ from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.endpoints import CHAT
-from rollout_gateway.serving.members import Members
+from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
@@ -162,7 +162,7 @@ class GatewayParts:
         self.registry = Registry(broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
         self.router = VersionRouter(self.policies, self.fleet)
         self.chat = CallHandler(config.gateway, self.fleet, self.router)
-        self.members = Members(config, broker, self.policies, self.fleet, name)
+        self.members = Membership(config, broker, self.policies, self.fleet, name)
 
     async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
         body = msgspec.json.encode({"model": model, "messages": []})

@@ -48,7 +48,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from store import columns
-from store.commits import transaction
+from store.commits import transaction_id
 from store.lake import Lake, lake_in
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
@@ -138,7 +138,7 @@ def fill(run_dir: Path, events: list[Event]) -> Lake:
     counts: dict[str, int] = {}
     for table in lake.tables():
         stream = streams.stream_of_subject(table.tag)
-        last = delta.transaction_version(transaction(table.tag)) if (delta := table.snapshot()) else 0
+        last = delta.transaction_version(transaction_id(table.tag)) if (delta := table.snapshot()) else 0
         counts[stream] = max(counts.get(stream, 0), last or 0)
     by_tag: dict[str, list[tuple[int, Event]]] = {}
     for event in events:
@@ -166,7 +166,7 @@ def sequences(lake: Lake, tag: str) -> list[int]:
 
 def tables(lake: Lake, tag: str) -> list[pa.Table]:
     """The rows of each file that readers see."""
-    return [lake.place.read(tag, name) for name in lake.names(tag)]
+    return [lake.storage.read(tag, name) for name in lake.names(tag)]
 
 
 async def until_acked(broker: Broker, within_s: float = 20) -> None:

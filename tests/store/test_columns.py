@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.events import EVENTS, pack_ids, pack_logprobs, schema, wire_name
 from store import columns
-from store.place import write_parquet
+from store.storage import write_parquet
 from tests.store.kit import exchange, run_of_one_step
 
 
@@ -42,8 +42,8 @@ def test_token_arrays_become_lists_exactly() -> None:
 
 
 def test_a_packed_array_of_odd_length_is_named() -> None:
-    assert "no multiple of 4" in columns.fits(exchange("t", prompt_ids=b"123"))
-    assert columns.fits(exchange("t")) == ""
+    assert "no multiple of 4" in columns.why_unstorable(exchange("t", prompt_ids=b"123"))
+    assert columns.why_unstorable(exchange("t")) == ""
 
 
 def test_json_that_is_not_utf8_stays_readable() -> None:

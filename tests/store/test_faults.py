@@ -15,7 +15,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from store.lake import lake_in
-from store.place import write_parquet
+from store.storage import write_parquet
 from tests.store.kit import StoreProcess, exchange, publish, store_all, stored, tables, until_acked
 
 pytestmark = pytest.mark.anyio
@@ -47,15 +47,15 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     def to_a_full_disk(_: str, tag: str, tables: Iterable[pa.Table]) -> None:
         write_parquet("/dev/full", tag, tables)
 
-    monkeypatch.setattr("store.place.write_parquet", to_a_full_disk)
+    monkeypatch.setattr("store.storage.write_parquet", to_a_full_disk)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(20)])
         async with running_store():
-            fields = await until_said(caplog, "not written")
+            fields = await until_said(caplog, "events not written; trying again")
             assert str(tmp_path / "store") in fields["folder"]
             assert "20 events" in fields["detail"]
             assert await broker.lag("store-rollouts") == 20
-            monkeypatch.setattr("store.place.write_parquet", write_parquet)
+            monkeypatch.setattr("store.storage.write_parquet", write_parquet)
             await until_acked(broker)
     assert stored(tmp_path / "store", TAG) == list(range(1, 21))
 
@@ -72,7 +72,7 @@ async def test_a_file_cut_short_is_set_aside_and_healed_from_the_log(
         lake = lake_in(tmp_path / "store")
         (name,) = lake.names(TAG)
         (before,) = tables(lake, TAG)
-        path = Path(lake.place.key(TAG, name))
+        path = Path(lake.storage.key(TAG, name))
         path.write_bytes(path.read_bytes()[:-100])
         await store_all(broker, running_store)
         assert stored(tmp_path / "store", TAG) == list(range(1, 11))
@@ -94,7 +94,7 @@ async def test_what_the_log_no_longer_holds_is_said_to_be_lost(
         (tmp_path / "store" / TAG / name).write_bytes(b"PAR1")
         async with running_store():
             pass
-    assert "4 to 6" in said(caplog, "events lost with a damaged file")[0]["detail"]
+    assert "4 to 6" in said(caplog, "a damaged file held events that the log no longer holds")[0]["detail"]
     assert stored(tmp_path / "store", TAG) == [4, 5, 6]
 
 
@@ -106,7 +106,7 @@ async def test_a_stream_deleted_under_a_running_store_is_made_anew_and_consumed(
         async with running_store():
             await until_acked(broker)
             await broker.js.delete_stream("ROLLOUTS")
-            await until_said(caplog, "consumer gone")
+            await until_said(caplog, "the store's consumer was deleted")
             await publish(broker, [exchange("new", seq) for seq in range(4)])
             await until_acked(broker)
     assert sorted(stored(tmp_path / "store", TAG)) == [1, 1, 2, 2, 3, 3, 4, 4]

@@ -1,4 +1,4 @@
-"""One contract for all places of a lake: a local folder, and S3-compatible object storage."""
+"""One contract for all storages of a lake: a local folder, and S3-compatible object storage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from store import columns, rebuild, sql
-from store.commits import add_action
+from store.commits import add_action_of_rows
 from store.lake import Lake, open_lake
-from store.older import REPLACES
-from store.place import LOG, DamagedFileError, Folder, open_place, write_parquet
-from store.upkeep import Upkeep
+from store.legacy import REPLACES
+from store.maintenance import Maintenance
+from store.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
 from tests.store.kit import (
     StoreProcess,
     create_bucket,
@@ -68,7 +68,7 @@ def test_where_nothing_was_written_nothing_is(config: Config) -> None:
     with pytest.raises(sql.NoStoreError, match=r"no store at"):
         sql.connect(config)
     with pytest.raises(FileNotFoundError):
-        lake.place.read(TAG, "none.parquet")
+        lake.storage.read(TAG, "none.parquet")
     assert lake.open() == []
 
 
@@ -87,7 +87,7 @@ def test_a_file_of_many_megabytes_is_whole(lake: Lake) -> None:
     noise = os.urandom(24 * 2**20).hex().encode()
     table = columns.table(TAG, [exchange("t", 0, response=b'"' + noise + b'"')], [1], [1_000], [""])
     lake.table(TAG).append(table)
-    (size,) = lake.place.sizes(TAG).values()
+    (size,) = lake.storage.sizes(TAG).values()
     assert size > 20 * 2**20
     assert tables(lake, TAG)[0]["response"].equals(table["response"])
 
@@ -97,10 +97,10 @@ def test_what_fails_half_way_leaves_nothing(lake: Lake, monkeypatch: pytest.Monk
         write_parquet(where, tag, tables)
         raise OSError("the second half is missing")
 
-    monkeypatch.setattr("store.place.write_parquet", half)
+    monkeypatch.setattr("store.storage.write_parquet", half)
     with pytest.raises(OSError, match="second half"):
         lake.table(TAG).append(rows(1))
-    assert lake.place.sizes(TAG) == {}
+    assert lake.storage.sizes(TAG) == {}
     assert lake.names(TAG) == []
 
 
@@ -123,11 +123,11 @@ def test_a_writer_that_slept_is_refused_and_what_it_repeats_is_left_out(lake: La
     lake.table(TAG).append(rows(1))
     zombie = open_lake(config).table(TAG)
     late = rows(6)
-    size = zombie.place.write(TAG, "late.parquet", [late])
+    size = zombie.storage.write(TAG, "late.parquet", [late])
     assert zombie.snapshot() is not None
     lake.table(TAG).append(rows(6))  # its events were delivered to another
     with pytest.raises(CommitFailedError):
-        zombie.commit([add_action("late.parquet", size, late)], 10)
+        zombie.commit([add_action_of_rows("late.parquet", size, late)], 10)
     assert zombie.append(late) == 0
     assert sequences(lake, TAG) == list(range(1, 11))
 
@@ -178,16 +178,16 @@ def test_many_writers_of_the_same_events_write_each_once(config: Config) -> None
 def test_a_damaged_file_is_named(lake: Lake, config: Config) -> None:
     lake.table(TAG).append(rows(1))
     (name,) = lake.names(TAG)
-    key = lake.place.key(TAG, name)
-    with lake.place.files.open_input_file(key) as whole:
+    key = lake.storage.key(TAG, name)
+    with lake.storage.files.open_input_file(key) as whole:
         half = whole.read(1_000)
-    with lake.place.files.open_output_stream(key) as stream:
+    with lake.storage.files.open_output_stream(key) as stream:
         stream.write(half)
     fresh = open_lake(config)
     with pytest.raises(DamagedFileError, match=name):
         fresh.check(TAG)
     with pytest.raises(DamagedFileError, match=name):
-        fresh.place.read(TAG, name)
+        fresh.storage.read(TAG, name)
     with pytest.raises(DamagedFileError, match=name):
         sql.connect(config)
     (damaged,) = fresh.open()
@@ -199,9 +199,9 @@ def test_a_damaged_file_is_named(lake: Lake, config: Config) -> None:
 def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
     for first in range(1, 41, 5):
         lake.table(TAG).append(rows(first))
-    Upkeep(lake, StoreConfig(compact_files=3, compact_grace_s=0.0)).once()
+    Maintenance(lake, StoreConfig(compact_files=3, compact_grace_s=0.0)).once()
     (merged,) = lake.names(TAG)
-    assert set(lake.place.sizes(TAG)) == {merged}
+    assert set(lake.storage.sizes(TAG)) == {merged}
     with sql.connect(config) as connection:
         counted = connection.sql(
             "SELECT count(*), min(stream_seq), max(stream_seq) FROM exchanges"
@@ -249,14 +249,14 @@ def test_polars_reads_the_lake(lake: Lake, config: Config) -> None:
     polars = pytest.importorskip("polars")
     lake.table(TAG).append(rows(1))
     lake.table(TAG).append(rows(6))
-    found = polars.read_delta(lake.place.uri(TAG), storage_options=lake.place.options)
+    found = polars.read_delta(lake.storage.uri(TAG), storage_options=lake.storage.options)
     assert sorted(found["log_seq"].to_list()) == list(range(1, 11))
     assert sorted(found["prompt_ids"].to_list()) == [[1, 2, seq] for seq in range(1, 11)]
 
 
 def test_pandas_and_any_other_reader_of_delta_find_the_columns(lake: Lake) -> None:
     lake.table(TAG).append(rows(1))
-    delta = DeltaTable(lake.place.uri(TAG), storage_options=lake.place.options)
+    delta = DeltaTable(lake.storage.uri(TAG), storage_options=lake.storage.options)
     assert [f.name for f in delta.schema().fields] == columns.arrow_schema(TAG).names
     assert delta.to_pyarrow_table(columns=["trajectory"]).to_pandas()["trajectory"].tolist() == ["t"] * 5
 
@@ -279,7 +279,7 @@ def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
     assert fresh.open() == []
     again = columns.table("group.scored", [event], [2], [2], [""])  # type: ignore[list-item]
     fresh.table("group.scored").append(again)
-    Upkeep(fresh, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
+    Maintenance(fresh, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
     with sql.connect(config) as connection:
         found = connection.sql("SELECT origin, members FROM group_scored ORDER BY log_seq").fetchall()
     assert [(origin, members[0]["reward"], members[0]["split"]) for origin, members in found] == [
@@ -294,7 +294,7 @@ def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
     lake = open_lake(config)
     lake.table(TAG).append(rows(1))
     lake.table(TAG).append(rows(6))
-    journal = Path(lake.place.uri(TAG), LOG)
+    journal = Path(lake.storage.uri(TAG), LOG)
     delta = lake.table(TAG).snapshot()
     assert delta is not None
     delta.create_checkpoint()
@@ -313,21 +313,21 @@ def test_every_commit_is_synced_before_append_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    real = Folder.make_durable
+    real = LocalStorage.make_durable
 
-    def make_durable(place: Folder, tag: str, names: list[str]) -> None:
+    def make_durable(storage: LocalStorage, tag: str, names: list[str]) -> None:
         synced.extend(names)
-        real(place, tag, names)
+        real(storage, tag, names)
 
-    monkeypatch.setattr(Folder, "make_durable", make_durable)
+    monkeypatch.setattr(LocalStorage, "make_durable", make_durable)
     config = Config(run_dir=str(tmp_path))
     table = open_lake(config).table(TAG)
     table.append(rows(1))
     assert set(synced) == {f"{LOG}/{0:020d}.json", *(table.files() or pytest.fail("no files")).names}
     other = open_lake(config).table(TAG)
-    other.commit([add_action("x.parquet", other.place.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10) if (
-        other.snapshot()
-    ) else pytest.fail("no table")
+    other.commit(
+        [add_action_of_rows("x.parquet", other.storage.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10
+    ) if (other.snapshot()) else pytest.fail("no table")
     synced.clear()
     table.append(rows(6))  # held by a commit of another process, which may have died before it synced
     assert synced == ["x.parquet", f"{LOG}/{1:020d}.json"]
@@ -338,18 +338,18 @@ def test_every_commit_is_synced_before_append_returns(
 
 @pytest.fixture
 def older(lake: Lake) -> Lake:
-    """A place with files of the older layout: two were merged and are still there, the merged one, and one more."""
+    """A storage with files of the older layout: two that were merged, the merged one, and one more."""
     first, second, third = rows(1), rows(6), rows(11)
     names = [
         "ROLLOUTS-000000000001-000000000005-3e9.parquet",
         "ROLLOUTS-000000000006-000000000010-3ee.parquet",
     ]
-    lake.place.write(TAG, names[0], [first])
-    lake.place.write(TAG, names[1], [second])
+    lake.storage.write(TAG, names[0], [first])
+    lake.storage.write(TAG, names[1], [second])
     merged = pa.concat_tables([first, second])
-    key = lake.place.key(TAG, "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet")
+    key = lake.storage.key(TAG, "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet")
     with (
-        lake.place.files.open_output_stream(key) as stream,
+        lake.storage.files.open_output_stream(key) as stream,
         pq.ParquetWriter(stream, merged.schema, store_schema=False) as writer,
     ):
         writer.write_table(merged)
@@ -357,33 +357,33 @@ def older(lake: Lake) -> Lake:
     masks = third.schema.get_field_index("forced")
     unsigned = third["forced"].cast(pa.list_(pa.field("item", pa.uint8(), nullable=False)))
     third = third.set_column(masks, pa.field("forced", unsigned.type), unsigned)
-    lake.place.write(TAG, "ROLLOUTS-000000000011-000000000015-3f3.parquet", [third])
+    lake.storage.write(TAG, "ROLLOUTS-000000000011-000000000015-3f3.parquet", [third])
     return lake
 
 
-def test_files_of_an_older_store_are_read_and_taken_over(older: Lake, config: Config) -> None:
+def test_files_of_an_older_store_are_read_and_imported(older: Lake, config: Config) -> None:
     def counted() -> list[tuple[int, ...]]:
         with sql.connect(config) as connection:
             return connection.sql("SELECT count(*), count(DISTINCT stream_seq) FROM exchanges").fetchall()
 
     assert counted() == [(15, 15)]  # before a store has started
-    before = set(older.place.sizes(TAG))
+    before = set(older.storage.sizes(TAG))
     lake = open_lake(config)
     assert lake.open() == []
-    assert set(older.place.sizes(TAG)) == before
+    assert set(older.storage.sizes(TAG)) == before
     assert counted() == [(15, 15)]
     assert lake.table(TAG).append(rows(8, 12)) == 4
     assert sequences(lake, TAG) == list(range(1, 20))
     assert counted() == [(19, 19)]
     assert open_lake(config).open() == []
-    Upkeep(lake, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
+    Maintenance(lake, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
     assert len(lake.names(TAG)) == 1
     assert counted() == [(19, 19)]
 
 
 def test_a_damaged_file_of_an_older_store_is_reported(older: Lake, config: Config) -> None:
     name = "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet"
-    with older.place.files.open_output_stream(older.place.key(TAG, name)) as stream:
+    with older.storage.files.open_output_stream(older.storage.key(TAG, name)) as stream:
         stream.write(b"PAR1")
     lake = open_lake(config)
     (damaged,) = lake.open()
@@ -430,7 +430,7 @@ async def test_object_storage_that_is_away_is_waited_for(
         ):
             await publish(broker, [exchange("t", seq) for seq in range(9)])
             with anyio.fail_after(30):
-                while not any(r.getMessage() == "not written" for r in caplog.records):
+                while not any(r.getMessage() == "events not written; trying again" for r in caplog.records):
                     await anyio.sleep(0.02)
             assert await broker.lag("store-rollouts") == 9
             await anyio.to_thread.run_sync(create_bucket, url)
@@ -441,4 +441,4 @@ async def test_object_storage_that_is_away_is_waited_for(
 
 def test_a_bucket_has_to_be_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"store\.dir"):
-        open_place(Config(run_dir=str(tmp_path), store=StoreConfig(dir="s3://")))
+        open_storage(Config(run_dir=str(tmp_path), store=StoreConfig(dir="s3://")))

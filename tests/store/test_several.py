@@ -45,7 +45,7 @@ async def test_three_stores_over_object_storage_that_fails(
     monkeypatch.setattr(
         streams, "CONSUMERS", quick
     )  # deliveries come again while the first store still writes
-    monkeypatch.setattr("store.place._REQUEST_S", 1.0)
+    monkeypatch.setattr("store.storage._REQUEST_S", 1.0)
     monkeypatch.setattr("store.writer._RETRY_S", 0.05)
     with faulty_s3(object_store["s3_endpoint"], seed=5, silent_s=2.0) as (url, proxy):
         store = StoreConfig(
@@ -144,7 +144,7 @@ async def test_one_store_of_a_run_directory_checks_alarms_and_writes_curves(
             await anyio.sleep_forever()
 
     monkeypatch.setattr("store.service.Checker", Checker)
-    monkeypatch.setattr("store.service._ASK_S", 0.05)
+    monkeypatch.setattr("store.service._LOCK_RETRY_S", 0.05)
 
     def config(name: str) -> Config:
         return Config(run_dir=str(tmp_path), nats=nats_config, log_level=name)

@@ -15,9 +15,9 @@ import pytest
 
 from pipeline.events import CheckpointPublished, GroupScored, Member, pack_seqs, schema, wire_name
 from store import sql
-from store.commits import adopted
+from store.commits import add_action_of_file
 from store.lake import lake_in
-from store.place import DamagedFileError
+from store.storage import DamagedFileError
 from store.views import VIEWS
 from tests.store.kit import exchange, fill, run_of_one_step, tables
 
@@ -136,10 +136,10 @@ def test_doubles_are_not_hidden(tmp_path: Path) -> None:
     lake = fill(tmp_path, [exchange("t")])
     (name,) = lake.names("rollout.exchange")
     table = lake.table("rollout.exchange")
-    size = lake.place.sizes("rollout.exchange")[name]
-    path = Path(lake.place.key("rollout.exchange", name))
+    size = lake.storage.sizes("rollout.exchange")[name]
+    path = Path(lake.storage.key("rollout.exchange", name))
     path.with_name("again.parquet").write_bytes(path.read_bytes())
-    table.commit([adopted(lake.place, "rollout.exchange", "again.parquet", size)[0]], 1)
+    table.commit([add_action_of_file(lake.storage, "rollout.exchange", "again.parquet", size)[0]], 1)
     assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
 
 
@@ -224,7 +224,7 @@ def test_files_of_an_older_version_have_todays_columns_fields_and_types(
 def test_a_damaged_file_is_named(run_dir: Path) -> None:
     lake = lake_in(run_dir / "store")
     (name,) = lake.names("group.scored")
-    path = Path(lake.place.key("group.scored", name))
+    path = Path(lake.storage.key("group.scored", name))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DamagedFileError, match=name):
         sql.connect(run_dir)

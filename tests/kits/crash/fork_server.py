@@ -28,7 +28,7 @@ from pipeline import config as configuration
 from pipeline import crash, streams
 from pipeline.running import plan, service
 from pipeline.telemetry import logs as log
-from rollout_gateway.workers.siblings import Siblings
+from rollout_gateway.workers.group import WorkerGroup
 
 ACK_WAIT_S = 0.6
 SERVICES = ("gateway", "sampler", "judge", "trainer", "store")
@@ -60,7 +60,7 @@ def serve(order: dict[str, Any]) -> None:
 
     entry = importlib.import_module(f"{plan.SERVICES[name]}.service").serve
     if name == "gateway":
-        entry = functools.partial(entry, siblings=Siblings(), command=())  # one worker
+        entry = functools.partial(entry, workers=WorkerGroup(), command=())  # one worker
     anyio.run(service.until_signalled, entry, config, ready, backend_options={"use_uvloop": True})
 
 

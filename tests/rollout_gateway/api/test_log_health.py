@@ -19,7 +19,7 @@ from rollout_gateway.api.schemas import Health
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.workers.siblings import Siblings
+from rollout_gateway.workers.group import WorkerGroup
 from tests.conftest import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +36,7 @@ async def test_a_log_that_takes_no_writes_is_told(
         fleet.add("http://127.0.0.1:1")
         policies, nothing = Policies("p", ["m"]), cast(Any, None)
         routes = ModelRoutes(
-            policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health, Siblings()
+            policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health, WorkerGroup()
         )
         request = ControlRequest(nothing, nothing, Access(), [])
 

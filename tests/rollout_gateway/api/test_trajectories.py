@@ -14,7 +14,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
-from rollout_gateway.workers.siblings import Siblings
+from rollout_gateway.workers.group import WorkerGroup
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def test_a_list_is_paged_filtered_and_gives_way() -> None:
         registry._remember(Trajectory(registry.log, event))
     nothing = cast(Any, None)
     routes = TrajectoryRoutes(
-        "test", GatewayConfig(), nothing, registry, nothing, nothing, nothing, Siblings()
+        "test", GatewayConfig(), nothing, registry, nothing, nothing, nothing, WorkerGroup()
     )
     turns, done = 0, False
 

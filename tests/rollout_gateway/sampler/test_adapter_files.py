@@ -44,5 +44,5 @@ async def test_an_adapter_whose_folder_was_changed_is_unpacked_again(
         assert await unpacked() == FILES
         (folder / "adapter_config.json").unlink()
         assert await unpacked() == FILES
-        with pytest.raises(AdapterError, match="sha256"):
+        with pytest.raises(AdapterError, match="SHA-256"):
             await files.ensure("m@2", digest, "0" * 64, names)

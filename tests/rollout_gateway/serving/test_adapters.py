@@ -66,7 +66,7 @@ async def test_what_must_not_serve_is_refused_and_says_why(
         await publish_adapter(broker, 3, sha256="0" * 64)
         await publish_adapter(broker, 4)
         await serves(gateway, "tictactoe@4")
-        for version, why in (("tictactoe@2", "changes nothing"), ("tictactoe@3", "sha256")):
+        for version, why in (("tictactoe@2", "changes nothing"), ("tictactoe@3", "SHA-256")):
             with pytest.raises(openai.ConflictError, match=why):
                 client.chat.completions.create(**{**ASK, "model": version})
         assert {e.version for e in await loads(broker)} <= {"tictactoe@1", "tictactoe@4"}

@@ -40,7 +40,7 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
             await serves(gateway, f"tictactoe@{step}")
         assert policy("list").splitlines() == [
             "tictactoe: tictactoe@2",
-            "  why: the newest version that enough servers hold; nothing was decided",
+            "  why: it follows the newest version that enough servers hold; there was no decision",
             "  newest tictactoe@2, loaded tictactoe@1, tictactoe@2",
         ]
         pinned = policy("pin", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")

@@ -38,7 +38,7 @@ async def test_a_request_that_kills_twice_is_refused_and_recorded(
         assert server.died(2)
         assert good.chat.completions.create(**asking("hello again")).choices
         # The same again is not sent; another body is.
-        with pytest.raises(openai.APIStatusError, match="in flight at 2 deaths"):
+        with pytest.raises(openai.APIStatusError, match="in flight at 2 crashes"):
             deadly.chat.completions.create(**asking(how, seed=1))
         assert deadly.chat.completions.create(**asking("fine")).choices
         assert server.died(2)
@@ -94,7 +94,7 @@ async def test_failures_that_are_no_deaths_are_forgotten() -> None:
     for _ in range(5):
         requests.failed("r", replica, "1")
         requests.server_checked("r")
-    assert not requests.cases
+    assert not requests.suspects
     requests.check("r")
 
 
@@ -106,14 +106,14 @@ async def test_a_request_is_refused_for_a_time_only() -> None:
         requests.failed("r", replica, life)
     replica.die("3")
     requests.check("r")
-    assert not requests.cases
+    assert not requests.suspects
     requests = DeadlyRequests(600)
     for life in ("1", "2"):
         replica.die(life)
         requests.trial("r", replica, alone=False)
         requests.failed("r", replica, life)
     replica.die("3")
-    with pytest.raises(ApiError, match="2 deaths"):
+    with pytest.raises(ApiError, match="2 crashes"):
         requests.check("r")
 
 
@@ -125,4 +125,4 @@ async def test_an_answered_request_is_acquitted() -> None:
     trial = requests.trial("r", replica, alone=False)
     assert trial is not None
     trial.answered()
-    assert not requests.cases
+    assert not requests.suspects

@@ -12,7 +12,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.sampler.keeper import Keeper
+from rollout_gateway.sampler.controller import ServerController
 from tests.rollout_gateway.conftest import PROJECT, StartGateway, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
 
@@ -90,14 +90,14 @@ async def test_a_base_version_loaded_as_an_adapter_is_unloaded(
 async def test_an_unexpected_error_while_one_version_loads_refuses_that_version(
     nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verify = Keeper._verify
+    verify = ServerController._verify
 
-    async def broken(self: Keeper, checkpoint: Any, *rest: Any) -> None:
+    async def broken(self: ServerController, checkpoint: Any, *rest: Any) -> None:
         if checkpoint.event.step == 1:
             raise KeyError("unforeseen")
         await verify(self, checkpoint, *rest)
 
-    monkeypatch.setattr(Keeper, "_verify", broken)
+    monkeypatch.setattr(ServerController, "_verify", broken)
     server = FakeVllm()
     async with parts(nats_config, tmp_path, [server]) as gateway:
         await publish_adapter(gateway.broker, 1)

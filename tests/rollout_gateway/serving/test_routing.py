@@ -31,7 +31,9 @@ async def test_a_promoted_version_that_is_refused_gets_a_409(other: str) -> None
     assert versions == {"tictactoe@1", other or "tictactoe@1"}
     for version in versions:
         policies.refused[version] = "the adapter changes nothing"
-    with pytest.raises(ApiError, match="can't be served: the adapter changes nothing") as refused:
+    with pytest.raises(
+        ApiError, match="not served because its adapter failed a check: the adapter changes nothing"
+    ) as refused:
         router.resolve("tictactoe", opening("t0"))
     assert (refused.value.status, refused.value.code) == (409, "version_refused")
 

@@ -38,14 +38,14 @@ class Worker:
     def __init__(self, name: bytes) -> None:
         self.name = name
         ours, theirs = handover.pair()
-        self.lane, self.receiver = handover.Lane(ours, theirs.dup()), handover.Receiver(theirs)
+        self.channel, self.receiver = handover.WorkerChannel(ours, theirs.dup()), handover.Receiver(theirs)
 
     async def start(self) -> None:
         await self.receiver.start(lambda: Echo(self))
 
     def die(self) -> None:
         self.receiver.close()
-        self.lane.close()
+        self.channel.close()
 
 
 class Client:
@@ -79,13 +79,13 @@ async def port_of(*workers: Worker) -> AsyncIterator[Port]:
         port.distributor.start()
         for worker in workers:
             await worker.start()
-            port.distributor.add(worker.lane)
+            port.distributor.add(worker.channel)
         try:
             yield port
         finally:
             port.distributor.close()
             for worker in workers:
-                port.distributor.remove(worker.lane)
+                port.distributor.remove(worker.channel)
                 worker.die()
 
 
@@ -99,7 +99,7 @@ async def test_each_worker_gets_as_many_kept_connections_as_the_others() -> None
             if name == b"b":
                 await client.leave()
         with anyio.fail_after(30):
-            while workers[1].lane.open:
+            while workers[1].channel.open:
                 await asyncio.sleep(0.001)  # until the owner has heard of it
         more = [await port.connect() for _ in range(10)]
         assert [await client.worker() for client in more] == [b"b"] * 10
@@ -113,10 +113,10 @@ async def test_connections_wait_while_no_worker_is_there() -> None:
         client = await port.connect()
         asked = asyncio.ensure_future(client.worker())
         await worker.start()
-        port.distributor.add(worker.lane)
+        port.distributor.add(worker.channel)
         assert await asked == b"late"
         await client.leave()
-        port.distributor.remove(worker.lane)
+        port.distributor.remove(worker.channel)
         worker.die()
 
 
@@ -127,11 +127,11 @@ async def test_what_a_dead_worker_has_not_received_goes_to_another() -> None:
         clients = [await port.connect() for _ in range(4)]
         asked = [asyncio.ensure_future(client.worker()) for client in clients]
         with anyio.fail_after(30):
-            while dead.lane.open < 2:
+            while dead.channel.open < 2:
                 await asyncio.sleep(0.001)  # until the owner has given it its share
-        port.distributor.remove(dead.lane)
+        port.distributor.remove(dead.channel)
         assert await asyncio.gather(*asked) == [b"alive"] * 4
-        assert (dead.lane.open, alive.lane.open) == (0, 4)
+        assert (dead.channel.open, alive.channel.open) == (0, 4)
         for client in clients:
             await client.leave()
 
@@ -141,10 +141,10 @@ async def test_a_worker_that_responds_again_gets_connections_again() -> None:
     async with port_of(a, b) as port:
         clients = [await port.connect()]
         assert await clients[0].worker() == b"a"
-        port.distributor.remove(a.lane)
+        port.distributor.remove(a.channel)
         clients += [await port.connect() for _ in range(3)]
         assert [await client.worker() for client in clients] == [b"a", b"b", b"b", b"b"]
-        port.distributor.add(a.lane)
+        port.distributor.add(a.channel)
         clients += [await port.connect() for _ in range(2)]
         assert [await client.worker() for client in clients[4:]] == [b"a", b"a"]
         for client in clients:
@@ -154,7 +154,7 @@ async def test_a_worker_that_responds_again_gets_connections_again() -> None:
 async def test_a_full_channel_holds_connections_back_until_its_worker_takes_them() -> None:
     worker = Worker(b"slow")
     async with port_of() as port:
-        port.distributor.add(worker.lane)  # it does not read yet
+        port.distributor.add(worker.channel)  # it does not read yet
         clients = [await port.connect() for _ in range(600)]
         asked = [asyncio.ensure_future(client.worker()) for client in clients]
         await worker.start()
@@ -162,5 +162,5 @@ async def test_a_full_channel_holds_connections_back_until_its_worker_takes_them
             assert set(await asyncio.gather(*asked)) == {b"slow"}
         for client in clients:
             await client.leave()
-        port.distributor.remove(worker.lane)
+        port.distributor.remove(worker.channel)
         worker.die()

@@ -1,10 +1,9 @@
-"""Where the lake is: a folder on this machine's disk, or a prefix in S3-compatible object storage. Also the store's
-errors.
+"""Storage of the lake: a local folder, or a prefix in S3-compatible object storage. Also the store's errors.
 
-delta-rs commits on both. What it leaves to its callers is here: on a disk, durability (it never calls fsync); on object
-storage, a client for DuckDB, whose own S3 support is an extension that would be downloaded at run time.
+delta-rs commits to both. This module adds what delta-rs does not do: on a local disk it calls fsync; for object storage
+it gives DuckDB a file system, because DuckDB's own S3 support is an extension that it downloads at run time.
 
-`store.dir` is a folder, or `s3://<bucket>/<prefix>`. Credentials come from the AWS_* variables only.
+`store.dir` is a folder, or `s3://<bucket>/<prefix>`. Credentials come from the AWS_* environment variables only.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from pipeline.files import sync
 from store import columns
 
 if TYPE_CHECKING:
-    import duckdb  # the writer does not need it
+    import duckdb  # not imported at run time: the writer does not need it
 
 LOG = "_delta_log"
-"""Folder of a table's commits."""
+"""Folder of a table's journal."""
 ASIDE = "damaged"
-"""Folder of the place for damaged files."""
+"""Folder for damaged files, beside the tables."""
 SUFFIX = ".parquet"
 
 _S3 = "s3://"
 _DUCKDB_S3 = "journeyman-s3"
 _REQUEST_S = 30.0
-"""A request to object storage that is not answered for so long is repeated."""
+"""Time after which an unanswered request to object storage is repeated."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -47,27 +46,28 @@ class StoreError(Exception):
 
 
 class DamagedFileError(StoreError):
-    """A file that is shorter or longer than its commit says; `path` names it."""
+    """A file is missing, unreadable, or its size is not the one in its commit. `path` names it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"{path} is damaged ({why}): restart the store, which sets the file aside and reads its events from "
-            "the log again"
+            f"{path} is damaged ({why}): restart the store. It moves the file aside and writes its events again from "
+            "the log"
         )
         self.path = path
 
 
-class Place(ABC):
-    """A place with one folder per event tag, each a Delta table."""
+class Storage(ABC):
+    """One folder per event tag, each a Delta table."""
 
     options: dict[str, str]
-    """delta-rs's storage options."""
+    """Storage options for delta-rs."""
     needs_sync = False
-    """Whether what was written may be lost in a power cut until `make_durable` returns."""
+    """Whether a power cut may lose writes until `make_durable` has returned."""
     _damage: tuple[type[Exception], ...] = (pa.ArrowException, OSError)
-    """What reading a damaged file raises."""
+    """Errors that reading a damaged file raises."""
 
     def __init__(self, files: fs.FileSystem, root: str) -> None:
+        """`root`: path of the lake in the file system `files`."""
         self.files, self.root = files, root
 
     def __str__(self) -> str:
@@ -75,26 +75,26 @@ class Place(ABC):
 
     @abstractmethod
     def uri(self, tag: str) -> str:
-        """The address of a tag's table for delta-rs."""
+        """Return the address of a tag's table for delta-rs."""
 
     @abstractmethod
     def url(self, tag: str, name: str) -> str:
-        """The path or URL by which DuckDB reads a file, after `attach`."""
+        """Return the path or URL by which DuckDB reads a file after `attach`."""
 
     def attach(self, connection: duckdb.DuckDBPyConnection) -> None:  # noqa: B027 - local files need nothing
-        """Let `connection` read the URLs. Safe to repeat."""
+        """Enable `connection` to read the URLs that `url` returns. May be called again."""
 
     def key(self, tag: str, name: str) -> str:
-        """The path of a file in `files`."""
+        """Return the path of a file in the file system `files`."""
         return f"{self.root}/{tag}/{name}"
 
     def exists(self) -> bool:
-        """Whether anything was ever written here."""
+        """Return whether anything was ever written here."""
         return bool(self.files.get_file_info(fs.FileSelector(self.root, allow_not_found=True)))
 
     def sizes(self, tag: str, names: Sequence[str] = ()) -> dict[str, int]:
-        """The tag's Parquet files, or those of `names` that exist, with their sizes in bytes. A file need not be
-        committed."""
+        """Return the sizes in bytes of the tag's Parquet files, or of those in `names` that exist. Files that no commit
+        names are included."""
         wanted = [self.key(tag, n) for n in names] or fs.FileSelector(
             f"{self.root}/{tag}", allow_not_found=True
         )
@@ -102,12 +102,12 @@ class Place(ABC):
         return {i.base_name: int(i.size) for i in found if i.is_file and i.base_name.endswith(SUFFIX)}
 
     def read(self, tag: str, name: str, names: list[str] | None = None) -> pa.Table:
-        """A file's table, or the columns `names` of it. Raises `FileNotFoundError`, `DamagedFileError`."""
+        """Return a file's rows, with the columns `names` or all. Raises `FileNotFoundError`, `DamagedFileError`."""
         with self._reading(tag, name) as file:
             return pq.ParquetFile(file).read(columns=names)
 
     def footer(self, tag: str, name: str) -> pq.FileMetaData:
-        """A file's footer. Raises `FileNotFoundError`, `DamagedFileError`."""
+        """Return a file's footer. Raises `FileNotFoundError`, `DamagedFileError`."""
         with self._reading(tag, name) as file:
             return pq.ParquetFile(file).metadata
 
@@ -123,15 +123,15 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, tag: str, name: str, tables: Iterable[pa.Table]) -> int:
-        """Write a file that no commit names yet, with a row group for each table. It is complete and durable on return.
-        Returns its size in bytes. Raises `OSError`."""
+        """Write a Parquet file with a row group for each table, durably. Return its size in bytes. The file belongs to
+        the table only when a commit names it. Raises `OSError`."""
 
-    def make_durable(self, tag: str, names: Iterable[str]) -> None:  # noqa: B027 - an answered upload is durable
-        """Return once these files of a tag's folder, and their names, survive a power cut. Missing files are left
-        out."""
+    def make_durable(self, tag: str, names: Iterable[str]) -> None:  # noqa: B027 - an acknowledged upload is durable
+        """Make these files of a tag's folder and their directory entries survive a power cut. Missing files are
+        skipped."""
 
     def set_aside(self, tag: str, name: str) -> str:
-        """Move a damaged file out of its table's folder; returns its new path. Safe to repeat."""
+        """Move a damaged file out of its table's folder and return its new path. May be called again."""
         aside = f"{self.root}/{ASIDE}/{tag}-{name.replace('/', '-')}"
         self.files.create_dir(f"{self.root}/{ASIDE}")
         if self.files.get_file_info(self.key(tag, name)).type != fs.FileType.NotFound:
@@ -140,11 +140,11 @@ class Place(ABC):
 
     @abstractmethod
     def is_retryable(self, error: Exception) -> bool:
-        """Whether a write that failed with `error` can succeed later without a restart of the store."""
+        """Return whether a write that failed with `error` can succeed later without a restart of the store."""
 
 
-class Folder(Place):
-    """A folder on this machine's disk."""
+class LocalStorage(Storage):
+    """A local folder."""
 
     needs_sync = True
 
@@ -181,23 +181,24 @@ class Folder(Place):
             sync(changed)
 
     def is_retryable(self, error: Exception) -> bool:
-        """A full disk can get room again, and other writers pause. delta-rs tells the cause in words only."""
+        """Return whether the disk is full or a commit conflicted with other writers. delta-rs reports a full disk in
+        the error's text only."""
         full = getattr(error, "errno", None) in _FULL or any(f"os error {n})" in str(error) for n in _FULL)
         return full or isinstance(error, CommitFailedError)
 
 
-class Bucket(Place):
-    """A prefix of an existing bucket. Raises `ConfigError` where `store.dir` names no bucket."""
+class S3Storage(Storage):
+    """A prefix of an existing bucket. The constructor raises `ConfigError` if `store.dir` names no bucket."""
 
-    _damage = (pa.ArrowInvalid,)  # a failure of the network is an OSError
+    _damage = (pa.ArrowInvalid,)  # not OSError, which a network failure raises too
 
     def __init__(self, config: Config) -> None:
         root = config.store.dir.removeprefix(_S3).strip("/")
         if not root:
             raise ConfigError(
-                f"store.dir: {config.store.dir!r} names no bucket: write s3://<bucket>/<prefix>"
+                f"store.dir: {config.store.dir!r} names no bucket; write s3://<bucket>/<prefix>"
             )
-        # Folders are prefixes of names: no objects need to be made for them.
+        # Object storage has no folders, so none is looked for or created before a write.
         settings: dict[str, Any] = {
             "check_directory_existence_before_creation": False,
             "request_timeout": _REQUEST_S,
@@ -233,8 +234,8 @@ class Bucket(Place):
             connection.register_filesystem(ForDuckDB(self.files))
 
     def write(self, tag: str, name: str, tables: Iterable[pa.Table]) -> int:
-        """The file is made in memory first: an exception would close a stream into S3, and thereby complete the
-        object."""
+        """Build the file in memory, then upload it. Writing into an S3 stream directly would be wrong: an exception
+        closes the stream, which completes the object with half of its content."""
         sink = pa.BufferOutputStream()
         write_parquet(sink, tag, tables)
         content = sink.getvalue()
@@ -243,20 +244,20 @@ class Bucket(Place):
         return int(content.size)
 
     def is_retryable(self, error: Exception) -> bool:
-        """Object storage can come back, and its access rights can be mended."""
+        """Return true: object storage can become reachable again, and access rights can be corrected."""
         return True
 
 
-def open_place(config: Config) -> Place:
-    """The place of a run's lake. Raises `ConfigError` where `store.dir` names no bucket."""
+def open_storage(config: Config) -> Storage:
+    """Return the storage of a run's lake. Raises `ConfigError` if `store.dir` names no bucket."""
     if config.store.dir.startswith(_S3):
-        return Bucket(config)
-    return Folder(config.path(config.store.dir))
+        return S3Storage(config)
+    return LocalStorage(config.path(config.store.dir))
 
 
 def write_parquet(where: Any, tag: str, tables: Iterable[pa.Table]) -> None:
-    """Write tables of one schema to a path or an Arrow stream, a row group each: zstd at level 1, packed numbers
-    byte-stream-split, short text dictionary-encoded."""
+    """Write tables of one schema to a path or an Arrow stream, one row group each. Compressed with zstd at level 1;
+    packed numbers are byte-stream-split, short text is dictionary-encoded."""
     split, dictionary = columns.split_columns(tag)
     tables = iter(tables)
     first = next(tables)

@@ -19,9 +19,9 @@ from pipeline.config import StoreConfig
 from store import columns, sql
 from store.commits import last_checkpoint
 from store.lake import Lake, lake_in
-from store.place import LOG
+from store.maintenance import Maintenance
+from store.storage import LOG
 from store.table import EventTable
-from store.upkeep import Upkeep
 from tests.store.kit import exchange, sequences
 
 TAG = "rollout.exchange"
@@ -46,15 +46,15 @@ def seqs(run_dir: Path) -> list[int]:
 
 
 def on_disk(lake: Lake) -> set[str]:
-    return set(lake.place.sizes(TAG))
+    return set(lake.storage.sizes(TAG))
 
 
 def test_many_small_files_become_one_with_the_same_rows(lake: Lake, tmp_path: Path) -> None:
     write_files(lake, 10)
-    before = pa.concat_tables([lake.place.read(TAG, name) for name in lake.names(TAG)]).sort_by("log_seq")
-    Upkeep(lake, QUICK).once()
+    before = pa.concat_tables([lake.storage.read(TAG, name) for name in lake.names(TAG)]).sort_by("log_seq")
+    Maintenance(lake, QUICK).once()
     assert len(on_disk(lake)) == 1
-    after = lake.place.read(TAG, lake.names(TAG)[0]).sort_by("log_seq")
+    after = lake.storage.read(TAG, lake.names(TAG)[0]).sort_by("log_seq")
     assert after.cast(before.schema).equals(before)
     assert seqs(tmp_path) == list(range(1, 51))
 
@@ -62,7 +62,7 @@ def test_many_small_files_become_one_with_the_same_rows(lake: Lake, tmp_path: Pa
 def test_merged_files_stay_for_those_who_listed_them(lake: Lake, tmp_path: Path) -> None:
     write_files(lake, 4)
     before = sql.connect(tmp_path)
-    upkeep = Upkeep(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0))
+    upkeep = Maintenance(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0))
     upkeep.once()
     assert (len(on_disk(lake)), len(lake.names(TAG))) == (5, 1)
     assert before.sql("SELECT count(*) FROM exchanges").fetchall() == [(20,)]
@@ -71,19 +71,19 @@ def test_merged_files_stay_for_those_who_listed_them(lake: Lake, tmp_path: Path)
     assert len(on_disk(lake)) == 5
     before.close()
     write_files(lake, 4, start=21)
-    Upkeep(lake, QUICK).once()
+    Maintenance(lake, QUICK).once()
     assert on_disk(lake) == set(lake.names(TAG))
     assert seqs(tmp_path) == list(range(1, 41))
 
 
 def test_a_file_that_no_commit_names_is_deleted_once_it_is_old(lake: Lake, tmp_path: Path) -> None:
     write_files(lake, 1)
-    folder = Path(lake.place.uri(TAG))
+    folder = Path(lake.storage.uri(TAG))
     for name in ("young.parquet", "old.parquet"):
         (folder / name).write_bytes(b"left by a dead process")
     then = time.time() - 3 * 86_400
     os.utime(folder / "old.parquet", (then, then))
-    Upkeep(lake, QUICK).once()
+    Maintenance(lake, QUICK).once()
     assert on_disk(lake) == {*lake.names(TAG), "young.parquet"}
 
 
@@ -100,7 +100,7 @@ def test_a_reader_that_asks_all_the_time_never_sees_a_row_twice_or_not(lake: Lak
     reader.start()
     config = StoreConfig(compact_files=2, compact_bytes=120_000, compact_grace_s=5.0)
     for _ in range(5):
-        Upkeep(lake, config).once()
+        Maintenance(lake, config).once()
     done.set()
     reader.join()
     assert counts == {150}
@@ -120,23 +120,23 @@ def test_every_point_of_a_round_may_be_the_last(
         if here == point:
             raise StopHereError
 
-    monkeypatch.setattr("store.upkeep._CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("store.maintenance._CHECKPOINT_EVERY", 1)
     write_files(lake, 4)
     monkeypatch.setattr(crash, "point", stop)
     with contextlib.suppress(StopHereError):
         write_files(lake, 1, start=21)
-        Upkeep(lake, QUICK).once()
+        Maintenance(lake, QUICK).once()
         pytest.fail(f"{point} was not reached")
     monkeypatch.setattr(crash, "point", lambda _: None)
     again = lake_in(tmp_path / "store")
     write_files(again, 1, start=21)
-    Upkeep(again, QUICK).once()
+    Maintenance(again, QUICK).once()
     assert seqs(tmp_path) == list(range(1, 26))
 
 
 def test_large_files_are_left_alone(lake: Lake) -> None:
     write_files(lake, 5)
-    Upkeep(lake, msgspec.structs.replace(QUICK, compact_bytes=100)).once()
+    Maintenance(lake, msgspec.structs.replace(QUICK, compact_bytes=100)).once()
     assert len(lake.names(TAG)) == 5
 
 
@@ -144,7 +144,7 @@ def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
     now = int(time.time() * 1e6)
     write_files(lake, 2, start=1, at=now - 10 * 86_400_000_000)
     write_files(lake, 2, start=11, at=now)
-    Upkeep(lake, StoreConfig(keep_days=5.0, compact_grace_s=0.0)).once()
+    Maintenance(lake, StoreConfig(keep_days=5.0, compact_grace_s=0.0)).once()
     assert seqs(tmp_path) == list(range(11, 21))
     assert len(on_disk(lake)) == 2
 
@@ -152,16 +152,16 @@ def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
 def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.upkeep._CHECKPOINT_EVERY", 4)
-    monkeypatch.setattr("store.commits._LOG_KEPT", "interval 0 seconds")
+    monkeypatch.setattr("store.maintenance._CHECKPOINT_EVERY", 4)
+    monkeypatch.setattr("store.commits._JOURNAL_KEPT", "interval 0 seconds")
     write_files(lake, 8)
-    Upkeep(lake, StoreConfig()).once()
-    assert last_checkpoint(lake.place, TAG) >= 7
-    assert len(list(Path(lake.place.uri(TAG), LOG).glob("*.json"))) <= 2
+    Maintenance(lake, StoreConfig()).once()
+    assert last_checkpoint(lake.storage, TAG) >= 7
+    assert len(list(Path(lake.storage.uri(TAG), LOG).glob("*.json"))) <= 2
     again = lake_in(tmp_path / "store")
     write_files(again, 9)  # the first eight come again
     assert sequences(again, TAG) == list(range(1, 46))
-    assert DeltaTable(lake.place.uri(TAG)).transaction_version("store-rollouts/0") == 45
+    assert DeltaTable(lake.storage.uri(TAG)).transaction_version("store-rollouts/0") == 45
     write_files(lake, 9)  # the journal that this one knew is gone
     assert sequences(lake, TAG) == list(range(1, 46))
 
@@ -169,8 +169,8 @@ def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
 def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
     write_files(lake, 4)
     newer = columns.arrow_schema(TAG).append(pa.field("later", pa.int64())).empty_table()
-    write_deltalake(lake.place.uri(TAG), newer, mode="append", schema_mode="merge")
-    Upkeep(lake, QUICK).once()
+    write_deltalake(lake.storage.uri(TAG), newer, mode="append", schema_mode="merge")
+    Maintenance(lake, QUICK).once()
     assert len(lake.names(TAG)) == 4
     write_files(lake, 1, start=21)
     assert sequences(lake, TAG) == list(range(1, 26))
@@ -180,11 +180,15 @@ def test_of_two_merges_of_the_same_files_one_is_refused(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(lake, 4)
-    first, second, late = EventTable(lake.place, TAG), EventTable(lake.place, TAG), Upkeep(lake, QUICK)
-    due = late._due(second, 1 << 20)
+    first, second, late = (
+        EventTable(lake.storage, TAG),
+        EventTable(lake.storage, TAG),
+        Maintenance(lake, QUICK),
+    )
+    due = late._files_to_merge(second, 1 << 20)
     write_files(lake, 1, start=21)  # new rows refuse no merge
-    assert Upkeep(lake, QUICK)._merge(first)
-    monkeypatch.setattr(late, "_due", lambda *_: due)
+    assert Maintenance(lake, QUICK)._merge(first)
+    monkeypatch.setattr(late, "_files_to_merge", lambda *_: due)
     with pytest.raises(CommitFailedError):
         late._merge(second)
     assert seqs(tmp_path) == list(range(1, 26))

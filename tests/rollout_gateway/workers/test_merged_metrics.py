@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_gateway.workers import pages
+from rollout_gateway.workers import merged_metrics
 
 PAGE = b"""# HELP calls_total Calls.
 # TYPE calls_total counter
@@ -19,7 +19,7 @@ took_seconds_sum 1.5
 
 def test_every_series_names_its_worker_and_a_family_is_described_once() -> None:
     owner = b'# HELP up Up.\n# TYPE up gauge\nup{worker="1"} 1\nup{worker="2"} 0\n'
-    page = pages.merged({"2": PAGE % (5, 5, 5), "1": PAGE % (3, 3, 3), "owner": owner}).decode()
+    page = merged_metrics.merge_pages({"2": PAGE % (5, 5, 5), "1": PAGE % (3, 3, 3), "owner": owner}).decode()
     families = {f.name: f for f in text_string_to_metric_families(page)}
     found = {(s.name, s.labels["worker"]): s.value for f in families.values() for s in f.samples}
     assert found["calls_total", "1"] == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollout_gateway.sampler.gateways import Gateways
+from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving.fleet_records import GatewayRecord
 
 
@@ -13,29 +13,29 @@ def record(seq: int, **fields: object) -> bytes:
 
 
 def test_a_version_is_released_when_every_gateway_knows_and_none_uses_it() -> None:
-    gateways = Gateways("p")
-    assert gateways.released("r", "m@1", 7)
+    gateways = GatewayRecords("p")
+    assert gateways.is_released("r", "m@1", 7)
     gateways.apply("a", record(7))
     gateways.apply("b", record(6))
-    assert not gateways.released("r", "m@1", 7)  # b may still begin a call
+    assert not gateways.is_released("r", "m@1", 7)  # b may still begin a call
     gateways.apply("b", record(9, in_flight={"r": ["m@1", "m@2"]}))
-    assert not gateways.released("r", "m@1", 7)
-    assert gateways.released("other", "m@1", 7)
+    assert not gateways.is_released("r", "m@1", 7)
+    assert gateways.is_released("other", "m@1", 7)
     gateways.apply("b", record(9, in_flight={"r": ["m@2"]}))
-    assert gateways.released("r", "m@1", 7)
-    assert not gateways.released("r", "m@2", 7)
+    assert gateways.is_released("r", "m@1", 7)
+    assert not gateways.is_released("r", "m@2", 7)
     gateways.apply("b", b"")  # its record has expired
-    assert gateways.released("r", "m@2", 7)
+    assert gateways.is_released("r", "m@2", 7)
 
 
 def test_wanted_and_recent_versions_of_all_gateways_count() -> None:
-    gateways = Gateways("p")
+    gateways = GatewayRecords("p")
     gateways.apply("a", record(1, wanted=["m@3"], recent=["m@5", "m@4"]))
     gateways.apply("b", record(1, wanted=["m@2", "m@3"], recent=["m@4"]))
     gateways.apply("c", b"no record")
     assert gateways.wanted() == ["m@3", "m@2"]
-    assert gateways.age("m@5") == gateways.age("m@4") == 0
-    assert gateways.age("m@1") > 100
+    assert gateways.versions_since_use("m@5") == gateways.versions_since_use("m@4") == 0
+    assert gateways.versions_since_use("m@1") > 100
 
 
 def test_an_old_record_decodes() -> None:

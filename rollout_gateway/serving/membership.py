@@ -1,9 +1,10 @@
-"""Keeps the fleet up to date: replicas join by the records of their sampler agents and leave with them, and each is
-checked over HTTP. Reports to the agents which versions this gateway uses.
+"""Maintains the list of replicas, checks their health, and reports to sampler agents which versions this gateway uses.
 
-The gateway loads no adapter itself. Which versions a replica holds is known from `policy.loaded` and `policy.unloaded`
-events. Before it unloads a version, an agent publishes `policy.unloaded`, and waits until the record of every gateway
-shows that the gateway has applied the event and that no call uses the version there.
+A replica joins when its sampler agent writes a record for it, and leaves when the record is deleted or expires.
+
+Sampler agents load and unload adapters. The gateway reads from `policy.loaded` and `policy.unloaded` events which
+versions a replica holds. Before an agent unloads a version, it publishes `policy.unloaded` and waits until the record
+of every gateway shows that the gateway has applied the event and that no call uses the version on that replica.
 """
 
 from __future__ import annotations
@@ -26,34 +27,35 @@ from rollout_gateway.serving.fleet_records import GatewayRecord, SamplerRecord, 
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, Replica
 
-log = get_logger("rollout_gateway.serving.members")
+log = get_logger("rollout_gateway.serving.membership")
 
 _BUCKET = streams.FLEET.name
 _WANTED_S = 3.0
-"""A version is reported as wanted for this long after the last call that waits for it. Calls that wait are counted
-again at each health check."""
+"""How long a version is reported as wanted after a call has asked for it. A waiting call asks again after each health
+check."""
 _RECENT_S = 60.0
+"""How long a version is reported as recently used."""
 _decode = msgspec.json.Decoder(SamplerRecord).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Members:
-    """The replicas of a fleet, and this gateway's record."""
+class Membership:
+    """Updates the replicas of a fleet and writes this gateway's record."""
 
     def __init__(
         self, config: Config, broker: Broker, policies: Policies, fleet: Fleet, gateway: str
     ) -> None:
-        """`gateway`: id of this gateway process, unique in the project."""
+        """`gateway`: the id of this gateway process, unique in the project."""
         self._settings, self._ttl_s = config.gateway.replicas, config.sampler.ttl_s
         self._broker, self._policies, self._fleet = broker, policies, fleet
         self._samplers = sampler_key(config.project, "*")
         self._key = gateway_key(config.project, gateway)
         self._by_key: dict[str, tuple[Replica, anyio.CancelScope]] = {}
-        """For each record's key, the replica and the task that checks it."""
+        """By the key of a sampler agent's record, the replica and the cancel scope of the task that checks it."""
 
     async def run(self) -> None:
-        """Follow the records of sampler agents, check replicas and report. Never returns. When cancelled, removes this
-        gateway's record."""
+        """Follow the records of sampler agents, check replicas and write this gateway's record, until cancelled. Then
+        remove the record."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._report)
@@ -67,7 +69,7 @@ class Members:
                     log.warning("the gateway's record stays until it expires", error=str(error))
 
     def policies_changed(self, event: Event) -> None:
-        """Apply an event that `policies` has applied: which versions exist, and where they are loaded."""
+        """Update the replicas after `policies` has applied `event`."""
         for replica in self._fleet.replicas:
             self._read_loads(replica)
             if (
@@ -75,15 +77,15 @@ class Members:
                 and event.replica == replica.name
                 and not replica.up
             ):
-                replica.work.set()  # it may hold now what it had lost
+                replica.work.set()  # check it now: it may have loaded again the adapters that it had lost
         if isinstance(event, PolicyUnloaded):
-            self._fleet.use_changed.set()  # the agent waits to read that this gateway knows
+            self._fleet.use_changed.set()  # the agent waits until this gateway's record shows the event
         self._fleet.changed()
 
     # -- replicas --------------------------------------------------------------------------------------------------
 
     def _apply(self, key: str, value: bytes, tasks: anyio.abc.TaskGroup) -> None:
-        """Apply a sampler agent's record; an empty one is gone."""
+        """Apply a sampler agent's record. An empty value means that the record was deleted or has expired."""
         if not value:
             self._remove(key)
             return
@@ -91,10 +93,10 @@ class Members:
             record = _decode(value)
             replica = self._fleet.add(record.url)
         except (msgspec.DecodeError, ValueError) as error:
-            log.error("record of a sampler agent ignored", key=key, error=str(error))
+            log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
         known = self._by_key.get(key)
-        if known is not None and known[0] is not replica:  # the agent has another URL now
+        if known is not None and known[0] is not replica:  # the agent's URL for the server has changed
             self._remove(key)
             known = None
         restarted = replica.incarnation != record.incarnation
@@ -108,7 +110,7 @@ class Members:
             log.info("replica joined", replica=replica.name, incarnation=record.incarnation)
             scope = anyio.CancelScope()
             self._by_key[key] = replica, scope
-            tasks.start_soon(self._keep, replica, scope)
+            tasks.start_soon(self._check, replica, scope)
         elif restarted:
             replica.up = replica.ready = False
             replica.work.set()
@@ -119,7 +121,7 @@ class Members:
         if found is not None:
             replica, scope = found
             log.warning(
-                "replica left: its sampler agent has stopped or lost its server", replica=replica.name
+                "replica left: its sampler agent has stopped or can't reach its server", replica=replica.name
             )
             scope.cancel()
             self._fleet.remove(replica)
@@ -128,8 +130,8 @@ class Members:
     def _read_loads(self, replica: Replica) -> None:
         replica.loaded = self._policies.loaded(replica.name, replica.incarnation)
 
-    async def _keep(self, replica: Replica, scope: anyio.CancelScope) -> None:
-        """Check a replica until it leaves."""
+    async def _check(self, replica: Replica, scope: anyio.CancelScope) -> None:
+        """Check a replica's health until `scope` is cancelled."""
         with scope:
             while True:
                 replica.work.clear()
@@ -141,7 +143,7 @@ class Members:
                     pause_s = self._settings.health_interval_s
                 except (UpstreamError, msgspec.DecodeError) as error:
                     if replica.up or replica.suspected:
-                        log.warning("replica lost", replica=replica.name, error=str(error))
+                        log.warning("replica is down", replica=replica.name, error=str(error))
                     replica.up = replica.ready = replica.suspected = False
                     pause_s = self._settings.health_retry_s
                 self._fleet.changed()
@@ -149,17 +151,20 @@ class Members:
                     await replica.work.wait()
 
     async def _handshake(self, replica: Replica) -> None:
-        """Make the replica ready if the server is up, is the process that was registered, and holds what the log says.
+        """Mark the replica ready if the server is healthy, is the process that its agent registered, and holds the
+        adapters that the log says it has loaded.
 
-        Raises `UpstreamError`, `msgspec.DecodeError`."""
+        Raises `UpstreamError` if not, and `msgspec.DecodeError`."""
         await server_state.check_health(replica.upstream)
         started = await server_state.process_start_time(replica.upstream)
         loaded = await server_state.loaded_adapters(replica.upstream)
         if started and started != replica.incarnation:
-            raise UpstreamError("it was restarted, and its agent has not registered it since", answered=True)
+            raise UpstreamError(
+                "it was restarted, and its sampler agent has not registered it since", answered=True
+            )
         if lost := replica.loaded.keys() - loaded.keys():
             raise UpstreamError(
-                f"it lost {', '.join(sorted(lost))}, and its agent loads it again", answered=True
+                f"it lost {', '.join(sorted(lost))}; its sampler agent loads it again", answered=True
             )
         if not replica.ready:
             log.info("replica ready", replica=replica.name, incarnation=replica.incarnation)
@@ -169,7 +174,7 @@ class Members:
     # -- this gateway's record ---------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
-        """Write this gateway's record when it changes, and renew it."""
+        """Write this gateway's record when it changes, and before it expires."""
         while True:
             self._fleet.use_changed.clear()
             try:

@@ -1,9 +1,10 @@
-"""Keeps one inference server: from a published checkpoint to an adapter that serves.
+"""Controls one inference server: checks its health, loads and unloads its adapters, and registers it for gateways.
 
-The keeper finds out whether the server is up and whether it was restarted, and loads the adapters that are wanted:
-download, SHA-256, unpack, load, probe, `policy.loaded`. It registers the server on the log when the server holds them,
-and removes the record when the server is lost. An adapter is loaded once under its versioned name and never replaced in
-place. Its folder's name holds its SHA-256, so an agent that restarts recognises what the server has loaded.
+To load an adapter, the controller downloads it, compares its SHA-256, unpacks it, has the server load it, probes that
+it changes the logprobs, and publishes `policy.loaded`. When the server holds all wanted adapters, the controller
+registers it on the log; when the server can't be reached, it removes the record. An adapter is loaded once under its
+versioned name and never replaced in place. The name of its folder contains its SHA-256, so an agent that restarts
+recognises the adapters that the server has loaded.
 """
 
 from __future__ import annotations
@@ -26,64 +27,66 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
 from rollout_gateway.sampler import adapter_api
 from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
-from rollout_gateway.sampler.gateways import Gateways
+from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving import server_state
 from rollout_gateway.serving.fleet_records import SamplerRecord, replica_name, sampler_key
 from rollout_gateway.serving.policies import Checkpoint, Policies
 
-log = get_logger("rollout_gateway.sampler.keeper")
+log = get_logger("rollout_gateway.sampler.controller")
 
-_UNFINISHED_S = 0.5
-"""Time until a load that did not succeed is tried again."""
+_RETRY_S = 0.5
+"""Pause before a load or unload that did not succeed is tried again."""
 
 
 @contextlib.contextmanager
-def _contained(version: str) -> Iterator[None]:
-    """Turn an unexpected error while `version` is loaded into an `AdapterError`. One version's fault must not end the
-    agent, which loads the others. Failures of the server and of the log pass: `Keeper.run` handles them."""
+def _as_adapter_error(version: str) -> Iterator[None]:
+    """Turn an unexpected error while `version` is loaded into an `AdapterError`, so that one faulty version does not
+    end the agent. Errors of the server and of the log are raised unchanged: `ServerController.run` handles them."""
     try:
         yield
     except (AdapterError, UpstreamError, msgspec.DecodeError, BrokerError):
         raise
     except OSError as error:  # such as a full disk
-        raise AdapterError(f"{type(error).__name__}: {error}", lasting=False) from error
+        raise AdapterError(f"{type(error).__name__}: {error}", permanent=False) from error
     except Exception as error:
         log.error("unexpected error while an adapter was loaded", version=version, exc=error)
         message = (
-            f"loading it failed unexpectedly ({type(error).__name__}); the sampler agent's log says more"
+            f"loading failed unexpectedly ({type(error).__name__}); the sampler agent's log has the traceback"
         )
-        raise AdapterError(message, lasting=True) from error
+        raise AdapterError(message, permanent=True) from error
 
 
 @dataclass(eq=False)
-class Agent:
-    """What the keepers of a process share."""
+class SamplerContext:
+    """The objects that all controllers of a process share."""
 
     config: Config
     broker: Broker
     policies: Policies
-    gateways: Gateways
+    gateways: GatewayRecords
     files: AdapterFiles
     probe: adapter_api.Probe
     api_key: str = ""
     """API key of the inference servers; empty if they need none."""
 
 
-class Keeper:
-    """Keeps one inference server."""
+class ServerController:
+    """Controls one inference server."""
 
-    def __init__(self, agent: Agent, url: str, advertised: str, release_files: Callable[[str], None]) -> None:
-        """`url`: where this process reaches the server; `advertised`: where gateways do. `release_files` is called with
-        the folder of an adapter that was unloaded."""
-        self._agent, self._config, self._policies = agent, agent.config, agent.policies
-        self._server = Upstream(url, api_key=agent.api_key)
+    def __init__(
+        self, context: SamplerContext, url: str, advertised: str, release_files: Callable[[str], None]
+    ) -> None:
+        """`url`: the URL by which this process reaches the server; `advertised`: the URL by which gateways do.
+        `release_files` is called with the folder of each adapter that was unloaded."""
+        self._context, self._config, self._policies = context, context.config, context.policies
+        self._server = Upstream(url, api_key=context.api_key)
         self._advertised, self._release_files = advertised, release_files
         self.name = replica_name(advertised)
-        """Name of the server, the same as at the gateways."""
-        self._key = sampler_key(agent.config.project, self.name)
+        """Name of the server. Gateways use the same name."""
+        self._key = sampler_key(context.config.project, self.name)
         self._up = False
         self._complete = False
-        """Whether the server has everything loaded that was wanted when it came up. Only then it is registered."""
+        """Whether the server has loaded all adapters that were wanted when it started. It is not registered before."""
         self._incarnation = ""
         self._checked = 0.0
         """Time of the last health check, by `time.monotonic`."""
@@ -92,28 +95,28 @@ class Keeper:
         self._unloading: dict[str, int] = {}
         """Loaded versions to which gateways send no further calls, with the sequence of their `policy.unloaded`."""
         self._lost: set[str] = set()
-        """Versions that the server lost and the log says it has. A gateway that has noticed sends the server no calls
-        until that is put right."""
+        """Versions that the server lost although the log says that it has them. A gateway that notices this sends the
+        server no calls until `policy.unloaded` or `policy.loaded` corrects it."""
         self._refused: dict[str, tuple[str, str]] = {}
-        """Versions that failed a check: the adapter's SHA-256 and the reason."""
+        """By version that failed a check, the adapter's SHA-256 and the reason."""
         self._record: SamplerRecord | None = None
-        """What is on the log; `None` if the server is not registered."""
+        """The server's record on the log; `None` if the server is not registered."""
         self._writing = anyio.Lock()
         self.work = anyio.Event()
-        """Set to have versions loaded and unloaded now."""
+        """Set to make `run` load and unload versions now."""
 
     async def run(self) -> None:
-        """Keep the server. Never returns. When cancelled, removes the server's record."""
+        """Control the server until cancelled, then remove its record."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._renew)
-                await self._keep()
+                await self._control()
         finally:
             with anyio.move_on_after(2, shield=True):
                 await self._unregister()
             self._server.close()
 
-    async def _keep(self) -> None:
+    async def _control(self) -> None:
         settings = self._config.gateway.replicas
         while True:
             self.work = anyio.Event()
@@ -126,15 +129,19 @@ class Keeper:
                 self._complete = self._complete or done
                 if self._complete:
                     await self._register()
-                pause_s = settings.health_interval_s if done else _UNFINISHED_S
+                pause_s = settings.health_interval_s if done else _RETRY_S
             except (UpstreamError, msgspec.DecodeError) as error:
                 if self._up:
-                    log.warning("inference server lost", replica=self.name, error=str(error))
+                    log.warning("inference server can't be reached", replica=self.name, error=str(error))
                 self._up = self._complete = False
                 await self._unregister()
                 pause_s = settings.health_retry_s
             except BrokerError as error:
-                log.warning("adapters wait for the log", replica=self.name, error=str(error))
+                log.warning(
+                    "log unavailable; adapters are loaded when it is back",
+                    replica=self.name,
+                    error=str(error),
+                )
                 pause_s = 1.0
             with anyio.move_on_after(pause_s):
                 await self.work.wait()
@@ -155,7 +162,8 @@ class Keeper:
             await self._write()
 
     async def _renew(self) -> None:
-        """Write the record again before it expires, also while an adapter is loaded. Never returns."""
+        """Write the record again before it expires. Runs beside `_control`, because loading an adapter may take longer.
+        Never returns."""
         while True:
             await anyio.sleep(self._config.sampler.ttl_s / 4)
             try:
@@ -164,10 +172,10 @@ class Keeper:
                 log.warning("the server's record was not renewed", replica=self.name, error=str(error))
 
     async def _write(self) -> None:
-        async with self._writing:  # one after the other, so that the log ends with the latest
+        async with self._writing:  # one write at a time, so that the last one on the log is the newest
             if self._record is not None:
                 value, ttl_s = msgspec.json.encode(self._record), self._config.sampler.ttl_s
-                await key_value.put(self._agent.broker, streams.FLEET.name, self._key, value, ttl_s)
+                await key_value.put(self._context.broker, streams.FLEET.name, self._key, value, ttl_s)
 
     async def _unregister(self) -> None:
         """Remove the server's record."""
@@ -176,12 +184,13 @@ class Keeper:
         self._record = None
         async with self._writing:
             try:
-                await key_value.delete(self._agent.broker, streams.FLEET.name, self._key)
+                await key_value.delete(self._context.broker, streams.FLEET.name, self._key)
             except BrokerError as error:
                 log.warning("the server's record stays until it expires", replica=self.name, error=str(error))
 
     def _refusals(self) -> dict[str, str]:
-        """Return the versions that failed a check and were not published again with another adapter since."""
+        """Return the versions that failed a check, with the reason. A version that was published again with another
+        adapter since is left out."""
         return {v: why for v, (sha256, why) in self._refused.items() if self._policies.published(v, sha256)}
 
     # -- the server ------------------------------------------------------------------------------------------------
@@ -192,19 +201,20 @@ class Keeper:
         await server_state.check_health(self._server)
         found = await server_state.loaded_adapters(self._server)
         self._checked = time.monotonic()
-        # A restart loses the adapters. Where none is loaded, only the process tells; its metrics cost the server more.
+        # A restarted server has lost its adapters. If none was loaded, only the metrics show a restart; reading them
+        # costs the server more, so they are read only then.
         if not self.loaded or not self.loaded.keys() <= found.keys():
             await self._handshake()
 
     async def _handshake(self) -> None:
-        """Find out whether the server is up, whether it was restarted and which adapters it has loaded.
+        """Check the server's health, and read whether it was restarted and which adapters it has loaded.
 
         Raises `UpstreamError`, `msgspec.DecodeError`, `BrokerError`."""
         await server_state.check_health(self._server)
         incarnation = await server_state.process_start_time(self._server)
         found = await server_state.loaded_adapters(self._server)
         lost = self.loaded.keys() - found.keys()
-        if not incarnation:  # a server without metrics: losing its adapters is the only sign of a restart
+        if not incarnation:  # no metrics: only the loss of its adapters shows a restart
             incarnation = self._incarnation if self._incarnation and not lost else f"{time.time():.3f}"
         if incarnation != self._incarnation:
             if self._incarnation:
@@ -224,7 +234,8 @@ class Keeper:
         self._up = True
 
     async def _adopt(self, version: str, folder: str) -> None:
-        """Take over an adapter that the server had loaded before, if it is the published one. Otherwise unload it."""
+        """Register an adapter that the server had loaded before this agent started. Unload it if it is not the
+        published one."""
         try:
             model, _ = parse_version(version)
         except InvalidNameError:
@@ -232,37 +243,43 @@ class Keeper:
         if model not in self._policies.models:
             return
         known = self._policies.checkpoint(version)
-        if known is not None and self._agent.files.is_published(known.event, folder):
-            if version in self._policies.loaded(self.name, self._incarnation):  # its proof is on the log
+        if known is not None and self._context.files.is_published(known.event, folder):
+            if version in self._policies.loaded(
+                self.name, self._incarnation
+            ):  # it was probed: its `policy.loaded` is on the log
                 self.loaded[version] = folder
                 return
             try:
-                with _contained(version):
+                with _as_adapter_error(version):
                     await self._verify(known, folder, now_us())
                 return
             except AdapterError as error:
-                log.warning("adapter not taken over", version=version, error=str(error))
+                log.warning(
+                    "adapter found in the server failed a check; unloading it",
+                    version=version,
+                    error=str(error),
+                )
         await adapter_api.unload(self._server, version)
 
     # -- versions --------------------------------------------------------------------------------------------------
 
     def wanted(self) -> list[str]:
-        """Return the versions to hold, the most wanted first: those that names stand for, then those that calls wait
-        for."""
+        """Return the versions that the server should hold, the most important first: those that model names are routed
+        to, then those that calls wait for."""
         refused = self._refusals()
         out: list[str] = []
         for model in self._policies.models.values():
             if model.promoted is not None:
                 out += [model.promoted.version, *([model.promoted.other] if model.promoted.other else [])]
             out.append(self._policies.newest(model.name, refused))
-        out += self._agent.gateways.wanted()
+        out += self._context.gateways.wanted()
         known = (
             v for v in dict.fromkeys(out) if v not in refused and self._policies.checkpoint(v) is not None
         )
         return list(known)[: self._config.vllm.max_loras]
 
     async def _load_wanted(self) -> bool:
-        """Load the wanted versions that are missing. Returns false if some must be tried again soon."""
+        """Load the wanted versions that are missing. Return false if some must be tried again soon."""
         done = await self._unload_replaced()
         for version in self.wanted():
             checkpoint = self._policies.checkpoint(version)
@@ -277,7 +294,7 @@ class Keeper:
                 await self._load(checkpoint)
             except AdapterError as error:
                 log.error("adapter not loaded", version=version, replica=self.name, error=str(error))
-                if error.lasting:
+                if error.permanent:
                     self._refused[version] = checkpoint.event.adapter_sha256, str(error)
                 else:
                     done = False
@@ -287,51 +304,54 @@ class Keeper:
         return done
 
     async def _unload_replaced(self) -> bool:
-        """Unload versions that were published again with another adapter, after a power cut that took the log's end and
-        the trainer's disk. Returns false while calls still use one."""
+        """Unload versions that were published again with another adapter. That happens after a power cut in which the
+        log lost its end and the trainer its newest checkpoint. Return false while calls still use one."""
         done = True
         for version, folder in list(self.loaded.items()):
             known = self._policies.checkpoint(version)
-            if known is None or self._agent.files.is_published(known.event, folder):
+            if known is None or self._context.files.is_published(known.event, folder):
                 continue
             await self._begin_unloading(version)
             done = await self._unload_released(version) and done
         return done
 
     async def _make_room(self) -> bool:
-        """If the server is full, unload the version that was unused longest. Returns false while calls use all that may
-        be unloaded."""
+        """If the server holds `vllm.max_loras` adapters, unload the one that was unused longest. Return false if every
+        adapter is wanted or in use."""
         for version in list(self._unloading):
             await self._unload_released(version)
-        wanted, gateways = self.wanted(), self._agent.gateways
+        wanted, gateways = self.wanted(), self._context.gateways
         while len(self.loaded) >= self._config.vllm.max_loras:
             if not self._unloading:
-                idle = [v for v in self.loaded if v not in wanted and not gateways.using(self.name, v)]
-                if not idle:
+                unused = [v for v in self.loaded if v not in wanted and not gateways.in_use(self.name, v)]
+                if not unused:
                     return False
-                await self._begin_unloading(max(idle, key=lambda v: (gateways.age(v), -parse_version(v)[1])))
+                await self._begin_unloading(
+                    max(unused, key=lambda v: (gateways.versions_since_use(v), -parse_version(v)[1]))
+                )
             for version in list(self._unloading):
                 if not await self._unload_released(version):
                     return False
         return True
 
     async def _begin_unloading(self, version: str) -> None:
-        """Have gateways send no further calls for the version to this server."""
+        """Tell gateways to send no further calls for the version to this server."""
         if version not in self._unloading:
             self._unloading[version] = await self._publish_unloaded(version)
 
     async def _publish_unloaded(self, version: str) -> int:
         """Publish `policy.unloaded`; return its sequence."""
-        # Retention keeps the adapters that a server holds in the object store.
+        # Retention reads this event too: it deletes no adapter from the object store while a server holds it.
         event = PolicyUnloaded(
             project=self._config.project, model=parse_version(version)[0], version=version, replica=self.name,
             incarnation=self._incarnation,
         )  # fmt: skip
-        return (await self._agent.broker.publish(event)).seq
+        return (await self._context.broker.publish(event)).seq
 
     async def _unload_released(self, version: str) -> bool:
-        """Unload a version if no call uses it. Returns false if one does, or a gateway has not answered yet."""
-        if not self._agent.gateways.released(self.name, version, self._unloading[version]):
+        """Unload a version if no call uses it. Return false if a call does, or if a gateway has not yet applied
+        `policy.unloaded`."""
+        if not self._context.gateways.is_released(self.name, version, self._unloading[version]):
             return False
         await adapter_api.unload(self._server, version)
         folder = self.loaded.pop(version)
@@ -343,27 +363,29 @@ class Keeper:
     async def _load(self, checkpoint: Checkpoint) -> None:
         started_at = now_us()
         event, version = checkpoint.event, checkpoint.event.version
-        with _contained(version):
-            folder = await self._agent.files.ensure(version, event.adapter, event.adapter_sha256, event.files)
+        with _as_adapter_error(version):
+            folder = await self._context.files.ensure(
+                version, event.adapter, event.adapter_sha256, event.files
+            )
             await adapter_api.load(self._server, version, str(folder))
         try:
-            with _contained(version):
+            with _as_adapter_error(version):
                 await self._verify(checkpoint, str(folder), started_at)
         except AdapterError:
             await adapter_api.unload(self._server, version)
             raise
 
     async def _verify(self, checkpoint: Checkpoint, folder: str, started_at: int) -> None:
-        """Probe a loaded adapter and publish `policy.loaded`, by which gateways send calls for it to this server.
+        """Probe a loaded adapter and publish `policy.loaded`. Gateways then send calls for the version to this server.
 
         Raises `AdapterError`, `UpstreamError`, `BrokerError`."""
         version = checkpoint.event.version
         model, step = parse_version(version)
-        delta = await self._agent.probe.delta(self._server, self._incarnation, model, version)
+        delta = await self._context.probe.delta(self._server, self._incarnation, model, version)
         if delta == 0.0:
-            message = "the adapter changes nothing: its logprobs equal the base model's"
+            message = "the adapter changes nothing: its logprobs equal those of the base model"
             if self._config.gateway.replicas.probe == "require":
-                raise AdapterError(message, lasting=True)
+                raise AdapterError(message, permanent=True)
             log.warning(message, version=version, replica=self.name)
         event = PolicyLoaded(
             project=self._config.project,
@@ -379,6 +401,6 @@ class Keeper:
         )
         headers = {"traceparent": checkpoint.traceparent} if checkpoint.traceparent else {}
         crash.point("sampler.adapter_loaded")
-        await self._agent.broker.publish(event, headers)
+        await self._context.broker.publish(event, headers)
         self.loaded[version] = folder
         log.info("adapter loaded", version=version, replica=self.name, delta=delta, load_s=event.load_s)

@@ -1,9 +1,9 @@
-"""Keeps the tables small: small files are merged, Delta's `vacuum` deletes what nothing reads, its checkpoints shorten
-the journal, and `store.keep_days` removes old events.
+"""Table maintenance: merges small files, makes Delta checkpoints, deletes unused files with Delta's `vacuum`, and
+removes events older than `store.keep_days`.
 
-A merge is one commit: a reader sees the files before it or after it. The merged files stay for queries that began
-before, for `store.compact_grace_s`. Every process of the store does this; of two that merge the same files at once, one
-is refused and goes on.
+A merge is one commit, so a reader sees either the small files or the merged one. The small files stay on disk for
+`store.compact_grace_s`, for queries that began before the merge. Every process of the store runs maintenance. If two
+merge the same files at once, delta-rs refuses the second commit, and that process continues with the next table.
 """
 
 from __future__ import annotations
@@ -24,58 +24,69 @@ from pipeline import crash
 from pipeline.config import StoreConfig
 from pipeline.telemetry.logs import get_logger
 from store import columns
-from store.commits import NO_HOOKS, adopted, last_checkpoint, name_of, removed, settings
+from store.commits import (
+    NO_HOOKS,
+    add_action_of_file,
+    file_name,
+    last_checkpoint,
+    remove_action,
+    table_properties,
+)
 from store.lake import Lake
-from store.place import LOG, Place
+from store.storage import LOG, Storage
 from store.table import EventTable, Files, LakeError, covers
 
-log = get_logger("store.upkeep")
+log = get_logger("store.maintenance")
 
 _TIERS = (64, 8, 1)
-"""Files are merged in tiers, to an eighth of the next tier's size, so that a row is merged three times at most."""
+"""Files are merged to 1/64, then 1/8, then all of `store.compact_bytes`, so that a row is rewritten three times at
+most."""
 _GROUP_BYTES = 64 * 1024 * 1024
 _CHECKPOINT_EVERY = 100
 _ORPHAN_HOURS = 24
-"""A file that no commit names is a dead process's after this time."""
+"""Age after which a file that no commit names is taken for one that a dead process left behind."""
 _DAY_S = 86_400.0
 
 
-class Upkeep:
-    """Keeps the tables of one lake."""
+class Maintenance:
+    """Maintains the tables of one lake."""
 
     def __init__(self, lake: Lake, config: StoreConfig) -> None:
         self._lake, self._config = lake, config
-        # Handles of its own: a merge takes long and is to be refused if its snapshot has changed.
-        self._own = functools.cache(lambda tag: EventTable(lake.place, tag, config))
+        # Table objects that the writer does not share: a merge takes long, and its commit must be checked against the
+        # snapshot that the merge read, not against a newer one that the writer has loaded.
+        self._own = functools.cache(lambda tag: EventTable(lake.storage, tag, config))
         self._unvacuumed: dict[str, float] = {}
-        """When a tag's files were replaced first since its last vacuum, `time.monotonic()`."""
-        self._swept: dict[str, float] = {}
-        """When a tag's folder was searched for files of dead processes."""
+        """By tag, when files were first replaced since the last vacuum, by `time.monotonic()`."""
+        self._searched: dict[str, float] = {}
+        """By tag, when the folder was last searched for files of dead processes, by `time.monotonic()`."""
 
     async def run(self) -> None:
-        """Keep the tables every `store.compact_s` seconds until cancelled."""
+        """Maintain the tables every `store.compact_s` seconds until cancelled."""
         while True:
             await anyio.sleep(self._config.compact_s)
-            # A thread can't be stopped: a cancellation waits for the end of the round.
+            # A thread can't be stopped, so a cancellation waits for the end of the round.
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self.once)
 
     def once(self) -> None:
-        """One round over every table. What fails is told, and tried again in the next round."""
+        """Maintain each table once. A failure is logged, and the next round tries again."""
         for table in self._lake.tables():
             try:
-                self._keep(table)
+                self._maintain(table)
             except CommitFailedError as error:
-                log.info("another store was first", tag=table.tag, why=str(error))
+                log.info("another process maintained this table first", tag=table.tag, why=str(error))
             except LakeError as error:
-                log.warning("table not kept", tag=table.tag, why=str(error))
+                log.warning(
+                    "table not maintained; trying again in the next round", tag=table.tag, why=str(error)
+                )
 
-    def _keep(self, table: EventTable) -> None:
+    def _maintain(self, table: EventTable) -> None:
         own = self._own(table.tag)
         delta = own.snapshot()
         if delta is None:
             return
-        self._configure(delta)
+        self._set_properties(delta)
         replaced = self._merge(own)
         if self._config.keep_days > 0:
             replaced |= self._remove_old(own)
@@ -84,33 +95,35 @@ class Upkeep:
         self._vacuum(own, delta)
         self._checkpoint(own, delta)
 
-    def _configure(self, delta: DeltaTable) -> None:
-        wanted = settings(self._config)
+    def _set_properties(self, delta: DeltaTable) -> None:
+        wanted = table_properties(self._config)
         if wanted.items() - delta.metadata().configuration.items():
             delta.alter.set_table_properties(wanted, post_commithook_properties=NO_HOOKS)
 
     def _merge(self, table: EventTable) -> bool:
-        """Merge runs of small files with adjacent sequences. Each merge is a commit. delta-rs's `optimize` does not do:
-        it drops the transaction, and two of them double the rows ([0053](docs/decisions/0053-delta-lake.md))."""
+        """Merge small files with adjacent sequences, and return whether any were merged. Each merge is a commit.
+
+        delta-rs's `optimize` is not used: it drops the writer's transaction, and two of them at once double the rows
+        (docs/decisions/0053-delta-lake.md)."""
         merged = False
         for tier in _TIERS:
             target = max(1, self._config.compact_bytes // tier)
-            while (due := self._due(table, target)) is not None:
-                # No newer snapshot is read before the commit, which is to be refused if these files are gone.
-                files, inputs = due
+            while (to_merge := self._files_to_merge(table, target)) is not None:
+                # No newer snapshot is read before the commit, so that delta-rs refuses it if these files were removed.
+                files, inputs = to_merge
                 names = [files.names[i] for i in inputs]
-                new = name_of(table.tag, int(files.first[inputs].min()), int(files.last[inputs].max()))
-                size = table.place.write(table.tag, new, _rows(table, names))
-                action, _ = adopted(table.place, table.tag, new, size, merged=True)
-                table.commit([action, *(removed(name, merged=True) for name in names)])
+                new = file_name(table.tag, int(files.first[inputs].min()), int(files.last[inputs].max()))
+                size = table.storage.write(table.tag, new, _rows(table, names))
+                action, _ = add_action_of_file(table.storage, table.tag, new, size, merged=True)
+                table.commit([action, *(remove_action(name, merged=True) for name in names)])
                 crash.point("store.compacted")
                 log.info("compacted", tag=table.tag, files=len(names), into=new)
                 merged = True
         return merged
 
-    def _due(self, table: EventTable, target: int) -> tuple[Files, list[int]] | None:
-        """The files of the newest snapshot and, by their numbers, the first run of small ones that is long enough to be
-        merged. A table to which a newer version of the store has added columns is left alone."""
+    def _files_to_merge(self, table: EventTable, target: int) -> tuple[Files, list[int]] | None:
+        """Return the files of the newest snapshot and the indices of the first small ones to merge; `None` if there are
+        too few. Returns `None` too if a newer version of the store has added columns, which a merge would drop."""
         files = table.files()
         if files is None:
             return None
@@ -145,13 +158,13 @@ class Upkeep:
 
     def _vacuum(self, table: EventTable, delta: DeltaTable) -> None:
         now, tag = time.monotonic(), table.tag
-        if now - self._swept.setdefault(tag, now - _DAY_S) >= _DAY_S:
+        if now - self._searched.setdefault(tag, now - _DAY_S) >= _DAY_S:
             delta.update_incremental()
             delta.vacuum(
                 _ORPHAN_HOURS, dry_run=False, enforce_retention_duration=False, full=True,
                 post_commithook_properties=NO_HOOKS,
             )  # fmt: skip
-            self._swept[tag] = now
+            self._searched[tag] = now
         if tag in self._unvacuumed and now - self._unvacuumed[tag] >= self._config.compact_grace_s:
             delta.update_incremental()
             delta.vacuum(dry_run=False, enforce_retention_duration=False, post_commithook_properties=NO_HOOKS)
@@ -160,27 +173,27 @@ class Upkeep:
 
     def _checkpoint(self, table: EventTable, delta: DeltaTable) -> None:
         delta.update_incremental()
-        if delta.version() - max(0, last_checkpoint(table.place, table.tag)) < _CHECKPOINT_EVERY:
+        if delta.version() - max(0, last_checkpoint(table.storage, table.tag)) < _CHECKPOINT_EVERY:
             return
         table.sync()
         delta.create_checkpoint()
         crash.point("store.checkpointed")
-        if table.place.needs_sync:
-            table.place.make_durable(table.tag, _checkpoint_files(table.place, table.tag))
+        if table.storage.needs_sync:
+            table.storage.make_durable(table.tag, _checkpoint_files(table.storage, table.tag))
         delta.cleanup_metadata()
 
 
-def _checkpoint_files(place: Place, tag: str) -> list[str]:
-    found = place.files.get_file_info(fs.FileSelector(f"{place.root}/{tag}/{LOG}"))
+def _checkpoint_files(storage: Storage, tag: str) -> list[str]:
+    found = storage.files.get_file_info(fs.FileSelector(f"{storage.root}/{tag}/{LOG}"))
     return [f"{LOG}/{i.base_name}" for i in found if "checkpoint" in i.base_name]
 
 
 def _rows(table: EventTable, names: list[str]) -> Iterator[pa.Table]:
-    """All rows of the files, in tables of about 64 MiB, which bounds memory."""
+    """Yield all rows of the files, in tables of about 64 MiB to bound memory."""
     waiting: list[pa.Table] = []
     size = 0
     for name in names:
-        rows = columns.conform(table.tag, table.place.read(table.tag, name))
+        rows = columns.conform(table.tag, table.storage.read(table.tag, name))
         waiting.append(rows)
         size += rows.nbytes
         if size >= _GROUP_BYTES:

@@ -1,4 +1,4 @@
-"""Merges the metrics of all workers into one page: every series has the label `worker`."""
+"""Merges the metrics pages of all workers into one. Every series gets the label `worker`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class _Merged(Collector):
-    """The series of all pages, by the labels of their workers."""
+    """Collects the series of all pages. `pages`: the metrics text of each worker by its label."""
 
     def __init__(self, pages: Mapping[str, bytes]) -> None:
         self._pages = pages
@@ -31,10 +31,10 @@ class _Merged(Collector):
         yield from families.values()
 
 
-def merged(pages: Mapping[str, bytes]) -> bytes:
-    """One page in Prometheus' text format of the pages of all workers, by their labels.
+def merge_pages(pages: Mapping[str, bytes]) -> bytes:
+    """Return one page in Prometheus' text format. `pages`: the page of each worker by its label.
 
-    A series that has a label `worker` already keeps it."""
+    A series that already has the label `worker` keeps it."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(pages))
     return generate_latest(registry)
