@@ -34,7 +34,7 @@ async def test_a_request_that_kills_twice_is_refused_and_recorded(
         with pytest.raises(openai.APIStatusError) as refused:
             deadly.chat.completions.create(**asking(how, seed=1))
         assert (refused.value.status_code, refused.value.code) == (502, "deadly_request")
-        assert "in flight at 2 deaths" in refused.value.message
+        assert "in flight at 2 crashes" in refused.value.message
         assert server.died(2)
         assert good.chat.completions.create(**asking("hello again")).choices
         # The same again is not sent; another body is.
