@@ -1,8 +1,8 @@
 """Adapter swaps over two gateways and three inference servers that share no disk, while one server is added and another
 one removed: do calls fail, and does every exchange name its true policy version?
 
-    python -m benchmarks.gateway_swaps --fleet double    200 swaps before `tests.kits.inference_double`
-    python -m benchmarks.gateway_swaps --fleet vllm --swaps 60 --streams 12
+    python -m benchmarks.fleet_swaps double --streams 16    200 swaps before `tests.kits.inference_double`
+    python -m benchmarks.fleet_swaps vllm --swaps 60 --streams 12
 
 Everything runs on this machine: NATS, two gateway processes, three sampler agent processes, each with a folder of its
 own, and three servers. Clients stream one completion after the other, each through one of the gateways. Two servers
@@ -13,6 +13,7 @@ computed again from the version's weights. Results go to benchmarks/results/flee
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -228,12 +229,22 @@ def _explain(processes: Sequence[GatewayProcess]) -> None:
             print(process.folder.name, process.log[-3000:])
 
 
-def main(servers: str, swaps: int, streams: int) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet_swaps", description=__doc__)
+    parser.add_argument("servers", choices=("double", "vllm"))
+    parser.add_argument("--swaps", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=64)
+    args = parser.parse_args()
+    servers = args.servers
     kind = VllmServer if servers == "vllm" else InferenceDouble
     with tempfile.TemporaryDirectory() as folder:
-        out = asyncio.run(run(Path(folder), kind, swaps, streams))
+        out = asyncio.run(run(Path(folder), kind, args.swaps, args.streams))
     out = {"cpus": os.cpu_count(), "python": platform.python_version(), "server": servers, **out}
     (RESULTS / f"fleet_swaps-{servers}.json").write_text(json.dumps(out, indent=2) + "\n")
     print(json.dumps(out, indent=2))
     if out["failures"] or out["mislabelled"] or out["versions_from_another_adapter"]:
         raise SystemExit("calls failed or were mislabelled")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@ version?
 
     python -m benchmarks.gateway_swaps                 200 swaps under 64 streams, about five minutes on two cores
     python -m benchmarks.gateway_swaps --swaps 20
-    python -m benchmarks.gateway_swaps --fleet double    two gateways, three servers (benchmarks.fleet_swaps)
 
 64 clients stream one completion after the other through one gateway, on one version and, in turns, while a trainer's
 checkpoints arrive one after the other, each as soon as the one before it serves. Everything runs on this machine:
@@ -303,15 +302,7 @@ def main() -> None:
     parser.add_argument("--calm-s", type=float, default=30.0)
     parser.add_argument("--vllm-port", type=int, default=0, help="of one started by hand, as the tests' is")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--fleet", choices=("double", "vllm"), help="two gateways, three servers: see benchmarks.fleet_swaps"
-    )
     args = parser.parse_args()
-    if args.fleet:
-        from benchmarks import fleet_swaps  # which imports this module
-
-        fleet_swaps.main(args.fleet, args.swaps, args.streams)
-        return
     with tempfile.TemporaryDirectory() as folder:
         out = asyncio.run(run(Path(folder), args.vllm_port, args.swaps, args.streams, args.calm_s))
     out = {"cpus": os.cpu_count(), "python": platform.python_version(), **out}

@@ -162,5 +162,29 @@ def tables() -> str:
     return "\n".join(lines) + "\n"
 
 
+def inputs() -> str:
+    """Return the table of measured inputs in Markdown."""
+    m = Measured()
+    rows = (
+        ("captured calls a second and core of the gateway", f"{m.calls_per_core_s:,.0f}",
+         "`python -m benchmarks.gateway_workers`"),
+        ("bytes that a call adds to the log, in a run of 20 turns", f"{m.turn_bytes:,.0f}",
+         "`python -m benchmarks.exchanges`"),
+        ("the same if each exchange were recorded whole", f"{m.whole_turn_bytes:,.0f}", "the same"),
+        ("live heap of a NATS server for a subject with its message", f"{m.subject_bytes:,.0f} B",
+         "`python -m benchmarks.bounded_log`"),
+        ("resident memory of that server over its live heap", f"{m.resident:.1f}", "the same"),
+        ("events a second that one store writes, before Delta Lake", f"{m.written_per_process_s:,.0f}",
+         "`make bench-store`"),
+        ("processor time of the judge for a group of eight, without the judge model's",
+         f"{1000 * m.judge_core_s:.0f} ms", "`make bench-judge`, earlier version"),
+        ("events of 4 KB a second with three copies, three servers on two cores", f"{m.log_events_s:,.0f}",
+         "measured once by hand with NATS 2.15"),
+    )  # fmt: skip
+    return "\n".join(
+        [_row("input", "value", "command"), _row("---", "---", "---"), *(_row(*row) for row in rows), ""]
+    )
+
+
 if __name__ == "__main__":
-    sys.stdout.write(tables())
+    sys.stdout.write(f"{tables()}\n{inputs()}")

@@ -2,9 +2,8 @@
 
 1. A service imports `pipeline` and itself, never another service. The SDK (`journeyman`) imports none of them.
 2. Within a package, no two modules import each other, directly or through others. What two modules share belongs in a
-   third module that imports neither. Imports under `TYPE_CHECKING` count: a reader has to follow them too. Imports
-   inside functions do not count: they delay the loading of large libraries, and a reader meets no cycle at the top of
-   a file.
+   third module that imports neither. Imports under `TYPE_CHECKING` and inside functions count: a reader has to follow
+   them too. The rule holds for benchmarks and examples as well.
 3. A room (a package within a package) with a row in `ROOMS` imports only the rooms of its package that the row names.
 4. A room says in the docstring of its `__init__.py` what lives there, module by module.
 """
@@ -12,7 +11,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -71,15 +70,18 @@ def imported(nodes: Iterator[ast.AST]) -> set[str]:
     return found
 
 
-def dependencies(package: str) -> dict[str, set[str]]:
-    """Module to the modules of the same package that it imports.
+def dependencies(
+    package: str, nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements
+) -> dict[str, set[str]]:
+    """Module to the modules of the same package that it imports in the `nodes` of its tree: those outside of functions,
+    or all with `ast.walk`.
 
     `from a.b import c` imports the module `a.b.c` where there is one, and `a.b` only for other names."""
     modules = module_names(package)
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
         needed: set[str] = set()
-        for node in statements(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(ast.parse(path.read_text("utf-8"))):
             names = imported(iter((node,)))
             if isinstance(node, ast.ImportFrom) and all(
                 f"{node.module}.{alias.name}" in modules for alias in node.names
@@ -107,14 +109,25 @@ def test_a_package_imports_only_what_the_design_allows(package: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
+@pytest.mark.parametrize("package", [*MAY_IMPORT, "benchmarks", "examples"])
 def test_no_modules_import_each_other(package: str) -> None:
     try:
-        TopologicalSorter(dependencies(package)).prepare()
+        TopologicalSorter(dependencies(package, ast.walk)).prepare()
     except CycleError as error:
         pytest.fail(
             f"import cycle: {' -> '.join(error.args[1])}; move what the modules share into a third one"
         )
+
+
+@pytest.mark.parametrize("folder", [*MAY_IMPORT, "benchmarks", "examples", "docs", "tests"])
+def test_no_line_is_longer_than_120_columns(folder: str) -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (ROOT / folder).rglob("*.py")
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not long
 
 
 @pytest.mark.parametrize("room", ROOMS)

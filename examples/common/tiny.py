@@ -6,7 +6,8 @@ so that RL has something to improve. RL can only strengthen what the base model 
 better the base imitates its teacher (docs/negative-results.md).
 """
 
-# ruff: noqa: N806 - tensors' names end in their shape: B conversations, T tokens, D width, N turns, V vocabulary, W words
+# ruff: noqa: N806 - tensors' names end in their shape: B conversations, T tokens, D width, N turns, V vocabulary,
+# W words
 from __future__ import annotations
 
 import argparse

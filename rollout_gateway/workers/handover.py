@@ -170,7 +170,7 @@ class Distributor:
             self._loop.remove_reader(self._listener)
 
 
-class Receiver:
+class ConnectionReceiver:
     """The worker's end of its channel. `http.server.run_server` gets its connections from it."""
 
     def __init__(self, channel: socket.socket) -> None:

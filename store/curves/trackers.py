@@ -38,7 +38,7 @@ class Tracker(Protocol):
         """Finish the runs that were opened: every row outlives this process then. They can be opened again."""
 
 
-class Identity(msgspec.Struct, frozen=True):
+class RunIdentity(msgspec.Struct, frozen=True):
     """What a tracker knows a model and branch by."""
 
     id: str
@@ -58,12 +58,12 @@ class Runs(msgspec.Struct, frozen=True):
     folder: Path
     """Where the curves are."""
 
-    def identity(self, row: Row, *of: str) -> Identity:
+    def identity(self, row: Row, *of: str) -> RunIdentity:
         """Return the identity of the row's model and branch; `of` names a further run of theirs."""
         parts = (self.ours, row.model, row.branch, str(self.run_dir), *of)
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         label = "-".join((row.model if row.branch == "main" else f"{row.model}+{row.branch}", *of))
-        return Identity(digest[:24], f"{label.replace('/', '_')}-{digest[:6]}")
+        return RunIdentity(digest[:24], f"{label.replace('/', '_')}-{digest[:6]}")
 
     def facts(self, row: Row) -> dict[str, str]:
         """What is noted at a run."""
@@ -161,7 +161,7 @@ class MLflow:
         metrics = [self._metric(name, value, time_ms, row.step) for name, value in numbers(row).items()]
         self._client.log_batch(self._open[identity.id], metrics=metrics)
 
-    def _find(self, identity: Identity, row: Row) -> str:
+    def _find(self, identity: RunIdentity, row: Row) -> str:
         """Return the run's id at MLflow; the run is created if there is none."""
         experiment = self._client.get_experiment_by_name(self._runs.project)
         number = (

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sizing import DAY_S, Load, Measured, size, tables
+from benchmarks.sizing import DAY_S, Load, Measured, inputs, size, tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
 
 
 def test_the_page_has_the_tables_of_the_model() -> None:
-    assert tables() in PAGE.read_text("utf-8"), "run `python -m benchmarks.sizing`"
+    page = PAGE.read_text("utf-8")
+    assert tables() in page, "run `python -m benchmarks.sizing`"
+    assert inputs() in page, "run `python -m benchmarks.sizing`"
 
 
 def test_a_load_by_hand() -> None:

@@ -74,6 +74,17 @@ async def run(code: str, scope: dict[str, Any]) -> None:
         await anyio.to_thread.run_sync(eval, compiled, scope)
 
 
+async def close_clients(scope: dict[str, Any]) -> None:
+    """Close the clients that a snippet left open: collected later, their sockets fail the test that runs then."""
+    for client in scope.values():
+        if isinstance(client, openai.OpenAI | journeyman.Journeyman):
+            client.close()
+        elif isinstance(client, openai.AsyncOpenAI):
+            await client.close()
+        elif isinstance(client, journeyman.AsyncJourneyman):
+            await client.aclose()
+
+
 @pytest.mark.parametrize("page", PAGES)
 async def test_the_snippets_of_a_page_run(page: str, gateway: GatewayProcess) -> None:
     found = [adapted(text, gateway.url) for text in snippets(page)]
@@ -86,7 +97,10 @@ async def test_the_snippets_of_a_page_run(page: str, gateway: GatewayProcess) ->
             for task in scope["tasks"]:
                 task.id = f"{page.replace('/', '-')}-{number}-{task.id[-1]}"
             scope["client"] = client  # the name of an asynchronous client in the snippet before
-            await run(text, scope)
+            try:
+                await run(text, scope)
+            finally:
+                await close_clients({name: value for name, value in scope.items() if value is not client})
     if page == "docs/sdk.md":
         assert len(scope["groups"]) == 2
         assert all(len(group.rewards) == 8 for group in scope["groups"])

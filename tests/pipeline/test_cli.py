@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -119,9 +120,8 @@ async def provision(config: NatsConfig) -> None:
             )
         )  # fmt: skip
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
-            await broker.publish(
-                AlarmChanged(project="p", alarm="kl_rise", state=state, model=model, detail="it is far")  # type: ignore[arg-type]
-            )
+            alarm: Any = {"alarm": "kl_rise", "state": state, "model": model, "detail": "it is far"}
+            await broker.publish(AlarmChanged(project="p", **alarm))
         await broker.js.publish(alive_subject("DEAD"), b"")
 
 

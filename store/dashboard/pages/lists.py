@@ -46,9 +46,10 @@ def listed(
     where = " AND ".join(conditions[one] for one in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"
+    order_by = f"{columns[name]} {direction} NULLS LAST, stream_seq {direction}"
     rows = history.rows(
-        f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {columns[name]} {direction} NULLS LAST, "  # noqa: S608
-        f"stream_seq {direction} LIMIT {PAGE + 1} OFFSET {page * PAGE}",
+        f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
+        f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",
         used,
     )
     if key and rows:

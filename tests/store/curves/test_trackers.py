@@ -20,7 +20,7 @@ from tests.store.curves.kit import row
 
 
 def test_a_run_is_known_by_project_model_branch_and_run_folder(tmp_path: Path) -> None:
-    def identity(project: str = "p", folder: str = "a", **of: str) -> trackers.Identity:
+    def identity(project: str = "p", folder: str = "a", **of: str) -> trackers.RunIdentity:
         config = Config(project=project, run_dir=str(tmp_path / folder))
         return runs_of(config, tmp_path).identity(row(1, **of))  # type: ignore[arg-type]
 

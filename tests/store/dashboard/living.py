@@ -135,8 +135,8 @@ def _trajectory(gateway: GatewayProcess, group: str, number: int) -> str:
     with gateway.agent(opened) as agent:
         for turn in range(2):
             answer = agent.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=8, seed=10 * number + turn, tools=[_TOOL],  # type: ignore[list-item]
-                tool_choice="none",
+                model=MODEL, messages=messages, max_tokens=8, seed=10 * number + turn, tool_choice="none",
+                tools=[_TOOL],  # type: ignore[list-item]
             )  # fmt: skip
             said = answer.choices[0].message.content or ""
             messages += [
