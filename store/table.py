@@ -57,7 +57,8 @@ _REMOVAL_TRANSACTION = "store-upkeep"
 commits that remove the same files, which doubles the rows of a merge. It refuses the second one if both set the same
 transaction."""
 
-_ATTEMPTS = 20
+_MAX_REFUSALS = 20
+"""A commit is given up when it was refused this often while no other process committed anything."""
 _STATISTICS_US = 1_000
 """Precision of times in file statistics: delta-rs truncates them to milliseconds."""
 _SNAPSHOT_MAX_AGE_S = 600.0
@@ -119,12 +120,16 @@ class EventTable:
     def snapshot(self) -> DeltaTable | None:
         """Read and return the table's newest version; `None` if nothing was ever committed. Raises `LakeError`."""
         with self._lock:
-            version = -1 if self._delta is None else self._delta.version()
+            version = self._version()
             self._delta = self._newest()
             self._read_at = time.time()
             if self._delta is not None and self._delta.version() != version:
                 self._files = None
             return self._delta
+
+    def _version(self) -> int:
+        """Of the snapshot that was read last; -1 where nothing was ever committed."""
+        return -1 if self._delta is None else self._delta.version()
 
     def _newest(self) -> DeltaTable | None:
         if self._delta is not None:
@@ -159,8 +164,8 @@ class EventTable:
         Raises `LakeError`. Even then the rows may have been committed; the call can be repeated."""
         with self._lock:
             written: tuple[str, int, int] | None = None
-            failed: DeltaError | None = None
-            for _ in range(_ATTEMPTS):
+            version, refused = -1, 0
+            while True:
                 fresh = self.missing_rows(table)
                 if not fresh.num_rows:
                     self.make_durable()
@@ -170,18 +175,23 @@ class EventTable:
                     written = name, self.storage.write(self.tag, name, [fresh]), fresh.num_rows
                     crash.point("store.before_commit")
                     continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
+                version, before = self._version(), version
+                if version != before:
+                    refused = (
+                        0  # another process committed: refusals on the way there are no reason to give up
+                    )
                 try:
                     self.commit([add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)))
-                except CommitFailedError as error:
-                    failed = error
+                except CommitFailedError:
+                    refused += 1
+                    if refused == _MAX_REFUSALS:
+                        raise
                     continue
                 if time.time() - self._read_at < _SNAPSHOT_MAX_AGE_S:
                     return int(fresh.num_rows)
                 # The process was suspended for so long that its commit may reuse the number of one that was cleaned
                 # up. Read the table from the start and see whether the rows are in it.
                 self._delta = None
-            assert failed is not None
-            raise failed
 
     def replace(self, name: str, table: pa.Table | None) -> int:
         """In one commit, remove the file `name` and add those rows of `table` that no other file holds. Return their

@@ -11,7 +11,7 @@ from typing import Literal
 import anyio
 import msgspec
 
-from rollout_gateway.workers.handover import Receiver
+from rollout_gateway.workers.handover import ConnectionReceiver
 from rollout_gateway.workers.rpc import RpcClosedError, RpcConnection
 
 WAIT_S = 2.0
@@ -34,7 +34,7 @@ class WorkerGroup:
     def __init__(self, number: int = 0) -> None:
         """`number`: the number of this worker, from 1; 0 if the gateway has no workers."""
         self.number = number
-        self.connections: Receiver | None = None
+        self.connections: ConnectionReceiver | None = None
         """Receives this worker's client connections from the owner; `None` if the gateway has no workers."""
         self._rpc: RpcConnection | None = None
         self._responders: dict[str, Respond] = {}
@@ -46,7 +46,7 @@ class WorkerGroup:
         group = cls(number)
         for descriptor in (connections, rpc):
             os.set_inheritable(descriptor, False)
-        group.connections = Receiver(socket.socket(fileno=connections))
+        group.connections = ConnectionReceiver(socket.socket(fileno=connections))
         group._rpc = RpcConnection(socket.socket(fileno=rpc), group._handle)
         return group
 

@@ -26,6 +26,7 @@ from store.lake import Lake, open_lake
 from store.legacy import REPLACES
 from store.maintenance import Maintenance
 from store.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
+from store.table import EventTable
 from tests.store.kit import (
     StoreProcess,
     create_bucket,
@@ -173,6 +174,35 @@ def test_many_writers_of_the_same_events_write_each_once(config: Config) -> None
         writer.join()
     assert failed == []
     assert sequences(open_lake(config), TAG) == list(range(1, 5 * commits + 1))
+
+
+def test_a_writer_that_loses_many_races_goes_on(
+    lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each refusal means that another writer's commit stands: it is no reason to give up."""
+    faster, slower = open_lake(config).table(TAG), lake.table(TAG)
+    others = [rows(6 + 5 * n) for n in range(30)]
+    real = EventTable.commit
+
+    def commit(table: EventTable, *args: Any) -> None:
+        if table is slower and others:
+            faster.append(others.pop())
+        real(table, *args)
+
+    monkeypatch.setattr(EventTable, "commit", commit)
+    assert slower.append(rows(1)) == 5
+    assert sequences(lake, TAG) == list(range(1, 156))
+
+
+def test_a_writer_that_is_refused_without_another_writer_raises(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CommitFailedError("refused")
+
+    monkeypatch.setattr(EventTable, "commit", refuse)
+    with pytest.raises(CommitFailedError, match="refused"):
+        lake.table(TAG).append(rows(1))
 
 
 def test_a_damaged_file_is_named(lake: Lake, config: Config) -> None:

@@ -38,7 +38,10 @@ class Worker:
     def __init__(self, name: bytes) -> None:
         self.name = name
         ours, theirs = handover.pair()
-        self.channel, self.receiver = handover.WorkerChannel(ours, theirs.dup()), handover.ConnectionReceiver(theirs)
+        self.channel, self.receiver = (
+            handover.WorkerChannel(ours, theirs.dup()),
+            handover.ConnectionReceiver(theirs),
+        )
 
     async def start(self) -> None:
         await self.receiver.start(lambda: Echo(self))
