@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import NatsConfig
+from tests.kits import clients
 
 
 @pytest.fixture
@@ -38,6 +39,16 @@ def _logging_as_before() -> Iterator[None]:
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def _close_clients() -> Iterator[None]:
+    """A client that is left to the garbage collector fails the test that runs when it is collected."""
+    before = len(clients.OPEN)
+    yield
+    for client in clients.OPEN[before:]:
+        client.close()
+    del clients.OPEN[before:]
 
 
 class NatsServer:

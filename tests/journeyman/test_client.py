@@ -24,7 +24,8 @@ __all__ = ["gateway", "start_gateway"]  # fixtures
 async def test_a_run_from_open_to_complete(gateway: GatewayProcess) -> None:
     with Journeyman(gateway.url) as jm:
         with jm.trajectory("tictactoe", group="g", task="play") as run:
-            openai.OpenAI(**run.openai).chat.completions.create(**ASK)
+            with openai.OpenAI(**run.openai) as agent:
+                agent.chat.completions.create(**ASK)
             run.reward = 0.25
         got = jm.get(run.id)
         assert (got["status"], got["reward"], got["exchanges"], got["task"]) == ("completed", 0.25, 1, "play")

@@ -27,6 +27,7 @@ from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
+from tests.kits.clients import closed_after_test
 from tests.kits.sampler import SamplerThread
 
 PROJECT = "test"
@@ -78,7 +79,9 @@ class GatewayProcess:
             assert self.process.wait(30) == 0, self.log
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 8, **options})
+        """A client that is closed when the test ends."""
+        options = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 8, **options}
+        return closed_after_test(openai.OpenAI(**options))
 
     def open(self, **body: Any) -> dict[str, Any]:
         reply = httpx.post(f"{self.url}/v1/trajectories", json={"model": "tictactoe", **body})

@@ -6,6 +6,7 @@ from typing import Any
 
 import anthropic
 
+from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.conftest import GatewayProcess
 
 SCHEMA: Any = {
@@ -30,7 +31,6 @@ CODEX: Any = [
 
 
 def claude(gateway: GatewayProcess, opened: dict[str, Any]) -> anthropic.Anthropic:
-    """Anthropic's clients add `/v1` themselves."""
-    return anthropic.Anthropic(
-        base_url=opened["base_url"].removesuffix("/v1"), api_key=opened["api_key"], max_retries=0
-    )
+    """Anthropic's clients add `/v1` themselves. The client is closed when the test ends."""
+    base_url = opened["base_url"].removesuffix("/v1")
+    return closed_after_test(anthropic.Anthropic(base_url=base_url, api_key=opened["api_key"], max_retries=0))
