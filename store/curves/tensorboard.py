@@ -6,12 +6,31 @@ each start: a step is in them once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-from tensorboardX import SummaryWriter
+from types import ModuleType
+from typing import Any
 
 from store.curves.rows import Row
+
+
+def _import_without_torch() -> ModuleType:
+    """Import the library. It would import torch wherever it is installed, to write its tensors too: that costs each
+    store seconds at its start and hundreds of megabytes."""
+    torch: Any = sys.modules.get("torch")
+    sys.modules["torch"] = None  # type: ignore[assignment] # an import of it raises ImportError
+    try:
+        import tensorboardX
+    finally:
+        if torch is None:
+            del sys.modules["torch"]
+        else:
+            sys.modules["torch"] = torch
+    return tensorboardX  # type: ignore[no-any-return]
+
+
+_SummaryWriter: Any = _import_without_torch().SummaryWriter
 
 
 class TensorBoard:
@@ -19,7 +38,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writers: dict[str, SummaryWriter] = {}
+        self._writers: dict[str, Any] = {}
 
     def rebuild(self, rows: Iterable[Row]) -> None:
         """Replace all event files by those of `rows`."""
@@ -34,7 +53,7 @@ class TensorBoard:
         name = row.model if row.branch == "main" else f"{row.model}+{row.branch}"
         if name not in self._writers:
             # A thread of the library writes. Its `flush` leaves out what that thread has not taken yet.
-            self._writers[name] = SummaryWriter(str(self._folder / name), flush_secs=1)
+            self._writers[name] = _SummaryWriter(str(self._folder / name), flush_secs=1)
         for metric, value in row.metrics.items():
             if value is not None:
                 self._writers[name].add_scalar(metric, value, row.step, walltime=row.at)

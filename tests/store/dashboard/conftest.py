@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,11 +19,19 @@ URL = "http://127.0.0.1:8701"
 Open = Callable[..., TestClient]
 
 
+@pytest.fixture(scope="session")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a history of one step. Tests take copies, which cost a hundredth of it."""
+    folder = tmp_path_factory.mktemp("history")
+    fill(folder, run_of_one_step())
+    return folder
+
+
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(history: Path, tmp_path: Path) -> Path:
     """A run with its settings and a history of one step."""
     folder = tmp_path / "runs" / "here"
-    fill(folder, run_of_one_step())
+    shutil.copytree(history, folder)
     (folder / SETTINGS).write_text(
         f'project = "p"\nrun_dir = "{folder}"\n\n[[models]]\nname = "m"\nbase = "base"\n'
     )
