@@ -103,7 +103,8 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """The inference servers."""
 
     urls: tuple[str, ...] = ()
-    """URLs of inference servers that already run. Empty: `journeyman up` starts one."""
+    """URLs of inference servers that already run. Empty: `journeyman up` starts one. A running sampler agent takes a
+    change in its settings file within two seconds, or on SIGHUP."""
     api_key_file: str = ""
     """File with the API key that the gateway sends to the servers. `journeyman up` makes one for the server that it
     starts."""
@@ -136,7 +137,8 @@ class SamplerConfig(Section, frozen=True, kw_only=True):
     One runs on each machine with inference servers; adapters pass between the two as files."""
 
     advertise: tuple[str, ...] = ()
-    """URLs under which gateways reach the servers of `vllm.urls`, in the same order. Empty: `vllm.urls` itself."""
+    """URLs under which gateways reach the servers of `vllm.urls`, in the same order. Empty: `vllm.urls` itself. A
+    change is taken like one of `vllm.urls`."""
     adapters: str = "adapters"
     """Folder under the run directory that adapters are unpacked into. The inference servers read them there."""
     capacity: Positive = 1.0

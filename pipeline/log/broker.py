@@ -89,7 +89,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.
         with connecting:
             await client.connect(
-                list(config.servers),
+                connections.present_servers(config.servers),
                 name=name,
                 error_cb=on_error,
                 max_reconnect_attempts=-1,

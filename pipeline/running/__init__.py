@@ -6,7 +6,7 @@
 | `supervisor` | starts the processes, restarts them, stops them in order |
 | `liveness` | the checks that a running process still works |
 | `service` | how a service process starts, reports readiness and stops |
-| `reload` | settings that a running service reads again: the addresses in `nats.url` |
+| `reload` | settings that running processes read again: addresses of the log and of inference servers |
 | `child` | starts a process that ends with its parent, and ends one that hangs |
 | `environment` | the environment variables that each process gets |
 | `prepare` | the command `journeyman prepare`: keys and settings for containers |

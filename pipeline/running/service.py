@@ -89,7 +89,7 @@ async def _run(serve: Serve, config: Config, args: argparse.Namespace) -> None:
     report = _Report(args.ready_fd)
     async with anyio.create_task_group() as tg:
         tg.start_soon(report.beat)
-        tg.start_soon(reload.watch, args.config, args.overrides, config)
+        tg.start_soon(reload.watch_service, args.config, args.overrides, config)
         await until_signalled(serve, config, report)
         tg.cancel_scope.cancel()
 

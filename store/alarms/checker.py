@@ -20,10 +20,11 @@ import nats.errors
 import nats.js.errors
 
 from pipeline import streams
-from pipeline.config import Config
+from pipeline.config import Config, with_values
 from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
+from pipeline.running import reload
 from pipeline.telemetry.logs import get_logger
 from store import sql
 from store.alarms import reading
@@ -68,7 +69,15 @@ class Checker:
     async def run(self) -> None:
         """Check until cancelled, the first time after `alarms.every_s`."""
         took_s = 0.0
-        with duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection:
+
+        async def follow(changed: Config) -> None:
+            servers = {"vllm.urls": changed.vllm.urls, "sampler.advertise": changed.sampler.advertise}
+            self._config = with_values(self._config, servers)
+
+        with (
+            reload.listening(follow),
+            duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection,
+        ):
             while True:
                 await anyio.sleep(max(self._config.alarms.every_s, _PAUSE * took_s))
                 began = anyio.current_time()

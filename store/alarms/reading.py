@@ -94,7 +94,7 @@ def measured_tables(
     for one in unwritten:
         connection.execute("INSERT INTO unwritten VALUES (?, ?, ?)", [one.consumer, one.share, one.detail])
     connection.execute("CREATE OR REPLACE TEMP TABLE replicas (replica VARCHAR)")
-    for url in config.vllm.urls:
+    for url in config.sampler.advertise or config.vllm.urls:
         connection.execute("INSERT INTO replicas VALUES (?)", [url.partition("://")[2].rstrip("/")])
 
 

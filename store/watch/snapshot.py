@@ -159,7 +159,10 @@ def _model(name: str, rows: Sequence[dict[str, Any]]) -> Model:
 
 def _replicas(config: Config, held: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     """The replicas of the settings first; those that are in events only if the settings name none."""
-    found = {url.partition("://")[2].rstrip("/"): list[str]() for url in config.vllm.urls}
+    found = {
+        url.partition("://")[2].rstrip("/"): list[str]()
+        for url in config.sampler.advertise or config.vllm.urls
+    }
     for row in held:
         if row["replica"] in found or not config.vllm.urls:
             found.setdefault(row["replica"], []).append(row["version"])
