@@ -59,6 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_package_and_its_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -70,6 +71,7 @@ def test_the_wheel_holds_every_package_and_its_data(wheel: Path) -> None:
     assert not {n for n in names if n.startswith(("tests", "examples", "benchmarks", "docs"))}
 
 
+@pytest.mark.slow
 def test_the_wheel_names_the_plugin_that_vllm_loads(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/entry_points.txt"))
@@ -97,6 +99,7 @@ def _requirements(name: str, seen: set[str]) -> set[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_sdk_runs_with_its_declared_dependencies_only(wheel: Path, tmp_path: Path) -> None:
     """In an environment of only the wheel and what its metadata names, `import journeyman` works and the command says
     what is missing."""
@@ -206,6 +209,7 @@ def test_the_sdk_has_wheels_for_other_machines(wheel: Path, tmp_path: Path, plat
     assert all(name.endswith("none-any.whl") for name in names)
 
 
+@pytest.mark.slow
 def test_the_metadata_names_extras_and_versions(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]

@@ -42,6 +42,7 @@ def test_the_committed_model_has_the_shape_that_the_script_makes(tokenizer: Any)
     assert differ <= {"architectures", "_name_or_path", "transformers_version"}
 
 
+@pytest.mark.slow
 def test_the_committed_model_imitates_the_teacher(tokenizer: Any) -> None:
     """How well it knows the teacher bounds what it can be trained to, so a worse base must not slip in."""
     model = Qwen3ForCausalLM.from_pretrained(MODEL_DIR)

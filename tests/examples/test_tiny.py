@@ -49,6 +49,7 @@ def test_the_loss_of_replies_is_that_of_their_tokens_and_ends_alone() -> None:
     assert found.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_pretraining_learns_the_teachers_distribution_and_the_model_can_be_loaded(tmp_path: Path) -> None:
     tokenizer = tiny.make_tokenizer(WORDS)
     model = tiny.make_model(tokenizer, 0, width=64, mlp=64, layers=1)

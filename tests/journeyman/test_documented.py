@@ -86,6 +86,7 @@ async def close_clients(scope: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.slow
 async def test_the_snippets_of_a_page_run(page: str, gateway: GatewayProcess) -> None:
     found = [adapted(text, gateway.url) for text in snippets(page)]
     assert found

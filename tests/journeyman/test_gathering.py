@@ -35,6 +35,7 @@ async def stub() -> AsyncIterator[StubGateway]:
         yield found
 
 
+@pytest.mark.slow
 async def test_a_thousand_runs_keep_64_in_flight_and_outlive_a_restart() -> None:
     stub, running, most, halfway, back = StubGateway(), 0, 0, anyio.Event(), anyio.Event()
     finished = 0

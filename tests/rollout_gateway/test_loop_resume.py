@@ -28,6 +28,7 @@ def start(url: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 async def test_a_killed_loop_plays_every_scenario_exactly_as_often_as_wished(
     start_gateway: StartGateway, nats_config: NatsConfig
 ) -> None:

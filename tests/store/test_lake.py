@@ -83,6 +83,7 @@ def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> Non
     lake.check(TAG)
 
 
+@pytest.mark.slow
 def test_a_file_of_many_megabytes_is_whole(lake: Lake) -> None:
     """On object storage that is an upload in parts."""
     noise = os.urandom(24 * 2**20).hex().encode()

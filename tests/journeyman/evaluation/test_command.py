@@ -36,6 +36,7 @@ def evaluate(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 async def test_versions_and_models_of_others_play_the_same_tasks(
     gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from tests.conftest import InferenceDouble
 from tests.kits.installation import JOURNEYMAN, program, up
 
 
+@pytest.mark.slow
 def test_a_project_has_its_name_and_its_test_passes(tmp_path: Path) -> None:
     said = program([*JOURNEYMAN, "init", "support"], tmp_path)
     assert "cd support" in said

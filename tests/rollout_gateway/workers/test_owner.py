@@ -56,6 +56,7 @@ async def call(client: httpx.AsyncClient, run: str, text: str) -> httpx.Response
     return await client.post(f"/t/{run}/v1/chat/completions", json=asking(text))
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_loses_no_acknowledged_call_and_the_other_goes_on(
     start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -106,6 +107,7 @@ async def test_a_killed_worker_loses_no_acknowledged_call_and_the_other_goes_on(
         assert all(d["exchanges"] >= answered[d["id"]] for d in done)
 
 
+@pytest.mark.slow
 async def test_calls_of_one_run_may_come_to_any_worker(
     start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -131,6 +133,7 @@ async def test_calls_of_one_run_may_come_to_any_worker(
                     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "trajectory_completed")
 
 
+@pytest.mark.slow
 async def test_a_call_in_flight_is_not_recorded_after_another_worker_completed_its_run(
     start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
@@ -193,6 +196,7 @@ def test_limits_of_the_gateway_are_divided_among_its_workers() -> None:
     assert share_limits(alone) == alone
 
 
+@pytest.mark.slow
 async def test_stopping_the_gateway_lets_the_calls_of_every_worker_end(
     start_gateway_alone: StartGateway,
 ) -> None:
@@ -224,6 +228,7 @@ async def test_stopping_the_gateway_lets_the_calls_of_every_worker_end(
         }  # none: the owner
 
 
+@pytest.mark.slow
 async def test_workers_end_when_their_owner_is_killed(start_gateway_alone: StartGateway) -> None:
     with Mortal() as server:
         gateway = start_gateway_alone(urls=(server.url,), workers=2)
@@ -234,6 +239,7 @@ async def test_workers_end_when_their_owner_is_killed(start_gateway_alone: Start
         assert not alive
 
 
+@pytest.mark.slow
 async def test_a_worker_that_can_not_use_the_settings_ends_the_gateway(
     start_gateway_alone: StartGateway,
 ) -> None:

@@ -72,6 +72,7 @@ def test_two_processes_take_the_same_step_as_one(
         assert both[0]["first"]["token_budget"] == 75  # of 150
 
 
+@pytest.mark.slow
 def test_two_processes_drop_the_sequence_that_fits_in_neither(tiny_base: str, tmp_path: Path) -> None:
     config = settings(tiny_base, tmp_path, **{"optimizer.learning_rate": 1e-4, "dtype": "float64"})
     alone = step_without_room(exactly(Engine(tiny_base, config.trainer, tmp_path)))
