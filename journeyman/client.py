@@ -133,6 +133,10 @@ class Journeyman:
         """For each model: the version its name currently resolves to, and the loaded versions."""
         return list(self._request("GET", "/v1/policies")["data"])
 
+    def models(self) -> list[str]:
+        """Names that `model` of a call may hold: models, and their versions."""
+        return [found["id"] for found in self._request("GET", "/v1/models")["data"]]
+
     def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in
         docs/events.md. Recording them again has no effect."""
@@ -280,6 +284,10 @@ class AsyncJourneyman:
     async def policies(self) -> list[dict[str, Any]]:
         """For each model: the version its name currently resolves to, and the loaded versions."""
         return list((await self._request("GET", "/v1/policies"))["data"])
+
+    async def models(self) -> list[str]:
+        """Names that `model` of a call may hold: models, and their versions."""
+        return [found["id"] for found in (await self._request("GET", "/v1/models"))["data"]]
 
     async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Record the results of one entrant of an evaluation on the log. See `Journeyman.record_evaluation`."""

@@ -22,7 +22,8 @@ import anyio
 from typing_extensions import Unpack
 
 from journeyman.statistics import Estimate, mean_of_share, paired_difference
-from journeyman.trajectory import OpenOptions, Trajectory, parse_policy
+from journeyman.trajectory import OpenOptions, Trajectory
+from journeyman.versions import Versions, resolve
 
 Task = TypeVar("Task")
 Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
@@ -35,6 +36,10 @@ class Client(Protocol):
         self, model: str, **options: Unpack[OpenOptions]
     ) -> contextlib.AbstractAsyncContextManager[Trajectory]:
         """Open a trajectory that is completed when the `with` block ends."""
+
+
+class EvaluationClient(Client, Versions, Protocol):
+    """The part of `AsyncJourneyman` that evaluations use."""
 
 
 class GatherOptions(TypedDict, total=False):
@@ -87,6 +92,8 @@ class Evaluation:
     """Mean reward of each task, in the order of the tasks; `None` if no attempt at the task has a reward."""
     failed: int
     """Number of attempts that raised."""
+    version: str = ""
+    """The policy version that played all tasks."""
 
     @property
     def unrewarded(self) -> int:
@@ -220,7 +227,7 @@ async def gather(
 
 
 async def evaluate(
-    client: Client,
+    client: EvaluationClient,
     model: str,
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -228,24 +235,38 @@ async def evaluate(
     attempts: int = 1,
     **options: Unpack[GatherOptions],
 ) -> Evaluation:
-    """Run held-out tasks with a model or a pinned version (`support@12`; `support@0` or `support@base` is the base
-    model).
+    """Run held-out tasks with one version of a model: the one that is named (`support@12`; `support@0` or
+    `support@base` is the base model), or the one that the model's name stands for when the evaluation begins, also if
+    the name moves on while it runs.
 
     The trajectories have the split `val`, so they are never trained on. `options` are those of `gather`. Raises as
-    `gather` does, and `ValueError` for a model that is no policy or `attempts` below 1."""
+    `gather` does, and `ValueError` for a model or version that the gateway does not have, or `attempts` below 1."""
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, not {attempts}")
-    name, pinned = parse_policy(model)
+    (version,) = await resolve(client, [model])
+    return await _evaluate(client, model, version, tasks, rollout, attempts, options)
+
+
+async def _evaluate(
+    client: EvaluationClient,
+    model: str,
+    version: str,
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    attempts: int,
+    options: GatherOptions,
+) -> Evaluation:
+    name = version.rpartition("@")[0]
     groups = await gather(
-        client, name, tasks, rollout, group_size=attempts, split="val", pinned=pinned, **options
+        client, name, tasks, rollout, group_size=attempts, split="val", pinned=version, **options
     )
     means = tuple(sum(g.rewards) / len(g.rewards) if g.rewards else None for g in groups)
     failed = sum(len(g.exceptions) for g in groups)
-    return Evaluation(model, mean_of_share([m for m in means if m is not None]), means, failed)
+    return Evaluation(model, mean_of_share([m for m in means if m is not None]), means, failed, version)
 
 
 async def compare(
-    client: Client,
+    client: EvaluationClient,
     first: str,
     second: str,
     tasks: Iterable[Task],
@@ -254,9 +275,14 @@ async def compare(
     attempts: int = 1,
     **options: Unpack[GatherOptions],
 ) -> Comparison:
-    """Evaluate two models or versions on the same tasks. The interval of the difference is paired by task."""
+    """Evaluate two models or versions on the same tasks. The interval of the difference is paired by task.
+
+    Both play with the versions that they name, or that their names stand for at the beginning. Raises as `evaluate`."""
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, not {attempts}")
     listed = list(tasks)
-    one = await evaluate(client, first, listed, rollout, attempts=attempts, **options)
-    two = await evaluate(client, second, listed, rollout, attempts=attempts, **options)
+    versions = await resolve(client, [first, second])
+    one = await _evaluate(client, first, versions[0], listed, rollout, attempts, options)
+    two = await _evaluate(client, second, versions[1], listed, rollout, attempts, options)
     pairs = [(a, b) for a, b in zip(one.rewards, two.rewards, strict=True) if a is not None and b is not None]
     return Comparison(one, two, paired_difference([a for a, _ in pairs], [b for _, b in pairs]))

@@ -20,6 +20,7 @@ from journeyman.evaluation.entrants import Entrant, parse_entrant
 from journeyman.evaluation.results import EntrantResult, EvaluationReport, result_of
 from journeyman.gathering import Rollout, Task, TaskGroup
 from journeyman.trajectory import Trajectory
+from journeyman.versions import resolve
 
 _MAX_GROUP = 190
 """Characters of a group's name; the gateway takes 200."""
@@ -57,7 +58,7 @@ async def play(
     results of each entrant to the log, if there is a client. `baseline` is an entrant that has played these tasks
     before: it is entrant 0 and does not play again.
     Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
-    gateway has no such model; `TooManyExceptionsError` and `JourneymanError` as `gather`."""
+    gateway has no such model or version; `TooManyExceptionsError` and `JourneymanError` as `gather`."""
     listed, played = list(tasks), [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
     given = [entrant.name for entrant in played]
     if not played or len(set(given)) < len(given):
@@ -145,14 +146,12 @@ async def _play(
 async def _versions(client: AsyncJourneyman | None, entrants: Sequence[Entrant]) -> list[str]:
     """Return the version that each entrant plays with; empty for one that is no policy.
 
-    Raises `ValueError` if the gateway does not have the model of a policy."""
-    if client is None or all(entrant.kind != "policy" for entrant in entrants):
+    Raises `ValueError` if the gateway does not have a model or a version."""
+    policies = [entrant.version or entrant.model for entrant in entrants if entrant.kind == "policy"]
+    if client is None or not policies:
         return [""] * len(entrants)
-    served = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
-    for entrant in entrants:
-        if entrant.kind == "policy" and entrant.model not in served:
-            raise ValueError(f"the gateway has no model {entrant.model!r}; it has: {', '.join(served)}")
-    return [e.version or served[e.model] if e.kind == "policy" else "" for e in entrants]
+    versions = iter(await resolve(client, policies))
+    return [next(versions) if entrant.kind == "policy" else "" for entrant in entrants]
 
 
 def task_name(task: object, number: int) -> str:

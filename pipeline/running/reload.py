@@ -1,12 +1,12 @@
 """Settings that running processes read again when their file changes: addresses of the log and of inference servers.
 
-| process | reads | at |
-| --- | --- | --- |
-| a service | the file that it was started with | a change of the file, SIGHUP |
-| `journeyman up` | the file given with `--config`; it writes the new addresses to `<run_dir>/config.toml`, where its services find them | a change of the file |
+| process | file |
+| --- | --- |
+| a service | the one that it was started with. It reads it on SIGHUP too |
+| `journeyman up` | the one given with `--config`. It writes new addresses to `<run_dir>/config.toml`, the file of its services |
 
 `up` does not take SIGHUP: a terminal sends it when it is closed, and `up` then ends. Every other setting needs a restart.
-"""  # noqa: E501 - a table
+"""
 
 from __future__ import annotations
 

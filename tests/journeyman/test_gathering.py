@@ -152,6 +152,39 @@ async def test_an_evaluation_is_held_out_and_pinned(stub: StubGateway) -> None:
     assert (found.difference.mean, found.difference.low, found.difference.count) == (1.0, 1.0, 3)
 
 
+async def test_an_evaluation_is_of_one_version_while_the_name_moves_on(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: int) -> float:
+        stub.step += 1
+        return 1.0
+
+    async with AsyncJourneyman(stub.url) as client:
+        found = await client.evaluate("m", range(4), rollout, concurrency=1, progress=False)
+        assert (found.model, found.version) == ("m", "m@3")
+        assert {b["pinned"] for b in stub.opened.values()} == {"m@3"}
+        both = await client.compare("m", "m@base", [1], rollout, progress=False)
+    assert (both.first.version, both.second.version) == ("m@7", "m@0")
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("m@44", "the gateway has no version 'm@44'; it has: m@0, "),
+        ("m@2", "the gateway has no version 'm@2'; it has: m@0, m@1, m@3, "),
+        ("n@1", "the gateway has no model 'n'; it has: m"),
+    ],
+)
+async def test_an_evaluation_of_a_version_that_does_not_exist_opens_nothing(
+    stub: StubGateway, policy: str, said: str
+) -> None:
+    stub.retired = {"m@2"}
+    async with AsyncJourneyman(stub.url) as client:
+        with pytest.raises(ValueError, match=said):
+            await client.evaluate(policy, ["a"], lambda run, task: 1.0, progress=False)
+        with pytest.raises(ValueError, match=said):
+            await client.compare("m", policy, ["a"], lambda run, task: 1.0, progress=False)
+    assert stub.opened == {}
+
+
 async def test_a_share_of_tasks_has_the_interval_of_a_share(stub: StubGateway) -> None:
     async def rollout(run: Trajectory, task: float | None) -> float | None:
         return task

@@ -99,12 +99,17 @@ class StubGateway:
     async def _policies(self, _: Request) -> JSONResponse:
         return JSONResponse({"data": [{"model": "m", "version": f"m@{self.step}", "step": self.step}]})
 
+    async def _models(self, _: Request) -> JSONResponse:
+        names = ["m", *(f"m@{step}" for step in range(13))]
+        return JSONResponse({"data": [{"id": name} for name in names if name not in self.retired]})
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serve while the block runs; a second block on the same object is a restart."""
         app = Starlette(
             routes=[
                 Route("/v1/policies", self._policies),
+                Route("/v1/models", self._models),
                 Route("/v1/evaluations", self._evaluated, methods=["POST"]),
                 Route("/v1/trajectories", self._list, methods=["GET"]),
                 Route("/v1/trajectories", self._open, methods=["POST"]),

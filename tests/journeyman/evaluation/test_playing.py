@@ -88,6 +88,7 @@ async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway)
         (["m@1", "m@1"], [1], "needs entrants with different names"),
         (["m@1"], [], "there are no tasks in the given list"),
         (["other"], [1], "the gateway has no model 'other'; it has: m"),
+        (["m@44"], [1], "the gateway has no version 'm@44'; it has: m@0, …, m@2, m@3, .*, m@12"),
     ],
 )
 async def test_what_can_t_be_played_is_said_so(
