@@ -192,6 +192,23 @@ def gateway(start_gateway: StartGateway) -> GatewayProcess:
     return start_gateway()
 
 
+@pytest.fixture(scope="module")
+def shared_gateway(
+    tmp_path_factory: pytest.TempPathFactory, vllm_server: VllmServer
+) -> Iterator[GatewayProcess]:
+    """One gateway, with a log of its own, for the tests of a module that do nothing but play in runs of their own. Its
+    log is at `config.nats`."""
+    folder = tmp_path_factory.mktemp("shared")
+    models = (ModelConfig(name="tictactoe", base=str(vllm_server.base)),)
+    nats = NatsServer(folder)
+    nats.start()
+    try:
+        with _gateways(folder, NatsConfig(url=nats.url), models, (vllm_server.url,)) as start:
+            yield start()
+    finally:
+        nats.stop()
+
+
 def unload_all(server: VllmServer) -> None:
     """Leave the shared vLLM as it was found."""
     cards = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]

@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
@@ -100,7 +99,7 @@ def check_tokens(event: ExchangeRecorded, said: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 async def test_plain_and_streamed_record_what_was_sampled(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, case: str
+    shared_gateway: GatewayProcess, vllm_server: VllmServer, case: str
 ) -> None:
     body = {**ASK, "seed": 7, **CASES[case]}
     said = ask(vllm_server, body)
@@ -110,13 +109,14 @@ async def test_plain_and_streamed_record_what_was_sampled(
         streamed = joined(
             list(straight.chat.completions.create(**{**passed, "model": "tictactoe@0"}, stream=True))
         )
-    client = gateway.agent(gateway.open(id="x"))
+    opened = shared_gateway.open()
+    client = shared_gateway.agent(opened)
     reply = client.chat.completions.create(**passed)
     chunks = list(
         client.chat.completions.create(**passed, stream=True, stream_options={"include_usage": True})
     )
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "x")
+    async with Broker.connect(shared_gateway.config.nats) as broker:
+        events = await exchanges(broker, opened["id"])
     n = body.get("n", 1)
     assert [(e.seq, e.choice) for e in events] == [(s, c) for s in (0, 1) for c in range(n)]
     for event in events:
@@ -144,18 +144,19 @@ async def test_plain_and_streamed_record_what_was_sampled(
 
 
 async def test_a_strict_tool_that_is_left_alone_forces_nothing(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    shared_gateway: GatewayProcess, vllm_server: VllmServer
 ) -> None:
     """The proof: vLLM samples the same, with the same logprobs, as where there is no tool at all."""
     body = {**ASK, "max_tokens": 40, "seed": 3}
     without = ask(vllm_server, body)
     assert without["choices"][0]["finish_reason"] == "stop"
-    client = gateway.agent(gateway.open(id="free"))
+    opened = shared_gateway.open()
+    client = shared_gateway.agent(opened)
     client.chat.completions.create(**body, tools=[TOOL])
     list(client.chat.completions.create(**body, tools=[TOOL], stream=True))
     client.chat.completions.create(**{**body, "max_tokens": 1, "stop": ["zz"]}, tools=[TOOL])
-    async with Broker.connect(nats_config) as broker:
-        plain, streamed, cut = await exchanges(broker, "free")
+    async with Broker.connect(shared_gateway.config.nats) as broker:
+        plain, streamed, cut = await exchanges(broker, opened["id"])
     for event in (plain, streamed):
         check_tokens(event, without)
         assert event.forced == b""
@@ -163,38 +164,38 @@ async def test_a_strict_tool_that_is_left_alone_forces_nothing(
     assert unpack_mask(cut.forced).tolist() == [1]
 
 
-async def test_a_token_inside_a_character_is_recorded(
-    gateway: GatewayProcess, nats_config: NatsConfig
-) -> None:
+async def test_a_token_inside_a_character_is_recorded(shared_gateway: GatewayProcess) -> None:
     """The replacement character in the text stands for several tokens in the log."""
-    client = gateway.agent(gateway.open(id="utf8"))
+    opened = shared_gateway.open()
+    client = shared_gateway.agent(opened)
     bias: Any = {**ASK, "logit_bias": {"195": 100}, "max_tokens": 3}
     reply = client.chat.completions.create(**bias)
-    async with Broker.connect(nats_config) as broker:
-        (event,) = await exchanges(broker, "utf8")
+    async with Broker.connect(shared_gateway.config.nats) as broker:
+        (event,) = await exchanges(broker, opened["id"])
     assert unpack_ids(event.sampled_ids).tolist() == [195] * 3
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 3
 
 
-async def test_side_calls_are_kept_and_marked(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
-    opened = gateway.open(id="side")
-    client = gateway.agent(opened)
+async def test_side_calls_are_kept_and_marked(shared_gateway: GatewayProcess) -> None:
+    opened = shared_gateway.open()
+    client = shared_gateway.agent(opened)
     client.chat.completions.create(**ASK, extra_headers={"x-journeyman-side-call": "1"})
     client.chat.completions.create(**ASK)
-    async with Broker.connect(nats_config) as broker:
-        assert [e.side_call for e in await exchanges(broker, "side")] == [True, False]
+    async with Broker.connect(shared_gateway.config.nats) as broker:
+        assert [e.side_call for e in await exchanges(broker, opened["id"])] == [True, False]
 
 
 async def test_completions_record_what_was_sampled(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    shared_gateway: GatewayProcess, vllm_server: VllmServer
 ) -> None:
     body: Any = {"prompt": ["a1=x", "b2=o c3"], "n": 2, "max_tokens": 6, "seed": 3, "temperature": 1.0}
     said = httpx.post(
         f"{vllm_server.url}/v1/completions",
         json={**body, "model": "tictactoe@0", "logprobs": 0, "return_token_ids": True}, timeout=60,
     ).json()  # fmt: skip
-    client = gateway.agent(gateway.open(id="raw"))
+    opened = shared_gateway.open()
+    client = shared_gateway.agent(opened)
     reply = client.completions.create(model="tictactoe", **body)
     assert [c.text for c in reply.choices] == [c["text"] for c in said["choices"]]
     assert "token_ids" not in reply.model_dump_json()
@@ -207,8 +208,8 @@ async def test_completions_record_what_was_sampled(
     assert [text[i] for i in range(4)] == [c["text"] for c in said["choices"]]
     with_logprobs = client.completions.create(model="tictactoe", logprobs=2, **body)
     assert all(c.logprobs and c.logprobs.token_logprobs for c in with_logprobs.choices)
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "raw")
+    async with Broker.connect(shared_gateway.config.nats) as broker:
+        events = await exchanges(broker, opened["id"])
     assert [(e.seq, e.choice) for e in events] == [(s, c) for s in range(3) for c in range(4)]
     for event in events:
         choice = said["choices"][event.choice]
@@ -234,7 +235,7 @@ ECHOES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", ECHOES)
 async def test_echo_repeats_the_prompt_and_records_only_what_was_sampled(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, case: str
+    shared_gateway: GatewayProcess, vllm_server: VllmServer, case: str
 ) -> None:
     body: Any = {"max_tokens": 4, "seed": 3, "temperature": 1.0, "echo": True, **ECHOES[case]}
 
@@ -247,7 +248,8 @@ async def test_echo_repeats_the_prompt_and_records_only_what_was_sampled(
     wanted = straight()
     most = body["max_tokens"] or 1
     sampled = straight(echo=False, logprobs=0, return_token_ids=True, max_tokens=most)
-    client = gateway.agent(gateway.open(id="echo"))
+    opened = shared_gateway.open()
+    client = shared_gateway.agent(opened)
     reply = client.completions.create(model="tictactoe", **body)
     assert [c.text for c in reply.choices] == [c["text"] for c in wanted]
     assert "token_ids" not in reply.model_dump_json()
@@ -262,8 +264,8 @@ async def test_echo_repeats_the_prompt_and_records_only_what_was_sampled(
         for choice in chunk.choices:
             text[choice.index] = text.get(choice.index, "") + choice.text
     assert [text[i] for i in range(len(wanted))] == [c["text"] for c in wanted]
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "echo")
+    async with Broker.connect(shared_gateway.config.nats) as broker:
+        events = await exchanges(broker, opened["id"])
     assert [(e.seq, e.choice) for e in events] == [(s, c) for s in range(2) for c in range(len(wanted))]
     for event in events:
         choice = sampled[event.choice]
