@@ -1,5 +1,5 @@
-"""Adapter swaps over two gateways and three inference servers that share no disk, while one server is added and another
-one removed: do calls fail, and does every exchange name its true policy version?
+"""Swaps adapters over two gateways and three inference servers that share no disk, while one server is added and
+another one is removed. Measures whether calls fail and whether every exchange names the policy version that sampled it.
 
     python -m benchmarks.fleet_swaps double --streams 16    200 swaps before `tests.kits.inference_double`
     python -m benchmarks.fleet_swaps vllm --swaps 60 --streams 12
@@ -57,7 +57,7 @@ class SamplerProcess(GatewayProcess):
 
 @dataclass
 class Fleet:
-    """The processes."""
+    """The running processes."""
 
     gateways: list[GatewayProcess]
     servers: list[VllmServer]
@@ -67,7 +67,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(folder: Path, kind: type[VllmServer]) -> Iterator[Fleet]:
-    """Start everything but the last agent."""
+    """Start all processes except the last agent."""
     with contextlib.ExitStack() as stack:
         nats = NatsServer(folder)
         nats.start()
@@ -108,7 +108,9 @@ def fleet(folder: Path, kind: type[VllmServer]) -> Iterator[Fleet]:
 
 
 async def _until(condition: Any, seen: Streams, what: str) -> None:
-    """Wait until the coroutine function returns true. Raises if a call failed meanwhile."""
+    """Wait until `condition`, a coroutine function, returns true.
+
+    Raises `RuntimeError` that says `what`, if a call fails meanwhile or after 90 seconds."""
     deadline = time.perf_counter() + _PATIENCE_S
     while not await condition():
         if seen.failures or time.perf_counter() > deadline:
@@ -119,38 +121,42 @@ async def _until(condition: Any, seen: Streams, what: str) -> None:
 async def measure(
     running: Fleet, broker: Broker, *, swaps: int, streams: int
 ) -> tuple[dict[str, Any], Streams]:
-    """Swap adapters under streams. Leaves `streams` trajectories `swap-<n>` open."""
-    seen, took = Streams(), []
+    """Publish `swaps` versions one after the other while `streams` clients stream completions. After a third of the
+    swaps a server joins, after two thirds one leaves.
+
+    Returns the figures, and the recorded replies. The trajectories `swap-0` to `swap-<streams - 1>` stay open. Raises
+    `RuntimeError` if a call fails or a version is not served."""
+    seen, serving_s = Streams(), []
     async with contextlib.AsyncExitStack() as stack:
         controls = [
             await stack.enter_async_context(httpx.AsyncClient(base_url=g.url, timeout=60))
             for g in running.gateways
         ]
 
-        async def serve(version: str) -> bool:
+        async def all_gateways_serve(version: str) -> bool:
             policies = [(await control.get("/v1/policies")).json()["data"][0] for control in controls]
             return all(policy["version"] == version for policy in policies)
 
-        async def ready(count: int) -> bool:
+        async def all_gateways_see(count: int) -> bool:
             found = [(await control.get("/health")).json()["replicas"] for control in controls]
             return all([r["ready"] for r in replicas] == [True] * count for replicas in found)
 
         async def publish(step: int) -> str:
             started = time.perf_counter()
             version = await publish_adapter(broker, step)
-            await _until(lambda: serve(version), seen, f"{version} is not served")
-            took.append(time.perf_counter() - started)
+            await _until(lambda: all_gateways_serve(version), seen, f"{version} is not served")
+            serving_s.append(time.perf_counter() - started)
             return version
 
         async def swap(step: int) -> None:
             version = await publish(step)
 
-            async def begun() -> bool:
+            async def is_answering() -> bool:
                 return version in seen.begun
 
-            await _until(begun, seen, f"no call was answered by {version}")
+            await _until(is_answering, seen, f"no call was answered by {version}")
 
-        await _until(lambda: ready(SERVERS - 1), seen, "the servers did not join")
+        await _until(lambda: all_gateways_see(SERVERS - 1), seen, "the servers did not join")
         await publish(1)
         for number in range(streams):
             body = {"model": "tictactoe", "id": f"swap-{number}"}
@@ -164,22 +170,23 @@ async def measure(
                 await swap(step)
                 if step == 2 + swaps // 3:
                     await asyncio.to_thread(running.agents[-1].start)
-                    await _until(lambda: ready(SERVERS), seen, "the added server did not join")
+                    await _until(lambda: all_gateways_see(SERVERS), seen, "the added server did not join")
                 if step == 2 + 2 * swaps // 3:
-                    await _remove(running, seen, streams, lambda: ready(SERVERS - 1))
+                    await _remove(running, seen, streams, lambda: all_gateways_see(SERVERS - 1))
         finally:
             seen.stopping = True
             await asyncio.gather(*clients)
     out = {
         "swaps": swaps, "gateways": GATEWAYS, "servers": SERVERS, "streams": streams, "requests": len(seen.replies),
-        "failures": len(seen.failures), "publish_to_serving_at_all_gateways_p50_s": float(np.median(took)),
-        "publish_to_serving_at_all_gateways_max_s": max(took),
+        "failures": len(seen.failures), "publish_to_serving_at_all_gateways_p50_s": float(np.median(serving_s)),
+        "publish_to_serving_at_all_gateways_max_s": max(serving_s),
     }  # fmt: skip
     return out, seen
 
 
 async def _remove(running: Fleet, seen: Streams, streams: int, gone: Any) -> None:
-    """Stop the first agent, and its server when its calls have ended."""
+    """Stop the first agent, and then its server when all calls on it have ended. `gone`: whether all gateways have
+    removed the server."""
     await asyncio.to_thread(running.agents[0].stop)
     await _until(gone, seen, "the removed server did not leave")
     enough = len(seen.replies) + 2 * streams  # every client has ended the reply that it was reading
@@ -187,7 +194,7 @@ async def _remove(running: Fleet, seen: Streams, streams: int, gone: Any) -> Non
     async def ended() -> bool:
         return len(seen.replies) >= enough
 
-    await _until(ended, seen, "the streams do not go on")
+    await _until(ended, seen, "the streams do not continue")
     await asyncio.to_thread(running.servers[0].stop)
 
 

@@ -287,6 +287,9 @@ async def _supervise(
     terminal: Terminal,
     watch: Callable[[reload.Apply], Coroutine[Any, Any, None]] | None,
 ) -> None:
+    """Run the supervisor until it ends, and show what it does. The first SIGTERM or SIGINT stops the processes in
+    order, the second one at once. `watch` follows changes of addresses in the settings file; `None` if there is no
+    file."""
     async with anyio.create_task_group() as tg:
 
         async def stop_on_signal() -> None:

@@ -1,4 +1,4 @@
-"""`journeyman diff`: compares two sets of verdicts over the same groups by the advantages that they give.
+"""`journeyman diff`: compares two sets of verdicts over the same groups by the resulting advantages.
 
     journeyman diff --a branch=main --b branch=colder
     journeyman diff --a judge=3f2c… --b judge=91ab… --format json
@@ -27,13 +27,14 @@ from store import sql
 from store.storage import StoreError
 
 TOLERANCE = 1e-6
-"""Rewards closer than this are equal, as in training."""
+"""Rewards that differ by less count as equal, as in training."""
 
 _KEYS = ("branch", "judge", "judge_model")
 
 
-def side(text: str) -> dict[str, str]:
-    """A side such as `branch=main,judge=…` as a filter: column to value. Raises `ConfigError` for an unknown key."""
+def parse_side(text: str) -> dict[str, str]:
+    """Parse a side such as `branch=main,judge=…` to a filter: column to value. Raises `ConfigError` for an unknown
+    key."""
     out = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -44,8 +45,8 @@ def side(text: str) -> dict[str, str]:
 
 
 def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> dict[str, dict[str, float]]:
-    """The rewards of scored members, or a judge model's scores, by group and trajectory. The latest scoring of a
-    group counts."""
+    """Return the rewards of scored members, or a judge model's scores, by group and trajectory. `chosen`: a filter by
+    `parse_side`. If a group was scored several times, the latest counts."""
     conditions = " AND ".join(f"{key} = ?" for key in chosen)
     if "judge_model" in chosen:
         source, order = "score FROM verdicts", "scored_at, verdict"
@@ -60,7 +61,7 @@ def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> di
 
 
 def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Ranks from 0. Equal values get the mean of their ranks."""
+    """Return ranks from 0. Equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     mean_rank: npt.NDArray[np.float64] = (ends - counts + ends - 1) / 2
@@ -68,18 +69,17 @@ def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _signs(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Sign of each advantage; 0 within the tolerance."""
+    """Return the sign of each advantage; 0 within `TOLERANCE`."""
     centered = values - values.mean()
     return np.where(np.abs(centered) <= TOLERANCE, 0, np.sign(centered)).astype(np.int64)
 
 
-def _flat(values: npt.NDArray[np.float64]) -> bool:
+def _has_no_variance(values: npt.NDArray[np.float64]) -> bool:
     return bool(values.max() - values.min() <= TOLERANCE)
 
 
 def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The differences over the trajectories and groups that both sides have. A value is `None` where there is nothing
-    to compare."""
+    """Compare the trajectories and groups that both sides have. A value is `None` if there is nothing to compare."""
     groups = trajectories = flips = flat_a = flat_b = gained = lost = 0
     correlations: list[float] = []
     gaps: list[float] = []
@@ -93,11 +93,11 @@ def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> d
         trajectories += len(shared)
         gaps += np.abs(x - y).tolist()
         flips += int((_signs(x) * _signs(y) < 0).sum())
-        flat_a += _flat(x)
-        flat_b += _flat(y)
-        lost += not _flat(x) and _flat(y)
-        gained += _flat(x) and not _flat(y)
-        if not _flat(x) and not _flat(y):
+        flat_a += _has_no_variance(x)
+        flat_b += _has_no_variance(y)
+        lost += not _has_no_variance(x) and _has_no_variance(y)
+        gained += _has_no_variance(x) and not _has_no_variance(y)
+        if not _has_no_variance(x) and not _has_no_variance(y):
             correlations.append(float(np.corrcoef(_ranks(x), _ranks(y))[0, 1]))
     return {
         "groups": groups,
@@ -133,12 +133,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 where the sides share no group or the store fails; 2 where an argument or setting
-    is wrong."""
+    """Run the command. Return 0 on success, 1 if the sides share no group or the store fails, 2 if an argument or
+    setting is wrong."""
     args = _parser().parse_args(argv)
     try:
         with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
-            result = compare(rewards(connection, side(args.a)), rewards(connection, side(args.b)))
+            result = compare(rewards(connection, parse_side(args.a)), rewards(connection, parse_side(args.b)))
     except (StoreError, duckdb.Error) as error:
         sys.stderr.write(f"journeyman: {error}\n")
         return 1

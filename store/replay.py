@@ -3,11 +3,10 @@
     journeyman replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
     journeyman replay --branch again --project shop --model support --dry-run
 
-A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (where it
-came from) and `offline = true`. Its trajectories keep their place on the log and the logprobs that they were
-sampled with. Events of theirs that the log no longer holds are published again from Parquet, under their old
-subjects. The predicate is SQL over the view `groups`. A group is on a branch once, so a second run changes
-nothing.
+A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (its branch and
+sequence) and `offline = true`. Its trajectories keep their positions on the log and their recorded logprobs. If the log
+no longer holds some of their events, these are published again from Parquet, on their old subjects. `--where` takes SQL
+over the view `groups`. A branch holds a group once, so running the command again changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class StoredGroup:
     seq: int
 
 
-def choose(
+def select_groups(
     connection: duckdb.DuckDBPyConnection,
     *,
     project: str = "",
@@ -54,8 +53,9 @@ def choose(
     where: str = "true",
     limit: int = 0,
 ) -> list[StoredGroup]:
-    """Scored groups of branch `source`, oldest first. `since` and `until` are SQL timestamps, UTC; `where` is SQL
-    over the view `groups`. Raises `duckdb.Error` where the predicate is no valid SQL."""
+    """Return the scored groups of branch `source`, oldest first. `since`, `until`: SQL timestamps, UTC. `where`: SQL
+    over the view `groups`. `limit`: maximum number of groups; 0 for all. Raises `duckdb.Error` if `where` is not valid
+    SQL."""
     query = f"""
         SELECT s.* FROM group_scored s
         JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream_seq = s.log_seq
@@ -66,7 +66,7 @@ def choose(
             SELECT (stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
           )
         ORDER BY s.log_seq
-    """  # noqa: S608 - a predicate in SQL is what the caller is asked for; the connection holds nothing but views
+    """  # noqa: S608 - `where` is SQL on purpose; the connection holds nothing but views
     values = [source, project, project, model, model, since, since, until, until]
     if limit:
         query += f" LIMIT {int(limit)}"
@@ -75,9 +75,9 @@ def choose(
     return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def onto(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
-    """The group as an event of `branch`. `ends` gives, by trajectory, the sequence that its `rollout.completed` has
-    now."""
+def on_branch(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
+    """Return the group as an event of `branch`. `ends`: by trajectory, the present sequence of its
+    `rollout.completed`."""
     group = chosen.group
     origin = group.origin or f"{group.branch}/{chosen.seq}"
     members = tuple(
@@ -89,15 +89,15 @@ def onto(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScor
     )
 
 
-async def put_back(
+async def republish_events(
     broker: Broker, connection: duckdb.DuckDBPyConnection, group: GroupScored
 ) -> tuple[int, dict[str, int]]:
-    """Publish the events of a group's trajectories that the log no longer holds. Returns how many, and by trajectory
-    the sequence that its `rollout.completed` has now.
+    """Publish those events of a group's trajectories again that the log no longer holds. Return their number, and by
+    trajectory the present sequence of its `rollout.completed`.
 
-    The events carry a header that makes every consumer skip them: consumers had them once. Readers of a
-    trajectory's history find them."""
-    put, ends = 0, {}
+    A header makes every consumer skip these events, because they were consumed before. Readers of a trajectory's
+    history get them."""
+    published, ends = 0, {}
     for member in group.members:
         kept = rebuild.trajectory(connection, group.project, member.trajectory)
         for events in _by_subject(kept):
@@ -109,10 +109,10 @@ async def put_back(
                 if seq is None:
                     again = f"put-back/{event.message_id()}/{now_us()}"
                     seq = (await broker.publish(event, {RETRY_HEADER: "replay"}, message_id=again)).seq
-                    put += 1
+                    published += 1
                 if isinstance(event, TrajectoryCompleted):
                     ends[member.trajectory] = seq
-    return put, ends
+    return published, ends
 
 
 def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
@@ -125,14 +125,14 @@ def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
 async def replay(
     nats: NatsConfig, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], branch: str
 ) -> dict[str, int]:
-    """Publish `groups` on `branch`. Returns the number of new groups, of groups that were there already, and of
-    events of their trajectories that were published again."""
-    counts = {"groups": 0, "already": 0, "put_back": 0}
+    """Publish `groups` on `branch`. Return the number of new groups, of groups that the branch had already, and of
+    events that were published again."""
+    counts = {"groups": 0, "already": 0, "republished": 0}
     async with Broker.connect(nats, name="replay") as broker:
         for chosen in groups:
-            put, ends = await put_back(broker, connection, chosen.group)
-            counts["put_back"] += put
-            ack = await broker.publish(onto(chosen, branch, ends))
+            published, ends = await republish_events(broker, connection, chosen.group)
+            counts["republished"] += published
+            ack = await broker.publish(on_branch(chosen, branch, ends))
             counts["already" if ack.duplicate else "groups"] += 1
     return counts
 
@@ -159,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 where the store, the log or the query fails; 2 where an argument or a setting is
-    wrong."""
+    """Run the command. Return 0 on success, 1 if the store, the log or the query fails, 2 if an argument or a setting
+    is wrong."""
     args = _parser().parse_args(argv)
     logs.configure("replay", "WARNING")
     try:
@@ -184,7 +184,7 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         _check_time(name, getattr(args, name))
     config = run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
-        chosen = choose(
+        chosen = select_groups(
             connection,
             project=args.project,
             model=args.model,
@@ -203,7 +203,7 @@ def _check_time(name: str, text: str) -> None:
     with duckdb.connect() as connection:
         (row,) = connection.execute("SELECT TRY_CAST(? AS TIMESTAMP)", [text]).fetchall()
     if text and row[0] is None:
-        raise ConfigError(f"--{name} {text!r} is no time: write 2026-11-01 or 2026-11-01 12:00 (UTC)")
+        raise ConfigError(f"--{name} {text!r} is not a time: write 2026-11-01 or 2026-11-01 12:00 (UTC)")
 
 
 if __name__ == "__main__":

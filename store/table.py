@@ -120,15 +120,15 @@ class EventTable:
     def snapshot(self) -> DeltaTable | None:
         """Read and return the table's newest version; `None` if nothing was ever committed. Raises `LakeError`."""
         with self._lock:
-            version = self._version()
+            before = self._version()
             self._delta = self._newest()
             self._read_at = time.time()
-            if self._delta is not None and self._delta.version() != version:
-                self._files = None
+            if self._version() != before:
+                self._files = None  # `files` reads them again
             return self._delta
 
     def _version(self) -> int:
-        """Of the snapshot that was read last; -1 where nothing was ever committed."""
+        """Return the version of the last snapshot; -1 if nothing was ever committed."""
         return -1 if self._delta is None else self._delta.version()
 
     def _newest(self) -> DeltaTable | None:

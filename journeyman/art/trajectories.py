@@ -233,17 +233,18 @@ class TrajectoryGroup(pydantic.BaseModel):
         return len(self.trajectories)
 
     def __copy__(self) -> TrajectoryGroup:
-        return self._with(list(self.trajectories))
+        return self._copy_with(list(self.trajectories))
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> TrajectoryGroup:
-        return self._with([t.model_copy(deep=True) for t in self.trajectories])
+        return self._copy_with([t.model_copy(deep=True) for t in self.trajectories])
 
-    def _with(self, trajectories: list[Trajectory]) -> TrajectoryGroup:
-        made = TrajectoryGroup(
+    def _copy_with(self, trajectories: list[Trajectory]) -> TrajectoryGroup:
+        """Return a copy of this group that holds `trajectories`. The copy has its own metadata, metrics and logs."""
+        copied = TrajectoryGroup(
             trajectories, metadata=dict(self.metadata), metrics=dict(self.metrics), logs=list(self.logs)
         )
-        made.exceptions = list(self.exceptions)
-        return made
+        copied.exceptions = list(self.exceptions)
+        return copied
 
 
 def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:

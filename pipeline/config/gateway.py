@@ -32,7 +32,7 @@ class KeyConfig(Section, frozen=True, kw_only=True):
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
-    """Limits of connections and requests, and which names and web pages are served."""
+    """Limits of connections and requests, and the host names and web pages that are served."""
 
     max_connections: Count = 10_000
     """Connections of clients at once. Beyond it the connection that has been idle longest is closed, then the
@@ -83,17 +83,18 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """`require`: an adapter whose logprobs equal those of the base model is not served. `warn`: it is served, with
     a warning."""
     serving_share: Share = 0.5
-    """Share of the servers that take calls which must hold a version before its model's name moves to it; at least
-    one server. The others follow when they hold it too, and get no calls for it until then. 1: all of them."""
+    """Share of the ready servers that must have loaded a version before its model's name is routed to it; at least one
+    server. Other servers get calls for the version when they have loaded it. 1: all servers."""
 
 
 class DetectionConfig(Section, frozen=True, kw_only=True):
-    """Trajectories of calls that name none: the gateway detects them by the continuity of their messages."""
+    """Detection of trajectories for calls that name none. The gateway recognises a continued conversation by its
+    messages."""
 
     enabled: bool = False
     """Whether trajectories are detected."""
     idle_s: Positive = 60.0
-    """A detected trajectory is complete when it has had no call for this long."""
+    """A detected trajectory is completed when it has had no call for this long."""
     outcome: Literal["scored", "masked", "no_result"] = "scored"
     """Outcome of a detected trajectory. With `scored` the judge assigns the reward."""
 
@@ -106,9 +107,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port to listen on. 0: any free one."""
     workers: Count = 1
-    """Processes of this gateway. They share the port, and each can serve every call; more than one use more than one
-    core. Connections are divided evenly. `max_calls`, `http.max_connections` and `http.max_buffered_bytes` are limits
-    of all together, and each worker gets its part. More than one need `capture` to be `acked` or `off`."""
+    """Number of processes of this gateway. They share the port, each can serve every call, and each uses one core.
+    Connections are divided evenly. `max_calls`, `http.max_connections` and `http.max_buffered_bytes` are limits of all
+    workers together; each worker gets an equal part. With several workers, `capture` must be `acked` or `off`."""
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty: the
     scheme and host of the request, or those that a trusted proxy reports."""
@@ -140,8 +141,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     limit. This bounds staleness before agents run; otherwise the trainer discards stale groups after they ran. All
     gateways of a project need the same value."""
     groups_ahead_s: Positive = 3600.0
-    """How long a group counts towards `max_groups_ahead` at most: beyond it, its agents are taken for dead. Make it
-    longer than a group takes from its first run to its training."""
+    """Time after which a group no longer counts towards `max_groups_ahead`, because its agents have probably died. Make
+    it longer than a group takes from its first run to its training."""
     http: HttpConfig = HttpConfig()
     replicas: ReplicasConfig = ReplicasConfig()
     detection: DetectionConfig = DetectionConfig()

@@ -31,8 +31,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     isolate: Literal["auto", "require", "off"] = "auto"
     """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable). If
     bubblewrap is not installed it runs without a sandbox, and the judge logs a warning. `require`: without
-    bubblewrap the judge does not start. `off`: the function runs without a sandbox. docs/judging.md says what
-    each of them guarantees."""
+    bubblewrap the judge does not start. `off`: the function runs without a sandbox. docs/judging.md lists the
+    guarantees of each."""
     readable: tuple[str, ...] = ()
     """Files and folders that the function may read in its sandbox, besides Python and the modules of the search
     path."""
@@ -61,7 +61,7 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
 
 
 class AnchorConfig(Section, frozen=True, kw_only=True):
-    """Anchor groups: groups with known rewards that the judge scores again and again, so that its drift shows."""
+    """Anchor groups: groups with known rewards that the judge scores repeatedly, to measure its drift."""
 
     file: str = ""
     """JSONL file of the groups and their rewards. Empty: none."""
@@ -95,12 +95,12 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     processes: Count = 1
     """Judge processes that `journeyman up` starts. More of them may run on other machines."""
     passes: Count = 2
-    """Most passes over one group. Each pass shows the trajectories in another order. From the second pass on,
-    judging ends when two passes agree."""
+    """Maximum number of passes over one group. Each pass shows the trajectories in another order. From the second pass
+    on, judging ends when two passes agree."""
     agreement: NotNegative = 0.1
     """Mean absolute difference of scores up to which two passes agree."""
     attempts: Count = 4
-    """Most calls in one pass until every score can be read from a reply."""
+    """Maximum number of calls in one pass until every score could be read from a reply."""
     retry_for_s: NotNegative = 3600.0
     """How long a group that could not be judged is retried before it is discarded as unscored."""
     context_tokens: Prompt = 100_000

@@ -25,24 +25,24 @@ class NatsConfig(Section, frozen=True, kw_only=True):
 
     url: str | tuple[str, ...] = ""
     """Address of a NATS server with JetStream. For a cluster, the addresses of its servers: a list, or one string
-    with commas. Empty: `journeyman up` starts a server. A running service takes a change in its settings file within
+    with commas. Empty: `journeyman up` starts a server. A running service applies a change in its settings file within
     two seconds, or on SIGHUP."""
     port: Port = 0
     """Port of the server that `journeyman up` starts. 0: any free one."""
     sync: Literal["always"] | Positive = "always"
-    """When the server that `journeyman up` starts syncs messages to the disk. `always`: before it acknowledges them, so
-    acknowledged messages survive a power cut. A number: every so many seconds; a power cut loses the messages that were
-    acknowledged since the last sync, and the services continue with what is left (docs/operations.md)."""
+    """When the server that `journeyman up` starts syncs messages to disk. `always`: before it acknowledges them, so
+    acknowledged messages survive a power cut. A number: the interval in seconds; a power cut loses the messages that
+    were acknowledged since the last sync, and the services continue without them (docs/operations.md)."""
     max_bytes: Natural = 0
     """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the
     free space for the server that `journeyman up` starts, no limit for other servers."""
     rollouts_max_age_h: Positive = 48.0
     """Age in hours at which the log deletes the events of runs. History is kept in the store. A trajectory that was
-    opened longer ago takes no calls, can't be completed and doesn't train, and its id is not given again. An alarm is
-    raised when half of this time has passed and the store has not written an event."""
+    opened longer ago takes no calls, can't be completed and is not trained, and its id is not reused. An alarm is
+    raised when the store has not written an event after half of this time."""
     exchange_memory_bytes: Natural = 268_435_456
-    """Bytes of the latest exchanges of runs that a process remembers, at most. The gateway records an exchange as what
-    follows a remembered one of its trajectory, and readers make it whole again. 0: the gateway records whole
+    """Largest memory, in bytes, that a process uses for recent exchanges of runs. The gateway records an exchange as
+    its difference from a remembered one of the trajectory; readers reassemble it. 0: the gateway records whole
     exchanges."""
     max_payload: Payload = 1_048_576
     """Largest message in bytes. Larger events go through the object store."""
@@ -103,8 +103,8 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """The inference servers."""
 
     urls: tuple[str, ...] = ()
-    """URLs of inference servers that already run. Empty: `journeyman up` starts one. A running sampler agent takes a
-    change in its settings file within two seconds, or on SIGHUP."""
+    """URLs of inference servers that already run. Empty: `journeyman up` starts one. A running sampler agent applies
+    a change in its settings file within two seconds, or on SIGHUP."""
     api_key_file: str = ""
     """File with the API key that the gateway sends to the servers. `journeyman up` makes one for the server that it
     starts."""
@@ -129,27 +129,27 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Which build of vLLM `journeyman up` expects. `auto`: the one that is installed."""
     start_timeout_s: Positive = 600.0
-    """A server that is not ready after this time is killed and started again."""
+    """A server that is not ready after this time is killed and restarted."""
 
 
 class SamplerConfig(Section, frozen=True, kw_only=True):
     """The sampler agent, which loads adapters into the inference servers of `vllm.urls` and registers them on the log.
-    One runs on each machine with inference servers; adapters pass between the two as files."""
+    One agent runs on each machine with inference servers. Agent and servers share the folder of the adapters."""
 
     advertise: tuple[str, ...] = ()
     """URLs under which gateways reach the servers of `vllm.urls`, in the same order. Empty: `vllm.urls` itself. A
-    change is taken like one of `vllm.urls`."""
+    change is applied like one of `vllm.urls`."""
     adapters: str = "adapters"
     """Folder under the run directory that adapters are unpacked into. The inference servers read them there."""
     capacity: Positive = 1.0
-    """Share of the conversations that each of these servers gets, relative to the servers of other agents."""
+    """Weight of each of these servers when conversations are divided among all servers."""
     ttl_s: Annotated[float, Meta(ge=1)] = 10.0
-    """Time after which the record of an agent or a gateway that has stopped renewing it is gone from the log. Gateways
-    then send no calls to the agent's servers, and agents no longer wait for the gateway's calls to end."""
+    """Time after its last renewal at which the record of an agent or a gateway expires. Gateways then send no calls to
+    the agent's servers, and agents no longer wait for the gateway's calls to end."""
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):
-    """Events to the lake."""
+    """The store, which writes events to the lake."""
 
     dir: str = "store"
     """Folder under the run directory, or object storage as `s3://<bucket>/<prefix>` (the bucket must exist)."""
@@ -160,7 +160,7 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     flush_rows: Count = 20_000
     """A commit is made when this many events wait, or `flush_bytes` or `flush_s` is reached."""
     flush_bytes: Count = 64 * 1024 * 1024
-    """Bytes of events that wait at most. Memory holds at most twice as many."""
+    """Largest number of bytes of events that wait to be committed. At most twice as many are in memory."""
     flush_s: Positive = 2.0
     """Longest time that an event waits to be written."""
     compact_s: Positive = 30.0
@@ -181,7 +181,8 @@ class UiConfig(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Whether `journeyman up` starts it."""
     host: str = "127.0.0.1"
-    """Address that it listens on. An address that other machines reach needs an operator's key (`gateway.keys`)."""
+    """Address that it listens on. For an address that other machines can reach, `gateway.keys` must have an operator's
+    key."""
     port: Port = 0
     """Port that it listens on. 0: any free one, which `journeyman up` and `journeyman status` print."""
     hosts: tuple[str, ...] = ()
@@ -211,16 +212,15 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
     """How `journeyman up` checks its processes."""
 
     deadline_s: Positive = 30.0
-    """A process that was ready and then does not respond for this long is killed and started again. Services
-    respond by a heartbeat of their event loop, vLLM by its health page, the log by acknowledging a write to each
-    stream."""
+    """A process that was ready and then does not respond for this long is killed and restarted. Services respond with
+    heartbeats of their event loop, vLLM with its health page, the log by acknowledging a write to each stream."""
     probe_every_s: Positive = 10.0
     """Time between two checks of the log, and of vLLM."""
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):
-    """Traces, scores and labels. The standard OTEL_EXPORTER_OTLP_* or the LANGFUSE_* environment variables say where
-    they are sent."""
+    """Traces, scores and labels. The environment variables OTEL_EXPORTER_OTLP_* or LANGFUSE_* name their
+    destination."""
 
     enabled: Literal["auto", "on", "off"] = "auto"
     """`auto`: on if such a variable is set."""
@@ -233,14 +233,14 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
         r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}",
         r"\b\d(?:[ -]?\d){12,18}\b",
     )
-    """Regular expressions of what `content = "masked"` replaces: mail addresses, bearer tokens, API keys, card
+    """Regular expressions of the text that `content = "masked"` replaces: mail addresses, bearer tokens, API keys, card
     numbers."""
     scores: bool = True
     """Whether rewards and verdicts become Langfuse scores."""
     labels_every_s: NotNegative = 60.0
-    """Time between two readings of the scores that people gave in Langfuse. 0: never."""
+    """Time between two requests for the scores that people gave in Langfuse. 0: never."""
     labels_days: Positive = 30.0
-    """Age up to which such scores are read."""
+    """Maximum age of such scores, in days."""
     label_names: tuple[str, ...] = ()
     """Names of the scores that are labels. Empty: all."""
 
@@ -254,8 +254,8 @@ class CurvesConfig(Section, frozen=True, kw_only=True):
     tensorboard: bool = True
     """Whether it also writes TensorBoard's event files, in `curves/tensorboard/`."""
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
-    """Trackers that get the points too. Each needs the extra of its name where the store service runs. Its address and
-    login come from its own environment variables (docs/curves.md)."""
+    """Trackers to which the points are also sent. The store service needs the extra of the same name for each. Its
+    address and login come from its own environment variables (docs/curves.md)."""
     tracker_project: str = ""
     """Project, for MLflow the experiment, that the runs belong to at the trackers. Empty: `project`."""
 
@@ -272,7 +272,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):
-    """Signatures of checkpoints. With them, write access to the log is not enough to have an adapter loaded."""
+    """Signatures of checkpoints. With them, a client that can only write to the log can't get an adapter loaded."""
 
     seed: str = ""
     """File with the nkey seed that the trainer signs with. `journeyman up` creates one in the run directory."""

@@ -149,7 +149,8 @@ class LogProbe:
         """Set when the log was checked for the first time."""
 
     async def watch(self, lost: Callable[[str], Awaitable[None]]) -> None:
-        """Await `lost(reason)` whenever a stream accepted no write for `supervisor.deadline_s`. Does not return."""
+        """Check the log every `supervisor.probe_every_s` and keep `alarms` up to date. When a stream has accepted no
+        write for `supervisor.deadline_s`, or the log can't be reached, call `lost` with the reason. Never returns."""
         while True:
             try:
                 async with Broker.connect(self._config.nats, name="supervisor", provision=False) as broker:
@@ -164,7 +165,7 @@ class LogProbe:
         while True:
             began = anyio.current_time()
             reason = await self._write(broker)
-            await self._look(broker, reason)
+            await self._update_alarms(broker, reason)
             self.checked.set()
             if not reason:
                 since = None
@@ -173,7 +174,7 @@ class LogProbe:
             if (
                 since is not None
                 and anyio.current_time() - since >= self._settings.deadline_s
-                and self._room()
+                and self._restart_can_help()
             ):
                 await lost(reason)
                 since = None
@@ -210,7 +211,8 @@ class LogProbe:
                 tg.start_soon(write, spec.name)
         return "; ".join(sorted(reasons))
 
-    async def _look(self, broker: Broker, reason: str) -> None:
+    async def _update_alarms(self, broker: Broker, reason: str) -> None:
+        """Find the present alarms, log those that begin or end, and report a change. `reason`: why writes fail."""
         found = [f"the log takes no writes: {reason}"] if reason else []
         found += self._refused
         if self._folder.exists() and (full := disk_alarm(self._folder)):
@@ -220,7 +222,7 @@ class LogProbe:
             with anyio.move_on_after(self._settings.deadline_s):
                 found += [one.detail for one in await self._unwritten.found(broker)]
         except (BrokerError, nats.errors.Error, nats.js.errors.Error) as error:
-            log.warning("the log's size or what the store has not written is not known", error=str(error))
+            log.warning("the log's size and the store's lag could not be read", error=str(error))
         for alarm in found:
             if not any(_same(alarm, a) for a in self.alarms):
                 log.error("alarm", detail=alarm)
@@ -231,12 +233,12 @@ class LogProbe:
             self.alarms = tuple(found)
             self._on_alarms()
 
-    def _room(self) -> bool:
-        """Return whether a restart can help. The disk of a server on another machine is not known."""
+    def _restart_can_help(self) -> bool:
+        """Return false if the disk of the log is full. Returns true if the disk is on another machine and not known."""
         if not self._folder.exists() or shutil.disk_usage(self._folder).free >= MIN_FREE_BYTES:
             return True
         log.error(
-            "the log is frozen and its disk is full: it is restarted once there is room",
+            "the log accepts no writes and its disk is full: make room, then it is restarted",
             folder=str(self._folder),
         )
         return False

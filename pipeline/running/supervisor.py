@@ -263,7 +263,8 @@ class Supervisor:
         watched.ready.set()
 
     async def _provision(self) -> None:
-        """Create streams, consumers and buckets. The services' users lack the right."""
+        """Create streams, consumers and buckets, as the operator: the services' NATS users may not. Retries until the
+        log answers."""
         settings = msgspec.structs.replace(self.config.nats, provision=True)
         while True:
             try:
@@ -271,7 +272,7 @@ class Supervisor:
                     await broker.provision_consumer(streams.trainer_consumer(self.config.trainer.branch))
                     return
             except BrokerUnavailableError as error:
-                log.warning("the log does not answer yet", exc=error)
+                log.warning("the log does not answer yet; trying again", exc=error)
 
     def _obituary(self, watched: Watched, code: int) -> str:
         path = self._logs / f"{watched.spec.name}.log"

@@ -1,7 +1,7 @@
 """The table of NATS users and their rights. The server's configuration, docs/streams.md and tests use it.
 
-Rights derive from the events a service publishes, the consumers it uses and the streams it reads, so that a new event
-or consumer is one word in the table. The server refuses everything else.
+Rights are derived from the events that a service publishes, the consumers that it uses and the streams that it reads,
+so a new event or consumer needs one entry in the table. The server refuses everything else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.security import nkey
 
 OPERATOR = "operator"
 READER = "reader"
-"""Consumer named in a dead letter that a read without a consumer made."""
+"""Name in a dead letter that was published by a read without a consumer."""
 EVENT_STREAMS = tuple(s.name for s in streams.STREAMS)
 
 
@@ -129,7 +129,7 @@ USERS: tuple[User, ...] = (
 
 @dataclass(frozen=True)
 class Rights:
-    """The permissions of a user, as NATS subjects. `deny` has precedence over `publish`."""
+    """The permissions of a user, as NATS subjects. `deny` takes precedence over `publish`."""
 
     publish: tuple[str, ...]
     deny: tuple[str, ...]
@@ -142,23 +142,27 @@ def user(name: str) -> User:
 
 
 def inbox_prefix(name: str) -> str:
-    """Return the prefix of a user's inboxes. Each user has another, so that no user can read the replies to another."""
+    """Return the prefix of a user's inboxes. Each user has its own, so no user can read the replies to another."""
     return f"_INBOX_{name}"
 
 
 def rights(user: User) -> Rights:
-    """Return the subjects that the server allows a user."""
+    """Return the NATS permissions of a user, derived from its row in `USERS`.
+
+    A read, a fetch or an acknowledgement is a publish to a subject of the JetStream API (`$JS.API…`, `$JS.ACK…`), so
+    nearly all rights are publish permissions. A user may subscribe to its own inbox only."""
     api = "$JS.API."
     publish = [*user.publishes, *(streams.alive_subject(s) for s in user.probes), f"{api}STREAM.NAMES"]
     deny: list[str] = []
     consumed = [streams.consumer(name) for name in user.consumes]
     if user.sets_timers:
         publish.append(f"{streams.TIMER_SET}.>")
+    # Streams that it reads, and buckets whose objects it reads (`fetched`) and writes (`stored`).
     read = {*user.reads, *(c.stream for c in consumed if c.stream in EVENT_STREAMS)}
     fetched = {*user.fetches, *user.stores, *(streams.claims_bucket(s) for s in read)}
     stored = {*user.stores, *(streams.claims_bucket(streams.stream_of_subject(s)) for s in user.publishes)}
     if not user.provisions:
-        # It publishes dead letters under its own name, and reads whether one exists already.
+        # It publishes dead letters in its own name, and checks first whether the letter exists.
         for name in sorted({user.name, READER, *user.consumes}):
             publish += [f"dead.*.{name}", f"dead.*.{name}.*"]
         read.add("DEAD")

@@ -1,8 +1,8 @@
-"""Anthropic's `/v1/messages` as chat completions."""
+"""Translates Anthropic's `/v1/messages` to chat completions and back."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -16,16 +16,28 @@ _ERRORS = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 
-_BLOCKS: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "reasoning": ("thinking", {"thinking": "", "signature": ""}, "thinking_delta", "thinking"),
-    "content": ("text", {"text": ""}, "text_delta", "text"),
-    "tool": ("tool_use", {"input": {}}, "input_json_delta", "partial_json"),
-}
-"""By the kind of a block: its type, its fields without content, the type of its deltas, and the field of a delta."""
 
+class _BlockFormat(NamedTuple):
+    """How Anthropic's API writes a content block."""
+
+    type: str
+    empty: dict[str, Any]
+    """Fields of a block without content."""
+    delta_type: str
+    """Type of a streamed piece of the block."""
+    delta_field: str
+    """Field of such a piece that holds its text."""
+
+
+_BLOCKS = {
+    "reasoning": _BlockFormat("thinking", {"thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    "content": _BlockFormat("text", {"text": ""}, "text_delta", "text"),
+    "tool": _BlockFormat("tool_use", {"input": {}}, "input_json_delta", "partial_json"),
+}
+"""The format of a block by its kind (`Translation.open`)."""
 
 _ERROR_BYTES = 500
-"""Of an answer that is no error in OpenAI's format, so many become the message."""
+"""Number of bytes of an answer in an unknown format that become the message of the error."""
 
 
 class _OpenAiError(msgspec.Struct):
@@ -120,17 +132,17 @@ class MessagesTranslation(Translation):
         return self.event("message_start", message=self.whole() | empty)
 
     def open(self, kind: str, call_id: str, name: str) -> bytes:
-        self._delta = _BLOCKS[kind][2:]
-        named = {"id": call_id, "name": name} if kind == "tool" else {}
-        block = {"type": _BLOCKS[kind][0], **named, **_BLOCKS[kind][1]}
+        self._format = _BLOCKS[kind]
+        tool = {"id": call_id, "name": name} if kind == "tool" else {}
+        block = {"type": self._format.type, **tool, **self._format.empty}
         self.blocks.append(block)
         if not self.streams:
             return b""
         return self._event("content_block_start", content_block=block)
 
     def delta(self, text: str) -> bytes:
-        kind, field = self._delta
-        return self._event("content_block_delta", delta={"type": kind, field: text})
+        piece = {"type": self._format.delta_type, self._format.delta_field: text}
+        return self._event("content_block_delta", delta=piece)
 
     def complete(self, block: dict[str, Any]) -> bytes:
         match block["type"]:
@@ -153,11 +165,11 @@ class MessagesTranslation(Translation):
         return messages_error(body, status)
 
     def _event(self, kind: str, **data: Any) -> bytes:
-        """An event about the last block."""
+        """Encode an event about the last block."""
         return self.event(kind, index=len(self.blocks) - 1, **data)
 
     def _stop(self) -> dict[str, str | None]:
-        """Why the model stopped."""
+        """Return the fields that tell why the model stopped."""
         sequence, reason = self.ended.get("stop_reason"), self.ended.get("finish_reason") or "stop"
         if isinstance(sequence, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
@@ -169,7 +181,7 @@ class MessagesTranslation(Translation):
 def messages_error(body: bytes, status: int) -> bytes:
     """Convert an error from OpenAI's format to Anthropic's.
 
-    A server that fails, or a proxy before it, may answer text: it becomes the message."""
+    If the body is not in OpenAI's format, for example the text of a proxy, its beginning becomes the message."""
     try:
         error = msgspec.json.decode(body, type=_OpenAiError).error
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -188,7 +200,8 @@ def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Decode a tool call's arguments. What is not a JSON object, as small models may write, is kept as `_raw`."""
+    """Decode a tool call's arguments. If they are not a JSON object, which small models may write, return them as the
+    field `_raw`."""
     try:
         value = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:
@@ -212,7 +225,7 @@ def _chat_tool(tool: _ToolParam) -> dict[str, Any]:
 
 
 def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
-    """Convert a message. Each tool result in it becomes a message of its own."""
+    """Convert a message to chat messages. Each tool result in it becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     out: list[dict[str, Any]] = []

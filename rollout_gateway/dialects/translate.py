@@ -64,10 +64,10 @@ class Translation(ABC):
         """The chat completion, or the first chunk of it."""
         self.usage: dict[str, Any] | None = None
         self.ended: dict[str, Any] = {}
-        """The choice that says why the model stopped. Empty until it has come."""
+        """The choice with the finish reason; empty until it has arrived."""
         self.blocks: list[dict[str, Any]] = []
         self.text = ""
-        """What has come of the block that is open."""
+        """The text of the open block so far."""
         self._open: tuple[str, int] | None = None
         """Kind of the open block, and its number if it is a tool call."""
 
@@ -78,14 +78,14 @@ class Translation(ABC):
         """Return the chat completion request. `before` is the exchange that `previous` names."""
 
     def call(self, before: ExchangeRecorded | None = None) -> Call:
-        """Return the same as a call for the inference server."""
+        """Return the chat completion request as a call for the inference server."""
         chat = self.chat(before)
         fields = {name: Raw(_encode(value)) for name, value in chat.items()}
         recorded = {**fields, "metadata": self.metadata} if self.metadata else fields
         return Call(_encode(recorded), fields, RequestParams(chat["model"], chat["stream"]), self.path)
 
     def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
-        """Begin the chat completion request with what the APIs have in common."""
+        """Return a chat completion request with the fields that have the same meaning in both APIs."""
         request = self.request
         chat = {
             "model": request.model,
@@ -144,7 +144,7 @@ class Translation(ABC):
         return out
 
     def close(self) -> bytes:
-        """Complete the open block, if there is one. Returns its last events."""
+        """Complete the open block, if there is one, and return its last events."""
         if self._open is None:
             return b""
         self._open = None
@@ -162,16 +162,16 @@ class Translation(ABC):
 
     @abstractmethod
     def open(self, kind: str, call_id: str, name: str) -> bytes:
-        """Add an empty block of `kind`: `reasoning`, `content` or `tool`. Returns its first events, if the client
-        `streams`."""
+        """Add an empty block of `kind`: `reasoning`, `content` or `tool`. `call_id` and `name` are those of a tool
+        call. Return the block's first events if the client `streams`; otherwise nothing."""
 
     @abstractmethod
     def delta(self, text: str) -> bytes:
-        """Return the event of a further piece of the open block."""
+        """Return the event for a further piece of text of the open block."""
 
     @abstractmethod
     def complete(self, block: dict[str, Any]) -> bytes:
-        """Put `text` into a block that was open. Returns its last events if the client `streams`."""
+        """Put the collected `text` into a block that is complete. Return its last events if the client `streams`."""
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:

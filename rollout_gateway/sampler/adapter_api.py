@@ -80,16 +80,20 @@ class Probe:
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, str, str], list[dict[str, float]]] = {}
+        """Logprobs of base models after the probe prompts, by server URL, process and model."""
 
-    async def delta(self, server: Upstream, incarnation: str, model: str, version: str) -> float:
-        """Return the largest difference between two logprobs of the same token; 0 if the adapter changes nothing.
+    async def max_logprob_difference(
+        self, server: Upstream, incarnation: str, model: str, version: str
+    ) -> float:
+        """Return the largest absolute difference, after the probe prompts, between a token's logprob under `version`
+        and under the base model of `model`; 0 if the adapter changes nothing.
 
         `incarnation` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
         key = server.url, incarnation, model
         if key not in self._base:
             self._base[key] = await next_logprobs(server, version_name(model, 0))
-        found = await next_logprobs(server, version)
-        return max(_difference(a, b) for a, b in zip(self._base[key], found, strict=True))
+        adapted = await next_logprobs(server, version)
+        return max(_difference(a, b) for a, b in zip(self._base[key], adapted, strict=True))
 
 
 def _difference(a: dict[str, float], b: dict[str, float]) -> float:

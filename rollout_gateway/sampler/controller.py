@@ -381,7 +381,9 @@ class ServerController:
         Raises `AdapterError`, `UpstreamError`, `BrokerError`."""
         version = checkpoint.event.version
         model, step = parse_version(version)
-        delta = await self._context.probe.delta(self._server, self._incarnation, model, version)
+        delta = await self._context.probe.max_logprob_difference(
+            self._server, self._incarnation, model, version
+        )
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal those of the base model"
             if self._config.gateway.replicas.probe == "require":

@@ -1,4 +1,4 @@
-"""A snapshot as lines for a terminal of any size, and as one plain line for everything else."""
+"""Renders a snapshot: as lines for a terminal of any size, or as one plain line for any other output."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from store.watch.snapshot import Model, Snapshot
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATES = {"ready": "green", "stopped": "dim"}
-_MOST_CHART_ROWS = 16
+_MAX_CHART_ROWS = 16
 _WIDE = 120
-"""From this width on, replicas and alarms stand beside each other in words of full length."""
+"""Width from which an alarm's line also shows the action to take."""
 _METRICS = (
     ("staleness", "staleness_mean"), ("entropy", "entropy"), ("KL", "kl"), ("no variance", "no_variance_share"),
     ("grad norm", "grad_norm"), ("tokens/s", "trained_tokens_per_s"), ("step s", "step_s"),
@@ -21,12 +21,12 @@ _METRICS = (
 
 
 def lines(snapshot: Snapshot, width: int, height: int) -> list[Text]:
-    """The view: at most `height` lines of `width` cells each. Charts take the height that is left."""
+    """Return the view: at most `height` lines of at most `width` cells. Charts get the lines that the rest leaves."""
     fixed = [_head(snapshot, width), _services(snapshot), Text(), *_figures(snapshot)]
     foot = [*_replicas(snapshot), *_alarms(snapshot, width)]
     models = snapshot.models or (Model("no model"),)
     left = height - len(fixed) - len(foot) - 1
-    rows = min(_MOST_CHART_ROWS, left // len(models) - 2)
+    rows = min(_MAX_CHART_ROWS, left // len(models) - 2)
     charts: list[Text] = []
     for model in models:
         charts.append(_model(model, width))
@@ -43,7 +43,7 @@ def lines(snapshot: Snapshot, width: int, height: int) -> list[Text]:
 
 
 def plain(snapshot: Snapshot) -> str:
-    """The view as one line."""
+    """Return the view as one line."""
     parts = [
         snapshot.at.strftime("%H:%M:%S"),
         *([] if snapshot.running else [f"{snapshot.run_dir} is NOT RUNNING"]),
@@ -62,23 +62,25 @@ def plain(snapshot: Snapshot) -> str:
 
 
 def chart(values: Sequence[float], width: int, rows: int) -> list[str]:
-    """A curve of `values` in block characters: `rows` lines with the scale before them. Values beyond `width` are
-    averaged in neighbours, so that the whole curve is seen."""
+    """Draw `values` as a chart of `rows` lines in block characters, `width` columns wide. The first line begins with
+    the maximum, the last with the minimum. If there are more values than columns, neighbouring values are averaged."""
     if not values:
         return ["  no step yet"] + [""] * (rows - 1)
-    columns = _fit(values, width)
+    columns = _downsample(values, width)
     low, high = min(columns), max(columns)
     span = (high - low) or 1.0
+    # A line is 8 levels high: the block characters fill it in eighths.
     levels = [1 + round((value - low) / span * (rows * 8 - 1)) for value in columns]
     out = []
-    for row in range(rows - 1, -1, -1):
+    for row in range(rows - 1, -1, -1):  # from the top line
         label = high if row == rows - 1 else low if row == 0 else None
         scale = f"{label:8.3f} " if label is not None else " " * 9
         out.append(scale + "".join(_BLOCKS[max(0, min(8, level - row * 8))] for level in levels))
     return out
 
 
-def _fit(values: Sequence[float], width: int) -> list[float]:
+def _downsample(values: Sequence[float], width: int) -> list[float]:
+    """Average neighbouring values so that at most `width` are left."""
     if len(values) <= width:
         return list(values)
     edges = [i * len(values) // width for i in range(width + 1)]
@@ -99,7 +101,11 @@ def _services(snapshot: Snapshot) -> Text:
     line = Text()
     for name, state in snapshot.services.items():
         line.append(f"{name} ", "dim").append(f"{state}  ", _STATES.get(state, "bold red"))
-    return line if snapshot.services else Text("no process was started here", "dim")
+    return (
+        line
+        if snapshot.services
+        else Text("journeyman up has started no process in this run directory", "dim")
+    )
 
 
 def _figures(snapshot: Snapshot) -> list[Text]:
@@ -130,7 +136,7 @@ def _pairs(*pairs: tuple[str, str, str]) -> Text:
 def _lag(snapshot: Snapshot) -> str:
     if snapshot.lag is None:
         return "the log does not answer"
-    # Nobody waits for a service that was not started, such as telemetry where traces are sent nowhere.
+    # Consumers of services that were not started (telemetry without a destination) are left out.
     return " ".join(f"{name} {count:,}" for name, count in snapshot.lag.items() if name in snapshot.services)
 
 

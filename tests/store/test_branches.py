@@ -88,9 +88,9 @@ async def test_a_replayed_branch_is_judged_again_and_trained_on(
             await until_acked(broker)
             await broker.js.purge_stream("ROLLOUTS")  # the log has let go of everything
             with sql.connect(tmp_path) as connection:
-                chosen = replay.choose(connection, where="reward_mean > 0")
+                chosen = replay.select_groups(connection, where="reward_mean > 0")
                 counts = await replay.replay(nats_config, connection, chosen, "colder")
-        assert counts == {"groups": GROUPS, "already": 0, "put_back": GROUPS * 2 * 3}
+        assert counts == {"groups": GROUPS, "already": 0, "republished": GROUPS * 2 * 3}
 
         # The same experience, another judge: here the agents' own rewards, which say the opposite.
         report = await Rejudge(broker, config, None, branch="judged", source="colder").run()

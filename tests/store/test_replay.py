@@ -36,12 +36,12 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
                 "ROLLOUTS", seq=7
             )  # retention took all but the last exchange and end
             with sql.connect(tmp_path) as connection:
-                chosen = replay.choose(connection, where="reward_mean > 0.4")
+                chosen = replay.select_groups(connection, where="reward_mean > 0.4")
                 assert [c.seq for c in chosen] == [1]
                 first = await replay.replay(nats_config, connection, chosen, "again")
                 second = await replay.replay(nats_config, connection, chosen, "again")
             await until_acked(broker)
-        assert (first["groups"], second["groups"], second["already"], second["put_back"]) == (1, 0, 1, 0)
+        assert (first["groups"], second["groups"], second["already"], second["republished"]) == (1, 0, 1, 0)
         (replayed,) = await broker.read(
             GroupScored, project="p", model="m", group="g0", judge="j", branch="again"
         )
@@ -79,10 +79,10 @@ async def test_choosing_by_time_project_and_predicate(
         await publish(broker, run_of_one_step())
         await store_all(broker, running_store)
     with sql.connect(tmp_path) as connection:
-        assert len(replay.choose(connection, project="p", model="m", since="2020-01-01")) == 1
-        assert replay.choose(connection, until="2020-01-01") == []
-        assert replay.choose(connection, project="other") == []
-        assert replay.choose(connection, where="size > 2") == []
+        assert len(replay.select_groups(connection, project="p", model="m", since="2020-01-01")) == 1
+        assert replay.select_groups(connection, until="2020-01-01") == []
+        assert replay.select_groups(connection, project="other") == []
+        assert replay.select_groups(connection, where="size > 2") == []
 
 
 def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_eight_equal_rewards_have_no_variance_whatever_rounding_says() -> None:
 
 
 def test_a_side_is_a_filter() -> None:
-    assert diff.side("branch=main,judge=x") == {"branch": "main", "judge": "x"}
+    assert diff.parse_side("branch=main,judge=x") == {"branch": "main", "judge": "x"}
     with pytest.raises(Exception, match="judge_model"):
-        diff.side("nonsense")
+        diff.parse_side("nonsense")
 
 
 async def test_the_diff_command(
