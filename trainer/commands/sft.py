@@ -30,6 +30,22 @@ Row = dict[str, list[int]]
 """`input_ids` and `completion_mask` of one sequence. The mask is 1 where the token is trained."""
 
 
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+"""How the learning rate goes on after the warm-up, and transformers' name of it: falls to 0 in a line or in half a
+cosine, or stays."""
+
+
+def _share(text: str) -> float:
+    """Return a number from 0 to below 1. From 1 on, transformers would take it for a number of steps."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="journeyman sft",
@@ -53,6 +69,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--epochs", type=float, default=1.0)
     made.add_argument("--learning-rate", type=float, default=1e-4)
+    made.add_argument("--schedule", choices=tuple(SCHEDULES), default="linear", help="of the learning rate")
+    made.add_argument(
+        "--warmup", type=_share, default=0.0, help="share of the steps in which the learning rate rises"
+    )
     made.add_argument("--batch-size", type=int, default=8)
     made.add_argument("--lora-rank", type=int, default=16)
     made.add_argument("--max-length", type=int, default=4096)
@@ -212,7 +232,8 @@ def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
             model=model,
             args=SFTConfig(
                 output_dir=scratch, use_cpu=not on_gpu, bf16=on_gpu, seed=args.seed, num_train_epochs=args.epochs,
-                learning_rate=args.learning_rate, per_device_train_batch_size=args.batch_size,
+                learning_rate=args.learning_rate, lr_scheduler_type=SCHEDULES[args.schedule],
+                warmup_steps=args.warmup, per_device_train_batch_size=args.batch_size,
                 max_length=args.max_length, completion_only_loss=True, gradient_checkpointing=on_gpu,
                 report_to="none", save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
             ),

@@ -5,12 +5,26 @@
 | `retry` | repeat a function that failed |
 | `iterate_dataset` | batches of a data set over several epochs |
 | `limit_concurrency` | limit how many calls run at the same time |
-| `sft` | raises errors that say how a model is fine-tuned |
+| `sft` | supervised fine-tuning on a file |
+| `format_message` | a message as text |
+| `log_http_errors` | logs the body of a refused request |
+| `get_model_step` | the newest step of a model in a folder |
 | `litellm` | choices of litellm as those of OpenAI's client |
 """
 
+from journeyman.art.utils.format_message import format_message
+from journeyman.art.utils.get_model_step import get_model_step
 from journeyman.art.utils.iterate_dataset import DatasetBatch, iterate_dataset
 from journeyman.art.utils.limit_concurrency import limit_concurrency
+from journeyman.art.utils.log_http_errors import log_http_errors
 from journeyman.art.utils.retry import retry
 
-__all__ = ["DatasetBatch", "iterate_dataset", "limit_concurrency", "retry"]
+__all__ = [
+    "DatasetBatch",
+    "format_message",
+    "get_model_step",
+    "iterate_dataset",
+    "limit_concurrency",
+    "log_http_errors",
+    "retry",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import inspect
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessage
@@ -87,7 +89,9 @@ def test_the_package_has(name: str) -> None:
     [
         ("trajectories", "History"), ("trajectories", "get_messages"), ("rewards", "ruler"),
         ("rewards", "ruler_score_group"), ("utils", "retry"), ("utils", "iterate_dataset"),
-        ("utils", "limit_concurrency"), ("utils.litellm", "convert_litellm_choice_to_openai"),
+        ("utils", "limit_concurrency"), ("utils", "format_message"), ("utils", "log_http_errors"),
+        ("utils", "get_model_step"), ("utils.sft", "train_sft_from_file"),
+        ("utils.litellm", "convert_litellm_choice_to_openai"),
         ("serverless.backend", "ServerlessBackend"), ("mcp", "generate_scenarios"), ("mcp", "MCPTool"),
         ("mcp", "complete_task_tool"), ("dev", "InternalModelConfig"), ("dev", "TrainConfig"),
     ],
@@ -896,6 +900,54 @@ def test_a_data_set_is_continued_at_a_step() -> None:
 
 def test_an_empty_data_set_has_no_steps() -> None:
     assert steps(0) == []
+
+
+def test_fine_tuning_on_a_file_has_the_options_of_art() -> None:
+    found = inspect.signature(part("utils.sft").train_sft_from_file).parameters
+    assert [(name, p.default) for name, p in found.items() if p.default is not p.empty] == [
+        ("epochs", 1), ("batch_size", 2), ("peak_lr", 2e-4), ("schedule_type", "linear"), ("warmup_ratio", 0.1),
+        ("initial_step", 0), ("final_step", None), ("_config", None), ("verbose", False),
+        ("shuffle_buffer_size", 10000),
+    ]  # fmt: skip
+    assert list(found)[:2] == ["model", "file_path"]
+
+
+def test_a_file_that_is_not_there_is_not_fine_tuned_on(tmp_path: Path) -> None:
+    model = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(part("utils.sft").train_sft_from_file(model, str(tmp_path / "none.jsonl")))
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_message_is_a_text_with_its_content(role: str) -> None:
+    shown = part("utils").format_message({"role": role, "content": "What is 2 + 2?"})
+    assert "What is 2 + 2?" in shown
+    assert role in shown.lower()
+
+
+def test_a_model_that_was_never_trained_is_at_step_0(tmp_path: Path) -> None:
+    model = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    assert part("utils").get_model_step(model, str(tmp_path)) == 0
+
+
+def test_an_http_error_that_is_logged_is_raised() -> None:
+    request = httpx.Request("POST", "http://127.0.0.1:9/x")
+
+    @part("utils").log_http_errors
+    async def refused(text: str) -> None:
+        reply = httpx.Response(400, text=text, request=request)
+        reply.raise_for_status()
+
+    with pytest.raises(httpx.HTTPStatusError):
+        asyncio.run(refused("no such model"))
+
+
+def test_what_an_http_caller_returns_is_returned() -> None:
+    @part("utils").log_http_errors
+    async def answered(text: str) -> str:
+        return text
+
+    assert asyncio.run(answered("ok")) == "ok"
 
 
 def test_concurrency_is_limited() -> None:

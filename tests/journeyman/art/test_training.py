@@ -215,14 +215,16 @@ async def test_options_that_change_nothing_are_taken(model: Any) -> None:
         await model.backend().train(model, [], learnig_rate=1)
 
 
-async def test_what_has_no_counterpart_says_what_to_do(model: Any) -> None:
+async def test_what_has_no_counterpart_says_what_to_do(model: Any, tmp_path: Path) -> None:
     tuning = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "a1"}])
     with pytest.raises(art.UnsupportedError, match="journeyman sft OUT --base"):
         await model.train_sft([tuning])
     with pytest.raises(art.UnsupportedError, match="list of learning rates"):
         await model.train_sft([tuning], art.TrainSFTConfig(learning_rate=[1e-3, 1e-4]))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "assistant", "content": "a1"}]}\n')
     with pytest.raises(art.UnsupportedError, match="journeyman sft"):
-        await train_sft_from_file(model, "chats.jsonl")
+        await train_sft_from_file(model, str(chats))
     with pytest.raises(art.UnsupportedError, match="train/reward"):
         await model.delete_checkpoints(best_checkpoint_metric="train/reward")
     await model.delete_checkpoints()

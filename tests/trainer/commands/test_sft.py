@@ -72,7 +72,7 @@ def test_the_trained_model_reproduces_its_chats(tmp_path: Path, capsys: pytest.C
     out = tmp_path / "model"
     sft.main(
         [str(out), "--base", str(BASE), "--data", str(data), "--epochs", "4", "--learning-rate", "1e-2",
-         "--batch-size", "4"]
+         "--batch-size", "4", "--schedule", "cosine", "--warmup", "0.25"]
     )  # fmt: skip
     assert "16 sequences" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(out)
