@@ -139,7 +139,7 @@ class GroupLog:
         headers = {k: v for k, v in delivery.headers.items() if not k.startswith("Nats-")}
         headers |= {RETRY_HEADER: "judge", MOVED_HEADER: str(delivery.seq)}
         subject = _MOVED + event.subject().removeprefix(_COMPLETED)
-        await self._broker.publish_raw(subject, encode(event), headers, message_id=f"moved/{subject}")
+        await self._broker.publish_raw(subject, encode(event), headers)
 
     async def set_deadline(self, key: GroupKey, first: TrajectoryCompleted) -> None:
         """Set the timer of an open group; `first` is its first completed trajectory."""

@@ -127,9 +127,9 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
     # Different events for a subject that holds one only.
     acks.clear()
 
-    async def same_subject(broker: Broker, number: int, writer: int) -> None:
+    async def same_subject(broker: Broker, number: int) -> None:
         event = completed(f"subject{number}")
-        ack = await broker.publish(event, message_id=f"{number}/{writer}")
+        ack = await broker.publish(event)
         acks.setdefault(number, []).append(ack)
         last = await broker.read_last(type(event), **keys_of(event))
         assert last is not None, "a read does not see what was acknowledged"
@@ -137,8 +137,8 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
 
     async with anyio.create_task_group() as tg:
         for number in range(EACH // 3):
-            for writer, broker in enumerate(brokers):
-                tg.start_soon(same_subject, broker, number, writer)
+            for broker in brokers:
+                tg.start_soon(same_subject, broker, number)
     for number, three in acks.items():
         assert len({a.seq for a in three}) == 1, number
         assert Counter(a.duplicate for a in three) == {False: 1, True: 2}

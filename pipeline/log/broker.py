@@ -1,9 +1,10 @@
 """Access to the log: one connection to NATS JetStream, to publish, consume and read (`pipeline.log.history`).
 
-Delivery is at least once. The effect is exactly once, by three means. A publish carries a `Nats-Msg-Id`, so a retry
-within the stream's deduplication window is one event. An event whose subject is its identity (`unique_subject`) is
-published on condition that the subject is empty, which holds for ever. And a consumer keeps its deliveries alive
-while it lives, so only a death (not a slow group) leads to redelivery.
+Delivery is at least once. The effect is exactly once, by three means. An event whose subject is its identity
+(`unique_subject`) is published on condition that the subject is empty, and a call of a trajectory on condition that the
+trajectory's last call is the one that its gateway knows; both hold for ever. Any other publish carries a `Nats-Msg-Id`,
+so a retry within the stream's deduplication window is one event. And a consumer keeps its deliveries alive while it
+lives, so only a death (not a slow group) leads to redelivery.
 
 Errors: `BrokerError` and its subclasses (`pipeline.errors`); each says what to do.
 """
@@ -39,7 +40,6 @@ from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
-from pipeline.names import new_id
 from pipeline.security.users import READER as READER
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
@@ -52,7 +52,8 @@ _SKIPPED_REMEMBERED = 10_000
 _MSG_ID = api.Header.MSG_ID.value
 EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 """Header of a publish: the sequence of the last message on its subject. If it is another, the publish has no effect,
-and its acknowledgement is that of the message after it, as a duplicate."""
+and its acknowledgement is that of the same payload after it, else of the last message after it, as a duplicate. Such a
+publish carries no message id, which the server would keep in memory for the stream's deduplication window."""
 _RETRY = streams.RETRY_HEADER.encode()
 _HEADERS_MARGIN = 4096
 _OTHER_SERVERS_S = 0.5
@@ -191,33 +192,33 @@ class Broker(Reader):
         form: Form | None = None,
         after: int | None = None,
     ) -> Ack:
-        """Publish `event` and return once the server acknowledged it; safe to repeat. A `message_id` other than the
-        event's own is for an event that the log held before and lost. `form`: how the log shall hold an exchange
-        (`pipeline.log.exchanges`). `after`: the sequence of the newest message on its subject that the caller has
-        read, 0 if there is none. If there is a newer one, nothing is published, and the acknowledgement is that
-        message's, as a duplicate.
+        """Publish `event` and return once the server acknowledged it; safe to repeat. `form`: how the log shall hold an
+        exchange (`pipeline.log.exchanges`). `after`: the sequence of the newest message on its subject that the caller
+        has read, 0 if there is none. If there is a newer one, nothing is published, and the acknowledgement is that
+        message's, as a duplicate. `message_id`, without `after`: another than the event's own, for an event that the
+        log held before and lost.
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(form or event)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, wire_name(event))
         sent = dict(headers or {})
-        sent[_MSG_ID] = message_id or event.message_id()
         if event.unique_subject:
             after = 0
         if after is not None:
             sent[EXPECTED_LAST_SEQ] = str(after)
+        if EXPECTED_LAST_SEQ not in sent:
+            sent[_MSG_ID] = message_id or event.message_id()
         ack = await self._publish_until_acked(subject, payload, sent)
         counts.published[wire_name(event)] += 1
         return ack
 
-    async def publish_raw(
-        self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str
-    ) -> Ack:
-        """Publish bytes, which need not be an event of this version, to a subject that holds one message only, ever."""
+    async def publish_raw(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
+        """Publish bytes, which need not be an event of this version, to a subject that holds one message only, ever.
+        Safe to repeat, as long as the message is on the log."""
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
-        sent = {**headers, _MSG_ID: message_id, EXPECTED_LAST_SEQ: "0"}
+        sent = {**headers, EXPECTED_LAST_SEQ: "0"}
         return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
 
     async def publish_bytes(self, subject: str, payload: bytes, *, message_id: str) -> Ack:
@@ -240,7 +241,7 @@ class Broker(Reader):
                 return ack
             except nats.errors.Error as error:
                 if getattr(error, "err_code", None) == _WRONG_LAST_SEQUENCE:
-                    existing = await self._existing(subject, headers, replace_undecodable)
+                    existing = await self._existing(subject, payload, headers, replace_undecodable)
                     if existing is not None:
                         return existing
                 elif not retry.is_retryable(error):
@@ -253,14 +254,19 @@ class Broker(Reader):
             "up, its cluster in quorum, its stream there and its disk not full?"
         )
 
-    async def _existing(self, subject: str, headers: dict[str, str], replace_undecodable: bool) -> Ack | None:
-        """Return an acknowledgement of the message that was on the subject before ours. None if there is none that
-        counts: then the expected last sequence in `headers` is corrected, and the publish can be repeated."""
+    async def _existing(
+        self, subject: str, payload: bytes, headers: dict[str, str], replace_undecodable: bool
+    ) -> Ack | None:
+        """Return an acknowledgement of the message that was on the subject before ours: our own, if an earlier attempt
+        arrived, whatever others published after it. None if there is none that counts: then the expected last
+        sequence in `headers` is corrected, and the publish can be repeated."""
         stream, expected = streams.stream_of_subject(subject), int(headers[EXPECTED_LAST_SEQ])
         found: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
             last = message.seq
+            if message.payload == payload:
+                return Ack(stream, message.seq, duplicate=True)
             if replace_undecodable and (why := _decode_error(message.payload)):
                 await self.skip_undecodable(stream, message, why)
             else:
@@ -315,8 +321,7 @@ class Broker(Reader):
             payload=await self.resolve(message.payload), headers=message.headers,
         )  # fmt: skip
         subject = f"{letter.subject()}.{message.seq}-{token}"
-        # The subject makes it one letter. A message id of its own lets it come back after it was dropped.
-        await self.publish_raw(subject, encode(letter), {}, message_id=new_id("dead"))
+        await self.publish_raw(subject, encode(letter), {})
         self._skipped[key] = None
         if len(self._skipped) > _SKIPPED_REMEMBERED:
             self._skipped.popitem(last=False)

@@ -60,7 +60,6 @@ async def retry(broker: Broker, letter: Letter) -> None:
             f"{event.original_subject}.retry-{seq}-{at}",
             event.payload,
             headers | {RETRY_HEADER: event.consumer},
-            message_id=f"retry/{letter.stream}/{seq}-{at}",
         )
     await drop(broker, letter)
 

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from pipeline.errors import OtherEventError, UndecodableError
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import EXPECTED_LAST_SEQ, BrokerError, HistoryGoneError
 from pipeline.log.messages import Page
@@ -182,8 +181,8 @@ class Trajectory:
         broker = self.log.broker
         form = broker.exchanges.shortest(event)
         ack = await broker.publish(event, headers, form=form)
-        # A duplicate: the condition did not hold, or the log has the message id already. The latter may be an earlier
-        # attempt of this publish whose acknowledgement was lost.
+        # A duplicate: the condition did not hold. What was written after the known message may be this event, by an
+        # earlier attempt of this publish whose acknowledgement was lost.
         published = not ack.duplicate or await self._is_at(event, ack.seq)
         if await self._check_for_loss():
             return published  # `recorded` was read again, with this event if the log holds it
@@ -198,22 +197,17 @@ class Trajectory:
             await self._rebuild()  # nothing new was read, so `recorded` holds messages that the log lost
             if (self.recorded.next_seq, self.recorded.last_stream_seq) == before:
                 raise BrokerError(
-                    f"call {event.seq} of trajectory {self.id!r} can't be recorded: its message id "
-                    f"{event.message_id()!r} belongs to message {ack.seq} of {STREAM}, which is not a call of it"
+                    f"call {event.seq} of trajectory {self.id!r} can't be recorded: {STREAM} refuses it because of "
+                    f"message {ack.seq}, which is gone now; has the stream's retention been changed?"
                 )
         return False
 
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
-        """Whether message `stream_seq` of the log is `event`. If retention removed the message, the matching message id
-        is taken as proof."""
+        """Whether message `stream_seq` of the log is `event`."""
         try:
             return (await self.log.broker.read_at(ExchangeRecorded, stream_seq)).event == event
-        except OtherEventError:
+        except HistoryGoneError:  # gone, another event, or not whole: nothing that counts as recorded
             return False
-        except UndecodableError:  # a `HistoryGoneError` too, but no proof
-            raise
-        except HistoryGoneError:
-            return True
 
     # -- keeping up with the log ---------------------------------------------------------------------------------
 

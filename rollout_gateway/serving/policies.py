@@ -233,9 +233,4 @@ class Policies:
                 original_subject=recorded.subject, consumer="gateway", reason="unsigned", detail=why,
                 payload=encode(recorded.event),
             )  # fmt: skip
-            await broker.publish_raw(
-                f"{letter.subject()}.{place.seq}-{place.at}",
-                encode(letter),
-                {},
-                message_id=letter.message_id(),
-            )
+            await broker.publish_raw(f"{letter.subject()}.{place.seq}-{place.at}", encode(letter), {})

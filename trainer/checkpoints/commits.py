@@ -24,7 +24,7 @@ from pipeline import crash, streams
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.log.broker import Broker
-from pipeline.log.subjects import keys_of, stream_of
+from pipeline.log.subjects import stream_of
 from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import CheckpointError, Manifest
@@ -176,11 +176,7 @@ class Commits:
         ack = await self.broker.publish(event, headers=manifest.trace)
         crash.point("trainer.after_publish")
         if ack.duplicate:
-            found = await self.broker.read_last(CheckpointPublished, **keys_of(event))
-            if found is None:  # a power cut took the event, and the server still knows its message id
-                new_id = f"{event.message_id()}/again/{ack.seq}"
-                ack = await self.broker.publish(event, headers=manifest.trace, message_id=new_id)
-                found = await self.broker.read_at(CheckpointPublished, ack.seq)
+            found = await self.broker.read_at(CheckpointPublished, ack.seq)
             if found.event.adapter_sha256 != event.adapter_sha256:
                 raise TrainerError(
                     f"the log already holds another {event.version}: does a second trainer run on project "

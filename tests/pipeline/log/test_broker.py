@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
-from pipeline.log.broker import Broker
+from pipeline.log.broker import EXPECTED_LAST_SEQ, Broker
 from tests.conftest import NatsServer
 from tests.kits.log import read_stream
 
@@ -36,11 +36,35 @@ async def test_a_retry_is_one_event(nats_config: NatsConfig) -> None:
 async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         first = await broker.publish(completed())
-        # Another message id stands for a retry that comes after the deduplication window.
-        ack = await broker._publish_until_acked(
-            completed().subject(), b"x", {"Nats-Msg-Id": "other", "Nats-Expected-Last-Subject-Sequence": "0"}
-        )
+        ack = await broker.publish_raw(completed().subject(), b"x", {})
         assert (ack.seq, ack.duplicate) == (first.seq, True)
+
+
+async def test_only_a_publish_without_a_condition_has_a_message_id(nats_config: NatsConfig) -> None:
+    """The server keeps each id in memory for the deduplication window: two minutes of all calls would be most of its
+    heap."""
+    async with Broker.connect(nats_config) as broker:
+        acks = [
+            await broker.publish(completed()),
+            await broker.publish(exchange(), {EXPECTED_LAST_SEQ: "0"}),
+            await broker.publish(exchange("t2")),
+        ]
+        messages = [await broker.leader_get("ROLLOUTS", {"seq": ack.seq}) for ack in acks]
+        ids = [m.headers.get("Nats-Msg-Id", "") for m in messages if m is not None]
+        assert ids == ["", "", exchange("t2").message_id()]
+
+
+async def test_a_repeated_publish_finds_its_own_message_behind_which_others_came(
+    nats_config: NatsConfig,
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        event = exchange(seq=0)
+        first = await broker.publish(event, {EXPECTED_LAST_SEQ: "0"})
+        last = await broker.publish(exchange(seq=1), {EXPECTED_LAST_SEQ: str(first.seq)})
+        again = await broker.publish(event, {EXPECTED_LAST_SEQ: "0"})
+        assert (again.seq, again.duplicate) == (first.seq, True)
+        other = await broker.publish(exchange(seq=2), {EXPECTED_LAST_SEQ: "0"})
+        assert (other.seq, other.duplicate) == (last.seq, True)
 
 
 async def test_history_pages_and_keeps_order(

@@ -54,7 +54,7 @@ async def test_a_retry_that_is_repeated_is_one_delivery(nats_config: NatsConfig)
         (letter,) = await broker.read(DeadLettered)
         # A death between publishing and taking off the list: the command is given again.
         seq, at = letter.place
-        await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {}, message_id="other")
+        await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {})
         await dead.retry(broker, letter)
         assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
         assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 1

@@ -212,7 +212,7 @@ async def test_dead_letters_never_stop_the_rest(nats_server: NatsServer) -> None
     config = NatsConfig(url=nats_server.url, max_bytes=1_000_000)
     async with Broker.connect(config) as broker:
         for i in range(30):
-            await broker.publish_raw(f"dead.ROLLOUTS.c{i}", os.urandom(4000), {}, message_id=f"d{i}")
+            await broker.publish_raw(f"dead.ROLLOUTS.c{i}", os.urandom(4000), {})
         info = await broker.js.stream_info("DEAD")
         assert 0 < info.state.messages < 30
         assert info.state.last_seq == 30

@@ -8,11 +8,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
+import nats.errors
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, encode, now_us
-from pipeline.log.broker import Broker, BrokerError
+from pipeline.events import Event, ExchangeRecorded, TrajectoryOpened, now_us
+from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
@@ -206,14 +207,24 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
         assert (await registry.complete("t", Completion())).outcome == "scored"
 
 
-async def test_a_call_whose_message_id_is_taken_elsewhere_is_refused(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", TOKENS)
-        found = await registry.open(OPENED, "")
-        await broker.js.publish(
-            "rollout.exchange.test.x",
-            encode(made("x", "x").events(0)[0]),
-            headers={"Nats-Msg-Id": "test/t/0.0"},
-        )
-        with anyio.fail_after(30), pytest.raises(BrokerError, match="belongs to message 2 of ROLLOUTS"):
-            await found.record(made("t", "a"))
+async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_another_replica_went_on(
+    nats_config: NatsConfig,
+) -> None:
+    """The server knows no message id of it: the payload tells that the repeated publish is the same call."""
+    async with Broker.connect(nats_config) as broker, Broker.connect(nats_config) as beside:
+        found = await Registry(broker, "test", TOKENS).open(OPENED, "")
+        other = await Registry(beside, "test", TOKENS).find("t")
+        publish = broker.client.publish_acked
+
+        async def lose_first(*args: Any) -> Ack:
+            broker.client.publish_acked = publish  # type: ignore[method-assign]
+            await publish(*args)
+            assert await other.record(made("t", "other")) == 1
+            raise nats.errors.TimeoutError
+
+        broker.client.publish_acked = lose_first  # type: ignore[method-assign, assignment]
+        with anyio.fail_after(30):
+            assert await found.record(made("t", "a")) == 0
+            assert await found.record(made("t", "a")) == 2
+        assert await on_the_log(broker) == [(0, 0, "a"), (1, 0, "other"), (2, 0, "a")]
+        assert (await Registry(broker, "test", TOKENS).complete("t", Completion())).outcome == "scored"
