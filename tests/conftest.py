@@ -21,8 +21,10 @@ from typing import Any
 
 import pytest
 
+from pipeline import streams
 from pipeline.config import NatsConfig
 from tests.kits import clients
+from tests.kits.quick_service import quick_consumers
 
 
 @pytest.fixture
@@ -131,6 +133,13 @@ def nats_config(nats_server: NatsServer) -> NatsConfig:
     return NatsConfig(url=nats_server.url, publish_deadline_s=20)
 
 
+@pytest.fixture
+def quick_redelivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the log deliver again after two seconds, instead of ten, what a service held that is gone. The service runs
+    in this process, or through `tests.kits.quick_service`."""
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+
+
 class VllmServer:
     """A real vLLM (CPU build) that serves examples/tictactoe/model as `tictactoe@0` with room for 4 adapters of rank
     8."""
@@ -230,7 +239,13 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
 
 
 @pytest.fixture(scope="session")
-def inference_double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceDouble]:
+def inference_double(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """The double, also where other tests have real vLLM."""
+    if DOUBLE:
+        yield request.getfixturevalue("vllm_server")
+        return
     server = InferenceDouble(tmp_path_factory.mktemp("double"))
     server.start()
     yield server
@@ -260,13 +275,13 @@ def _worker_group(item: pytest.Item) -> str:
     it by itself. Tests share a worker if they share vLLM, or what a fixture of their module starts."""
     if item.get_closest_marker("xdist_group"):
         return ""  # its module says more
-    if item.get_closest_marker("vllm"):
-        return "vllm"
     info = getattr(item, "_fixtureinfo", None)  # none: no function
-    fixtures = info.name2fixturedefs.values() if info is not None else ()
-    shared = any(
-        definitions[-1].scope == "module" for definitions in fixtures
-    )  # the last overrides the others
+    fixtures = info.name2fixturedefs if info is not None else {}
+    doubled = DOUBLE and (item.get_closest_marker("inference") or "inference_double" in fixtures)
+    if item.get_closest_marker("vllm") or doubled:
+        return "vllm"
+    # The last definition of a fixture overrides the others.
+    shared = any(definitions[-1].scope == "module" for definitions in fixtures.values())
     return str(item.path.relative_to(item.config.rootpath)) if shared else ""
 
 

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.test_up import check_environments, check_files, check_stranger, environment
+from tests.kits.attacker import check_environments, check_files, check_stranger, environment
 
 pytestmark = [
     pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590), pytest.mark.xdist_group("vllm of an installation")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def test_no_part_begins_without_time_and_other_code_is_measured_again(
     assert run(tmp_path, "--only", "4b")["parts"]["4b"]["result"] == {"made_s": 1}
     assert run(tmp_path, "--only", "4b", "--again")["parts"]["4b"]["result"] == {"made_s": 2}
     monkeypatch.setattr(gpu_machine, "code", lambda: "other")
-    began = time.monotonic()
+    script(monkeypatch, "import sys; open(sys.argv[1], 'w').write('{\"made_s\": 3}')")
     report = run(tmp_path, "--only", "4b", "--seconds", "5")
     assert report["parts"]["4b"]["result"] == {
         "made_s": 2
@@ -182,7 +181,6 @@ def test_no_part_begins_without_time_and_other_code_is_measured_again(
     monkeypatch.setattr(gpu, "why_not", lambda *_: "")
     report = run(tmp_path, "--only", "sampler", "--seconds", "5")
     assert report["parts"]["sampler"]["why"] == "no time was left for it"
-    assert time.monotonic() - began < 60
 
 
 def test_results_of_a_cpu_stay_out_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ async def run(
     """A loop named `night`, one epoch long, on a gateway whose trainer is far away."""
     chosen = {
         "name": "night", "steps": 100, "groups_per_step": 1000, "group_size": SIZE, "concurrency": 6, "epochs": 1,
-        "describe": str, "poll_s": 0.01, **options,
+        "describe": str, "poll_s": 0.03, **options,
     }  # fmt: skip
     async with AsyncJourneyman(stub.url) as client:
         return await loop(client, model, scenarios, rollout, **chosen)
@@ -58,7 +58,7 @@ async def trainer(stub: StubGateway, groups_per_step: int, last: int) -> Any:
                 stub.step += 1
                 for group in whole[:groups_per_step]:
                     stub.decided[group] = {"status": "trained", "version": f"m@{stub.step}"}
-            await anyio.sleep(0.005)
+            await anyio.sleep(0.02)
 
     async with anyio.create_task_group() as running:
         running.start_soon(train)

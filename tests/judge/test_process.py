@@ -14,7 +14,6 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline import streams
 from pipeline.config import Config, JudgeConfig, NatsConfig, save, with_values
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
@@ -23,13 +22,7 @@ from tests.judge.kit import completed, exchange
 from tests.kits import quick_service
 from tests.kits.scoring_server import Scorer, ScoringServer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(autouse=True)
-def _quick_redelivery(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed judge held is delivered again soon."""
-    monkeypatch.setattr(streams, "CONSUMERS", quick_service.quick_consumers())
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300), pytest.mark.usefixtures("quick_redelivery")]
 
 
 def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: Any) -> Path:

@@ -161,6 +161,7 @@ async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_
     assert found[0].subject() != found[1].subject()
 
 
+@pytest.mark.usefixtures("quick_redelivery")
 async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_as_late(
     nats_config: NatsConfig,
 ) -> None:
@@ -230,6 +231,7 @@ async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats
     assert len(group.members) == 3
 
 
+@pytest.mark.usefixtures("quick_redelivery")
 async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_group(
     nats_config: NatsConfig,
 ) -> None:

@@ -142,6 +142,7 @@ async def test_stale_groups_are_discarded(nats_config: NatsConfig, tiny_base: st
         ]
 
 
+@pytest.mark.usefixtures("quick_redelivery")
 async def test_a_restart_resumes_and_skips_what_was_consumed(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
@@ -428,6 +429,7 @@ def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
     return TrainingBatch(id="b", groups=groups, learning_rate=rate)
 
 
+@pytest.mark.usefixtures("quick_redelivery")
 async def test_a_requested_batch_is_a_step_of_its_own(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:

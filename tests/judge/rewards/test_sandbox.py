@@ -20,25 +20,13 @@ from judge.rewards import sandbox_view
 from judge.rewards.compose import open_composer_on_log
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
+from tests.judge.rewards.kit import function
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 FAULT = sandbox_view.unavailable()
 needs_bubblewrap = pytest.mark.skipif(bool(FAULT), reason=FAULT)
 everywhere = pytest.mark.parametrize("isolate", [pytest.param("require", marks=needs_bubblewrap), "off"])
-
-
-def function(name: str, isolate: str = "require", **settings: Any) -> RewardFunction:
-    """A function of the tests. Its time limit is for a machine with other work, except where a test is about the
-    limit."""
-    config = {
-        "name": name,
-        "kind": "python",
-        "entry": f"tests.judge.functions:{name}",
-        "isolate": isolate,
-        "timeout_s": 60.0,
-    }
-    return RewardFunction(RewardConfig(**(config | settings)))
 
 
 def named(name: str) -> list[psutil.Process]:
@@ -258,7 +246,7 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
     if isolate == "require" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     code = (
-        "import anyio, sys\nfrom tests.judge.rewards.test_sandbox import function\n"
+        "import anyio, sys\nfrom tests.judge.rewards.kit import function\n"
         "async def main():\n    async with function('daemonizes', sys.argv[1]).open() as call:\n"
         "        await call({'id': 'bad', 'task': sys.argv[2], 'hang': True})\nanyio.run(main)\n"
     )

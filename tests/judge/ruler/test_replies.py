@@ -448,6 +448,7 @@ def test_the_check_for_backtracking_detects_a_pattern_that_backtracks() -> None:
 @pytest.mark.parametrize(
     "atom", ["\n", " ", '{"scores": [', '"', "[{", '{"id": "abc101", "score": 0.5}', "abc101: 0.5\n"]
 )
+@pytest.mark.slow
 def test_the_longest_reply_is_parsed(atom: str) -> None:
     """A judge in JSON mode that ends in white space for ever is common; 1,600 line breaks once took 23 s."""
     got = parse_scores('{"scores": [' + atom * (MAX_CHARACTERS // len(atom)), IDS)

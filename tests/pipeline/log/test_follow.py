@@ -13,7 +13,7 @@ from pipeline.events import CheckpointPublished, PolicyPromoted
 from pipeline.log.broker import Broker
 from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
-from tests.trainer.checkpoints.test_power_cut import Power
+from tests.kits.power import Power
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place, parse_ack_subject
 from tests.conftest import NatsServer
-from tests.trainer.checkpoints.test_power_cut import Power
+from tests.kits.power import Power
 
 pytestmark = pytest.mark.anyio
 

@@ -178,7 +178,7 @@ async def test_a_call_that_fails_leaves_its_run_to_the_repeated_call(nats_config
 async def test_a_silent_run_is_completed_once_and_not_while_it_goes_on_elsewhere(
     nats_config: NatsConfig,
 ) -> None:
-    async with gateways(nats_config, 2, idle_s=0.5) as (a, b):
+    async with gateways(nats_config, 2, idle_s=2) as (a, b):  # a busy machine asks twice in this time
         silent, _ = await a.ask([user("silent")], "one")
         run, history = await a.ask([user("task")], "one")
         taken = await b.detector.find(_call([*history, user("more")]), "m", "alice")

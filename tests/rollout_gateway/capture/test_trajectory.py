@@ -20,8 +20,8 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
+from tests.kits.power import Power
 from tests.rollout_gateway.kit import StubCall
-from tests.trainer.checkpoints.test_power_cut import Power
 
 pytestmark = pytest.mark.anyio
 

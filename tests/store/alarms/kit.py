@@ -1,11 +1,14 @@
-"""Events that make an alarm hold."""
+"""Events that make an alarm hold, and what is recorded of alarms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
+
 from pipeline.events import (
+    AlarmChanged,
     CheckpointPublished,
     DeadLettered,
     Event,
@@ -17,6 +20,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     now_us,
 )
+from pipeline.log.broker import Broker
 
 STEPS, GROUPS = 4, 6
 SETTINGS = {"steps": STEPS, "groups": GROUPS}
@@ -120,3 +124,11 @@ CASES: Mapping[str, tuple[list[Event], list[Event]]] = {
     "replica_behind": (steps("kl", LEVEL) + loads(1, 2), steps("kl", LEVEL) + loads(1, 2 * STEPS)),
 }
 """For each alarm, events with which it holds and events with which it does not."""
+
+
+async def changes(broker: Broker, count: int) -> list[AlarmChanged]:
+    """Every change on the log, once there are `count`."""
+    with anyio.fail_after(30):
+        while len(found := [r.event for r in await broker.read(AlarmChanged)]) < count:
+            await anyio.sleep(0.02)
+    return found

@@ -13,20 +13,12 @@ from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten
 from store import alarms, sql
 from store.alarms.checker import Checker
-from tests.store.alarms.kit import letters, steps
+from tests.store.alarms.kit import changes, letters, steps
 from tests.store.kit import StoreProcess, publish
 
 pytestmark = pytest.mark.anyio
 
 OFTEN = AlarmsConfig(every_s=0.1, steps=2)
-
-
-async def changes(broker: Broker, count: int) -> list[AlarmChanged]:
-    """Every change on the log, once there are `count`."""
-    with anyio.fail_after(30):
-        while len(found := [r.event for r in await broker.read(AlarmChanged)]) < count:
-            await anyio.sleep(0.02)
-    return found
 
 
 async def test_an_alarm_is_one_event_when_it_begins_and_one_when_it_ends(

@@ -16,8 +16,7 @@ from pipeline.log.broker import Broker
 from pipeline.running import environment
 from store.alarms import webhook
 from store.alarms.webhook import Webhook, message, webhook_url
-from tests.store.alarms.kit import letters
-from tests.store.alarms.test_checker import changes
+from tests.store.alarms.kit import changes, letters
 from tests.store.kit import StoreProcess, publish, until_acked
 
 pytestmark = pytest.mark.anyio

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import anyio.to_thread
 import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, GroupScored, unpack_seqs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
+from tests.kits.power import Power
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
 from trainer import service
@@ -19,42 +18,6 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.commits import TrainerError
 
 pytestmark = pytest.mark.anyio
-
-
-class Power:
-    """Cuts the power of a server: what it holds is what it held at `synced`."""
-
-    def __init__(self, server: NatsServer, folder: Path) -> None:
-        self._server, self._copy = server, folder / "synced"
-
-    async def synced(self) -> None:
-        """The server wrote everything through to its disk now."""
-        await anyio.to_thread.run_sync(self._synced)
-
-    def _synced(self) -> None:
-        self._server.kill()
-        shutil.copytree(self._server.folder / "js", self._copy)
-        self._server.start()
-
-    async def cut(self, *, keep_consumers: bool = False) -> None:
-        """Everything since `synced` is gone; with `keep_consumers` not what consumers had acknowledged by then."""
-        await anyio.to_thread.run_sync(self._cut, keep_consumers)
-
-    async def cut_again(self) -> None:
-        shutil.rmtree(self._server.folder / "lost")
-        await self.cut()
-
-    def _cut(self, keep_consumers: bool) -> None:
-        self._server.kill()
-        there = self._server.folder / "js"
-        lost = there.rename(there.with_name("lost"))
-        shutil.copytree(self._copy, there)
-        if keep_consumers:
-            for folder in lost.rglob("obs"):
-                target = there / folder.relative_to(lost)
-                shutil.rmtree(target, ignore_errors=True)
-                shutil.copytree(folder, target)
-        self._server.start()
 
 
 @pytest.fixture

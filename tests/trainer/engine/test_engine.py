@@ -20,10 +20,10 @@ from pipeline.config import (
     TrainerConfig,
     with_values,
 )
-from tests.trainer.kit import VOCAB, backward, exactly, exchange, settings
+from tests.trainer.engine.kit import batch, sampled_by
+from tests.trainer.kit import VOCAB, backward, exactly, settings
 from trainer.batches.groups import Example
-from trainer.batches.packing import Layout, padded
-from trainer.batches.sequences import TokenSequence, build
+from trainer.batches.packing import Layout
 from trainer.engine import checks
 from trainer.engine.engine import Engine
 from trainer.engine.state import SamplerMismatchError, TrainState, UntrainableError
@@ -36,25 +36,6 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
         dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
     )
     return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
-
-
-def sampled_by(
-    engine: Engine, state: TrainState, name: str, seed: int, step: int | None = None
-) -> TokenSequence:
-    """A sequence with the logprobs that `state`'s adapter gives it, as a sampler would have recorded them."""
-    rng = np.random.default_rng(seed)
-    prompt, reply = rng.integers(2, VOCAB, 7).tolist(), rng.integers(2, VOCAB, 5).tolist()
-    at = state.step if step is None else step
-    (blank,) = build(name, [exchange(name, 0, prompt, reply, step=at)])
-    engine.load_adapter(state.weights)
-    with torch.no_grad():
-        logprobs, _ = engine.logprobs(padded([blank]), (1, 5))
-    (sequence,) = build(name, [exchange(name, 0, prompt, reply, logprobs=logprobs[0].tolist(), step=at)])
-    return sequence
-
-
-def batch(engine: Engine, state: TrainState, seed: int = 0) -> list[Example]:
-    return [Example(sampled_by(engine, state, f"t{i}", seed + i), 1.0 if i % 2 else -1.0) for i in range(6)]
 
 
 def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig, with_values
-from tests.trainer.engine.test_engine import batch
+from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, exactly, exchange
 from trainer.batches.groups import Example
 from trainer.batches.packing import Layout

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
-from tests.trainer.engine.test_engine import batch
+from tests.trainer.engine.kit import batch
 from tests.trainer.kit import checkpoint_event, exactly
 from trainer.checkpoints.checkpoint import STATE_FILE, Manifest, adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine

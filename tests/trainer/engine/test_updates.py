@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
-from tests.trainer.engine.test_engine import batch
+from tests.trainer.engine.kit import batch
 from tests.trainer.kit import backward, exactly, with_values
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine, updates_of
