@@ -213,12 +213,17 @@ class Broker(Reader):
         counts.published[wire_name(event)] += 1
         return ack
 
-    async def publish_raw(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
-        """Publish bytes, which need not be an event of this version, to a subject that holds one message only, ever.
-        Safe to repeat, as long as the message is on the log."""
+    async def publish_raw(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str = ""
+    ) -> Ack:
+        """Publish bytes, which need not be an event of this version, to a subject that is empty. If it is not, nothing
+        is published. With a `message_id`, an attempt whose acknowledgement was lost counts even if the message has
+        been deleted since: needed where readers delete messages."""
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
         sent = {**headers, EXPECTED_LAST_SEQ: "0"}
+        if message_id:
+            sent[_MSG_ID] = message_id
         return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
 
     async def publish_bytes(self, subject: str, payload: bytes, *, message_id: str) -> Ack:

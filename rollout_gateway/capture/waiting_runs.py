@@ -15,7 +15,7 @@ import msgspec
 from pipeline import streams
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
-from pipeline.names import name_of_token, subject_token
+from pipeline.names import name_of_token, new_id, subject_token
 
 
 class _State(msgspec.Struct, array_like=True):
@@ -55,7 +55,7 @@ class WaitingRuns:
         """Have a run wait. It waits once, if it waits there already."""
         subject = f"{self._prefix}.{waiting.history}.{subject_token(waiting.run)}"
         state = msgspec.msgpack.encode(_State(waiting.calls, waiting.restored))
-        await self._broker.publish_raw(subject, state, {})
+        await self._broker.publish_raw(subject, state, {}, message_id=new_id("waits"))
 
     async def take(self, history: str) -> WaitingRun | None:
         """Take a run that waits with this history, the one that came last. `None` if there is none."""
