@@ -233,7 +233,7 @@ def _hold_up(
     log.configure("supervisor", config.log_level, sink)
     try:
         anyio.run(_supervise, config, services, supervisor, terminal, watch)
-    except* SupervisorError as group:
+    except* (SupervisorError, BrokerError) as group:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
         log.configure("supervisor", config.log_level)

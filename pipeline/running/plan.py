@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -206,6 +207,20 @@ def _nats_tls_block(config: Config) -> str:
     return f"tls {{\n{''.join(lines)}{verify}}}\n"
 
 
+def _file_store_limit(settings: Path, limit: int) -> int:
+    """Return the server's limit for its files, in bytes. `settings`: its configuration file of the last start, if there
+    was one; `limit`: what all streams together may hold.
+
+    The server adds up the limits of all streams. While the sum is above its own limit it refuses every change of a
+    stream, also one to a lower limit. So its limit is never lower than at the last start, when the streams got theirs.
+    Without a limit, the server would take a share of the space that is free now."""
+    try:
+        before = re.search(r"^ max_file_store: (\d+)$", settings.read_text("utf-8"), re.MULTILINE)
+    except FileNotFoundError:
+        before = None
+    return max(limit + limit // 8, int(before[1]) if before else 0)
+
+
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """Return the command of the NATS server, with JetStream's files in the run directory."""
     found = server_binary()
@@ -214,9 +229,8 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # The server adds up the limits of all streams. Its own default is a share of the space that is free now.
         limit = config.nats.max_bytes
-        room = f"max_file_store: {limit + limit // 8}" if limit else ""
+        room = f"max_file_store: {_file_store_limit(settings, limit)}" if limit else ""
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
         settings.write_text(
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"

@@ -19,7 +19,7 @@ from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import Config, NatsConfig, load
 from pipeline.events import AlarmChanged, CheckpointPublished
-from pipeline.log.broker import Broker
+from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import plan
 from pipeline.running.supervisor import Supervisor
 from pipeline.streams import alive_subject
@@ -240,6 +240,19 @@ def test_a_service_that_can_not_start_ends_up_with_its_reason(
         main(["up", *flags, "--nats-url", "nats://127.0.0.1:1"])
     assert caught.value.code == 1
     assert "no NATS server answers at nats://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_log_that_refuses_its_streams_ends_up_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def supervise(*_: object) -> None:
+        raise ExceptionGroup("", [ExceptionGroup("", [BrokerError("the NATS server refused it")])])
+
+    monkeypatch.setattr(cli, "_supervise", supervise)
+    with pytest.raises(SystemExit) as caught:
+        main(["up", "--services", "store", "--run-dir", str(tmp_path)])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.strip().endswith("journeyman: the NATS server refused it")
 
 
 def test_ready_says_what_is_ready() -> None:
