@@ -22,11 +22,13 @@ from typing import Any
 import anyio
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import DeadLettered, decode
 from pipeline.log.broker import READER, Broker, BrokerError, Recorded
+from pipeline.printing import visible
 from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs as log
@@ -143,8 +145,11 @@ async def _run(args: argparse.Namespace) -> None:
                 return
             table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
             for row in rows:
-                cells = (row["seq"], f"{row['stream']} {row['stream_seq']}", row["consumer"], row["reason"])
-                table.add_row(*map(str, cells), str(row["deliveries"]), row["detail"][:80])
+                cells = (
+                    row["seq"], f"{row['stream']} {row['stream_seq']}", row["consumer"], row["reason"],
+                    row["deliveries"], visible(row["detail"][:80]),
+                )  # fmt: skip
+                table.add_row(*(escape(str(cell)) for cell in cells))
             out.print(table)
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)

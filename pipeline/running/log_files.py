@@ -30,6 +30,7 @@ from rich.text import Text
 
 from pipeline.arguments import whole_number
 from pipeline.config import ConfigError
+from pipeline.printing import visible
 from pipeline.running.runs import find_run
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -207,10 +208,10 @@ def shown(entry: Entry, width: int) -> Text:
     at = datetime.fromtimestamp(entry.at, UTC).strftime("%H:%M:%S.%f")[:-3] if entry.at else " " * 12
     line = Text(f"{at} ", style="dim")
     line.append(f"{entry.service:<{width}} ", style="cyan")
-    line.append(entry.text, style=_STYLES.get(entry.level, ""))
+    line.append(visible(entry.text), style=_STYLES.get(entry.level, ""))
     for name, value in entry.fields.items():
         said = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        line.append(f" {name}=", style="dim").append(said)
+        line.append(f" {name}=", style="dim").append(visible(said))
     return line
 
 

@@ -15,6 +15,7 @@ from pipeline import streams
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.printing import visible
 from pipeline.running.liveness import fills
 from pipeline.running.runs import STATE, is_alive, log_of, run_settings
 from pipeline.security.signing import Trust
@@ -109,7 +110,7 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         console.print(f"[bold red]alarm[/] {alarm}", soft_wrap=True)
     for one in state.get("raised", ()):
         of = f" of {one['model']}" if one["model"] else ""
-        told = f"{one['alarm']}{of}: {escape(one['detail'])} (docs/alarms.md)"
+        told = f"{one['alarm']}{of}: {escape(visible(one['detail']))} (docs/alarms.md)"
         console.print(f"[bold red]alarm[/] {told}", soft_wrap=True)
     if "streams" not in state:
         console.print(f"log: {state['log']}", soft_wrap=True)

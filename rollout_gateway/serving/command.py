@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from pipeline.config import ConfigError
 from pipeline.names import InvalidNameError, parse_version
+from pipeline.printing import visible
 from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect
 
 _DONE = {
@@ -118,7 +119,7 @@ def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(policies) + "\n")
         return
     for policy in policies:
-        sys.stdout.write(describe(policy) + "\n")
+        sys.stdout.write(visible(describe(policy)) + "\n")
 
 
 def describe(policy: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import duckdb
 
 from pipeline.config import ConfigError
+from pipeline.printing import visible
 from pipeline.running import gateway_api
 from pipeline.running.gateway_api import GatewayError
 from pipeline.running.runs import run_settings
@@ -24,6 +25,10 @@ Data = dict[str, Any]
 
 _NOT_YET = (
     "It is not in the store yet, where it appears some seconds after it was recorded. The gateway says:"
+)
+
+_PERHAPS_NONE = (
+    "It was neither scored nor discarded. The same is said of a name that no group has: check the name."
 )
 
 
@@ -48,13 +53,15 @@ def run(
                     raise
                 data = _of_gateway(what, args, error)
                 shown = "\n".join([_NOT_YET, *(f"  {name}: {value}" for name, value in data.items())])
+                if what == "group" and data.get("status") == "waiting":
+                    shown += f"\n{_PERHAPS_NONE}"
     except ConfigError as error:
         sys.stderr.write(f"journeyman {what} show: {error}\n")
         return 2
     except (PageError, StoreError, duckdb.Error) as error:
-        sys.stderr.write(f"journeyman {what} show: {error}\n")
+        sys.stderr.write(visible(f"journeyman {what} show: {error}\n"))
         return 1
-    sys.stdout.write((as_json(data).decode() if args.json else shown) + "\n")
+    sys.stdout.write((as_json(data).decode() if args.json else visible(shown)) + "\n")
     return 0
 
 

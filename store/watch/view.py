@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
+from pipeline.printing import visible
 from store.watch.snapshot import Model, Snapshot
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -181,7 +182,7 @@ def _alarm_texts(snapshot: Snapshot) -> list[str]:
     for alarm in snapshot.alarms:
         of = f" of {alarm['model']}" if alarm["model"] else ""
         own.append(f"{alarm['title']}{of}: {alarm['detail']}")
-    return [*snapshot.supervisor_alarms, *own]
+    return [visible(text) for text in (*snapshot.supervisor_alarms, *own)]
 
 
 def _foot(snapshot: Snapshot) -> Text:

@@ -20,12 +20,12 @@ from tests.pipeline.log.test_broker import completed
 pytestmark = pytest.mark.anyio
 
 
-async def make_dead_letter(broker: Broker, payload: bytes) -> None:
+async def make_dead_letter(broker: Broker, payload: bytes, detail: str = "why") -> None:
     """A letter that the judge gave up, as a fault that is gone now would leave it."""
     await broker.publish(
         DeadLettered(
             project="", stream="ROLLOUTS", stream_seq=1, original_subject="rollout.completed.p.m.t1",
-            consumer="judge", reason="undecodable", detail="why", payload=payload, headers={"traceparent": "tp"},
+            consumer="judge", reason="undecodable", detail=detail, payload=payload, headers={"traceparent": "tp"},
         )
     )  # fmt: skip
 
@@ -103,13 +103,15 @@ async def test_what_fails_again_is_a_new_letter(nats_config: NatsConfig) -> None
 def test_the_command(nats_config: NatsConfig, capfd: pytest.CaptureFixture[str]) -> None:
     async def fill() -> None:
         async with Broker.connect(nats_config) as broker:
-            await make_dead_letter(broker, b"\xc1 not an event")
+            await make_dead_letter(broker, b"\xc1 not an event", detail="no [/field] \x1b[2J")
 
     anyio.run(fill)
     where = ["--nats-url", nats_config.url]
     assert dead.main(["list", "--json", *where]) == 0
     (row,) = json.loads(capfd.readouterr().out)
     assert (row["seq"], row["consumer"], row["reason"]) == (1, "judge", "undecodable")
+    assert dead.main(["list", *where]) == 0
+    assert "no [/field] \\x1b[2J" in " ".join(capfd.readouterr().out.split())
     assert dead.main(["show", "1", *where]) == 0
     assert "not an event" in json.loads(capfd.readouterr().out)["payload"]
     assert dead.main(["drop", *where]) == 1

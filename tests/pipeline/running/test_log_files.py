@@ -55,6 +55,13 @@ def test_services_levels_and_the_last_lines_are_chosen(run: Path, capsys: pytest
     assert "no log of gatway; there are: gateway, trainer" in capsys.readouterr().err
 
 
+def test_what_was_logged_acts_on_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "judge.log").write_text(line(1.0, "said\x1b[2J", detail="\x1b]0;t\x07"))
+    assert main(["--run-dir", str(tmp_path)]) == 0
+    assert "said\\x1b[2J detail=\\x1b]0;t\\x07" in capsys.readouterr().out
+
+
 def test_invalid_arguments_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(tmp_path / "nope")]) == 2
     assert f"{tmp_path / 'nope'} is no run with logs" in capsys.readouterr().err

@@ -129,6 +129,15 @@ def test_a_long_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
 
 
+def test_what_a_model_wrote_acts_on_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (opened, *_) = run_of_one_step()
+    reply = {"role": "assistant", "content": "\x1b[2Jgone"}
+    said = json.dumps({"choices": [{"message": reply}]}).encode()
+    fill(tmp_path, [opened, exchange("t0", 0, response=said)])
+    assert trajectory(["show", "t0", "--run-dir", str(tmp_path)]) == 0
+    assert "    \\x1b[2Jgone" in capsys.readouterr().out
+
+
 def test_a_group_is_shown_side_by_side(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert group(["show", "g0", "--run-dir", str(run)]) == 0
     told = capsys.readouterr().out
@@ -148,6 +157,8 @@ def test_what_is_too_new_is_asked_of_the_gateway(
     told = capsys.readouterr().out
     assert "not in the store yet" in told
     assert "  status: open\n  exchanges: 3\n" in told
+    assert group(["show", "young", *there]) == 0
+    assert "  status: waiting\nIt was neither scored nor discarded." in capsys.readouterr().out
     assert group(["show", "young", "--json", *there]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "waiting"
 
