@@ -241,6 +241,7 @@ class Journeyman:
                 reply = self._http.request(method, path, json=body)
             except httpx.TransportError as error:
                 last_problem = transport_problem(error)
+                backoff.unreachable(self.url, last_problem)
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)
@@ -375,6 +376,7 @@ class AsyncJourneyman:
                 reply = await self._http.request(method, path, json=body)
             except httpx.TransportError as error:
                 last_problem = transport_problem(error)
+                backoff.unreachable(self.url, last_problem)
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import operator
 import secrets
 import sys
 import time
@@ -135,12 +136,17 @@ def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], o
 async def call_rollout(
     rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
 ) -> float | None:
-    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`."""
-    if inspect.iscoroutinefunction(rollout):
-        reward: float | None = await rollout(run, task)
-        return reward
-    found = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
-    return await found if inspect.isawaitable(found) else found
+    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`.
+
+    Raises what the rollout raises, and `RuntimeError` if it calls `sys.exit`."""
+    try:
+        if inspect.iscoroutinefunction(rollout):
+            reward: float | None = await rollout(run, task)
+            return reward
+        found = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
+        raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
 
 
 async def gather(
@@ -167,7 +173,12 @@ async def gather(
     is a count (1 or more) or a share of all attempts (below 1). If more rollouts raise, the others are cancelled and
     completed as `no_result`, and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or
     `concurrency` is below 1, `max_exceptions` below 0, or two tasks have one name, and `TypeError` for a rollout that
-    is no function."""
+    is no function and for numbers that are not whole."""
+    try:
+        group_size, concurrency = operator.index(group_size), operator.index(concurrency)
+    except TypeError:
+        told = f"group_size and concurrency must be whole numbers, not {group_size!r} and {concurrency!r}"
+        raise TypeError(told) from None
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
     if max_exceptions < 0:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
+
+_log = logging.getLogger("journeyman")
 
 RETRIED_STATUSES = (429, 502, 503, 504)
 CONFLICT = 409
 NOT_FOUND = 404
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_WARN_AFTER_S, _WARN_EVERY_S = 3.0, 30.0
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 """OpenSSL's reasons when the other side answers in plain text."""
 _PROBLEM_CHARACTERS = 200
@@ -36,9 +41,23 @@ class GatewayUnavailableError(JourneymanError):
 class Backoff:
     """Exponential backoff, for at most `wait_s` seconds."""
 
+    _warned: ClassVar[dict[str, float]] = {}
+    """When a gateway was last said to be unreachable, by its URL: many requests wait for it at the same time."""
+
     def __init__(self, wait_s: float) -> None:
         self._wait_s, self._pause_s = wait_s, _FIRST_PAUSE_S
-        self._end = time.monotonic() + wait_s
+        self._began = time.monotonic()
+        self._end = self._began + wait_s
+
+    def unreachable(self, url: str, problem: str) -> None:
+        """Log a warning if the gateway has been unreachable for some seconds: with a wrong URL, a program would
+        otherwise wait `wait_s` without a word."""
+        now = time.monotonic()
+        if now - self._began < _WARN_AFTER_S or now - self._warned.get(url, -math.inf) < _WARN_EVERY_S:
+            return
+        self._warned[url] = now
+        left = max(0.0, self._end - now)
+        _log.warning("the gateway %s can't be reached (%s); trying for %.0f s more", url, problem, left)
 
     def next_pause(self, last_problem: str, retry_after_s: float = 0.0) -> float:
         """Return the seconds to wait before the next attempt: at least `retry_after_s`, but not beyond the end.

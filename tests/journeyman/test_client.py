@@ -75,6 +75,37 @@ def test_a_url_without_a_scheme_fails_at_once(client: type[Journeyman] | type[As
             client(url)
 
 
+async def test_an_unreachable_gateway_is_told_while_the_client_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused")
+
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    async def sleep_async(seconds: float) -> None:
+        sleep(seconds)
+
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
+    with Journeyman("http://one", wait_s=20) as jm:
+        jm._http = httpx.Client(base_url=jm.url, transport=httpx.MockTransport(refuse))
+        with pytest.raises(GatewayUnavailableError):
+            jm.policies()
+    (told,) = caplog.messages
+    assert "the gateway http://one can't be reached (connection refused); trying for" in told
+    async with AsyncJourneyman("http://two", wait_s=80) as ajm:
+        await ajm._http.aclose()
+        ajm._http = httpx.AsyncClient(base_url=ajm.url, transport=httpx.MockTransport(refuse))
+        with pytest.raises(GatewayUnavailableError):
+            await ajm.policies()
+    assert len(caplog.messages) == 1 + 3
+
+
 async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def overloaded(_: httpx.Request) -> httpx.Response:
         return httpx.Response(503, text="x" * 1000, headers={"retry-after": "7"})

@@ -211,7 +211,23 @@ async def test_what_can_t_be_gathered_is_said_so(stub: StubGateway) -> None:
     async with AsyncJourneyman(stub.url) as client:
         with pytest.raises(ValueError, match="group_size and concurrency must be at least 1, not 0 and 64"):
             await client.gather("m", [1], rollout, group_size=0)
+        with pytest.raises(TypeError, match="must be whole numbers"):
+            await client.gather("m", [1], rollout, group_size=2.5)  # type: ignore[arg-type]
         assert await client.gather("m", [], rollout, progress=False) == []
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_a_rollout_that_exits_ends_itself_only(stub: StubGateway, plain: bool) -> None:
+    def exits(run: Trajectory, task: int) -> float:
+        sys.exit(3)
+
+    async def exits_too(run: Trajectory, task: int) -> float:
+        sys.exit(3)
+
+    rollout = exits if plain else exits_too
+    async with AsyncJourneyman(stub.url) as client:
+        (group,) = await client.gather("m", [1], rollout, group_size=1, max_exceptions=5, progress=False)
+    assert [str(error) for error in group.exceptions] == ["the rollout called sys.exit(3)"]
 
 
 async def test_too_many_exceptions_do_not_wait_for_threads_and_leave_nothing_open(stub: StubGateway) -> None:
