@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.events import PolicyLoaded, PolicyUnloaded, now_us
 from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.names import InvalidNameError, parse_version
+from pipeline.names import InvalidNameError, parse_version, version_name
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
 from rollout_gateway.sampler import adapter_api
@@ -217,6 +217,8 @@ class ServerController:
         if not incarnation:  # no metrics: only the loss of its adapters shows a restart
             incarnation = self._incarnation if self._incarnation and not lost else f"{time.time():.3f}"
         if incarnation != self._incarnation:
+            names = [version_name(model, 0) for model in self._policies.models]
+            await server_state.check_base_names(self._server, self.name, names)
             if self._incarnation:
                 log.warning("inference server restarted", replica=self.name, incarnation=incarnation)
             self._complete = False

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
+
+log = get_logger("rollout_gateway.serving.server_state")
 
 
 class _ModelCard(msgspec.Struct):
@@ -26,6 +29,19 @@ async def loaded_adapters(server: Upstream) -> dict[str, str]:
     """Return the folders of the loaded adapters by version. Raises `UpstreamError`, `msgspec.DecodeError`."""
     cards = msgspec.json.decode(await _fetch(server, "/v1/models"), type=_ModelCards).data
     return {card.id: card.root or "" for card in cards if card.parent is not None}
+
+
+async def check_base_names(server: Upstream, replica: str, names: list[str]) -> None:
+    """Log an error if the server does not serve its base model under each of `names`, which calls for the base model
+    have. Raises `UpstreamError`, `msgspec.DecodeError`."""
+    cards = msgspec.json.decode(await _fetch(server, "/v1/models"), type=_ModelCards).data
+    served = sorted(card.id for card in cards if card.parent is None)
+    if missing := [name for name in names if name not in served]:
+        told = (
+            "the inference server does not serve its base model under the name that calls have, so they fail; "
+            "start it with --served-model-name and the missing names"
+        )
+        log.error(told, replica=replica, missing=missing, served=served)
 
 
 async def process_start_time(server: Upstream) -> str:
