@@ -28,10 +28,16 @@ class VerifiersScenarios:
         Raises `ScenarioError` if verifiers or the environment is not installed."""
         try:
             verifiers: Any = importlib.import_module("verifiers")
+            if not hasattr(verifiers, "load_environment"):
+                raise ScenarioError(
+                    f"verifiers {getattr(verifiers, '__version__', '')} is installed, which has tasksets and harnesses "
+                    "in place of `load_environment`; 0.1.12 to 0.3.0 are supported: pip install "
+                    "'journeyman[verifiers]'"
+                )
             clients: Any = importlib.import_module("verifiers.clients")
         except ImportError as error:
             raise ScenarioError(
-                f"verifiers 0.1 to 0.3.0 is not installed ({error}): pip install 'journeyman[verifiers]'"
+                f"verifiers 0.1.12 to 0.3.0 is not installed ({error}): pip install 'journeyman[verifiers]'"
             ) from error
         try:
             self._environment: Any = verifiers.load_environment(name, **arguments)
