@@ -267,7 +267,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _shuffle_files(items, seed)
     elif hasattr(config, "workerinput"):
         # Long tests come first, so that no worker begins one when the others have finished.
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("vllm")))
+
+
+class _GroupNames:
+    """Puts the group of a test into its node id, where pytest-xdist's scheduler looks for it. pytest-xdist 3.8 sets
+    `_nodeid` to that end, which pytest 9.2 no longer reads: each worker would start a vLLM."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            group = "_".join(sorted({mark.args[0] for mark in item.iter_markers("xdist_group")}))
+            if group and not item.nodeid.endswith(f"@{group}"):
+                item._id = type(item.id).parse(f"{item.nodeid}@{group}")
 
 
 def _worker_group(item: pytest.Item) -> str:
@@ -302,8 +314,10 @@ def _shuffle_seed() -> str:
     return os.environ.get(SHUFFLE, "")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     _shuffle_seed()
+    if getattr(config.option, "loadgroup", False):  # a worker under `--dist loadgroup`
+        config.pluginmanager.register(_GroupNames())
 
 
 def _shuffle_files(items: list[pytest.Item], seed: str) -> None:

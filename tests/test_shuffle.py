@@ -36,6 +36,9 @@ def shared() -> None:
 def test_what_a_module_shares_is_made_in_one_worker(request: pytest.FixtureRequest, shared: None) -> None:
     (group,) = request.node.iter_markers("xdist_group")
     assert group.args == ("tests/test_shuffle.py",)
+    # pytest-xdist's scheduler knows node ids only.
+    scheduled = getattr(request.config.option, "loadgroup", False)
+    assert request.node.nodeid.endswith("@tests/test_shuffle.py") == scheduled
 
 
 def test_what_is_alone_goes_to_any_worker(request: pytest.FixtureRequest) -> None:
