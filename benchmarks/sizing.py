@@ -177,7 +177,7 @@ def inputs() -> str:
         ("events a second that one store writes, before Delta Lake", f"{m.written_per_process_s:,.0f}",
          "`make bench-store`"),
         ("processor time of the judge for a group of eight, without the judge model's",
-         f"{1000 * m.judge_core_s:.0f} ms", "`make bench-judge`, earlier version"),
+         f"{1000 * m.judge_core_s:.0f} ms", "`make bench-judge`"),
         ("events of 4 KB a second with three copies, three servers on two cores", f"{m.log_events_s:,.0f}",
          "measured once by hand with NATS 2.15"),
     )  # fmt: skip
