@@ -1,9 +1,9 @@
-"""What the log says of a group: which completed trajectories are its members, and which message closed it.
+"""Computes the state of a group from its messages on the log: its members, and the message that closed it.
 
-A pure function of messages, so every judge process that reads the same log comes to the same answer. A group is the
-trajectories of one project, model, group id and split. The log orders them: the completion that makes the group full
-closes it, or the group's `rollout.timeout` if that comes first. What completes after it is late. Trajectories without
-a result count, so that a failed one does not keep its group open.
+It is a pure function, so all judge processes that read the same messages compute the same state. A group consists of
+the trajectories with the same project, model, group id and split. Their order is that of the stream: the group is
+closed by the completion that makes it full, or by its `rollout.timeout` if that comes first. Completions after that are
+late. Trajectories with the outcome `no_result` count, so that a failed one does not keep its group open.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.events import AnyEvent, GroupTimedOut, Split, TrajectoryCompleted
 from pipeline.log.broker import Recorded
 
 MOVED_HEADER = "Journeyman-Moved-From"
-"""Header of a completion that a judge moved to its group's subject: the sequence at which it was recorded."""
+"""Header of a completion that a judge published again on its group's subject: the sequence of the original."""
 
 
 class GroupKey(NamedTuple):
@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
     event: TrajectoryCompleted
     seq: int
-    """Stream sequence at which the trajectory was recorded as completed."""
+    """Stream sequence of its `rollout.completed`."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupOnLog:
-    """A group as far as the log was read."""
+    """The state of a group after the messages that were read."""
 
     group: Group
-    """Its members: all that completed before it was closed."""
+    """The group with its members: the trajectories that completed before it was closed."""
     late: dict[int, Arrival]
-    """What completed after it was closed, by the sequence of the message."""
+    """Trajectories that completed after it was closed, by the sequence of the message."""
     first: int
     """Sequence of the message of the first member; 0 if there is none."""
     closed_at: int
@@ -64,14 +64,15 @@ class GroupOnLog:
 
 
 def key_of(event: TrajectoryCompleted | GroupTimedOut) -> GroupKey:
-    """Return the group of a trajectory, or the one whose time was up."""
+    """Return the group of a completed trajectory, or of a time-out."""
     group = event.group if isinstance(event, GroupTimedOut) else event.group_key
     return GroupKey(event.project, event.model, group, event.split)
 
 
 def read_group(key: GroupKey, messages: Iterable[Recorded[AnyEvent]], group_size: int) -> GroupOnLog:
-    """Return what `messages`, in stream order, say of a group. Those of other groups are skipped. `group_size` is the
-    size of groups whose members announce none."""
+    """Return the state of a group after `messages`, which are in stream order; messages of other groups are skipped.
+
+    `group_size`: the size of the group if none of its members announces one."""
     members: dict[str, Arrival] = {}
     late: dict[int, Arrival] = {}
     first = closed_at = announced = 0
@@ -85,7 +86,7 @@ def read_group(key: GroupKey, messages: Iterable[Recorded[AnyEvent]], group_size
                 closed_at, closed_by = message.seq, "timeout"
             continue
         if event.trajectory in members:
-            continue  # a dead letter that was delivered again
+            continue  # a dead letter that was published again
         arrival = Arrival(event, int(message.headers.get(MOVED_HEADER, message.seq)))
         if closed_at:
             late[message.seq] = arrival

@@ -1,13 +1,14 @@
 """The judge service: consumes completed trajectories, publishes scored groups.
 
-It holds no groups. On a completed trajectory it reads the group's completions from the log. The one that closes the
-group (`judge.groups`) is held until the log has acknowledged the group's `group.scored` or `group.discarded`; every
-other one is acknowledged at once. So any number of processes share the durable consumer: each delivery says to the one
-process that gets it what is to be done, and a process that dies loses nothing but the work that it had begun. The
-deadline of an open group is a timer of the log's server, which is delivered to one of the processes like a trajectory.
+It keeps no groups in memory. When a completed trajectory is delivered, it reads the group's completions from the log.
+The completion that closes the group (`judge.groups`) is acknowledged after the log has acknowledged the group's
+`group.scored` or `group.discarded`; all others are acknowledged at once. Therefore any number of processes can share
+the durable consumer: the process that gets the closing delivery scores the group, and if it dies, the delivery goes to
+another one. The deadline of an open group is a timer of the NATS server, which delivers it to one process like a
+trajectory.
 
 Each group has its own subject, limited to one message, so the broker rejects a second score. If a group's event is
-already on the log, the judge adopts it and records its own trajectories that are missing from that event as late.
+already on the log, the judge keeps it, and records the group's trajectories that are missing from it as late.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ log = get_logger("judge")
 _BATCH = 512
 _WAIT_S = 1.0
 _READS = 32
-"""Groups that are read from the log at once."""
+"""Number of groups that are read from the log concurrently."""
 _SCORING = 256
-"""Groups that a process scores at once if they need no judge model."""
+"""Number of groups that a process scores concurrently if they need no judge model."""
 _MAX_SCORING = 1024
-"""Groups in memory at once, those included whose judge model does not answer. The rest stays on the log."""
-_WRONG_S = 1.0
-"""How long an event that should not be on its subject is given back. In the end it becomes a dead letter."""
-_ASK_AGAIN, _ASK_AGAIN_WAITS = 3, 6
-"""How often, and after how many times the ack wait, the timer of a group that is full but not scored is delivered
-again."""
+"""Maximum number of groups in memory, including those whose judge model does not answer. Other groups stay on the
+log."""
+_WRONG_EVENT_DELAY_S = 1.0
+"""Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
+dead letter."""
+_TIMER_REDELIVERIES, _TIMER_DELAY_ACK_WAITS = 3, 6
+"""If the timer of a group is due and the group is full but not scored, the timer is delivered again up to 3 times, each
+time after 6 times the ack wait."""
 
 
 def check(config: Config) -> None:
@@ -78,7 +81,7 @@ async def serve(config: Config, ready: Ready) -> None:
         broker.consume("judge-timers") as timers,
     ):
         number = process_number()
-        # One process of a machine scores the anchors: they tell of the judge model, not of the process.
+        # One process per machine scores the anchors, because they measure the judge model, not the process.
         file = config.judge.anchors.file if number == 1 else ""
         anchors = read_labelled(Path(file)) if file else []
         path = config.path("judge.json" if number == 1 else f"judge-{number}.json")
@@ -94,12 +97,13 @@ async def serve(config: Config, ready: Ready) -> None:
 
 
 class Judge:
-    """A process that scores groups. Any number of them may run."""
+    """Scores groups. Any number of processes may run one."""
 
     def __init__(
         self, broker: Broker, config: Config, composer: RewardComposer | None, judge_id: str
     ) -> None:
-        """`judge_id` is the judge configuration's hash."""
+        """`composer`: scores groups with a judge model or composed rewards; `None` if only agents' rewards are used.
+        `judge_id`: hash of the judge configuration."""
         self._broker, self._config, self._composer = broker, config.judge, composer
         self._judge_id = judge_id
         self._log = GroupLog(broker, config.judge)
@@ -117,8 +121,8 @@ class Judge:
     async def _take(
         self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[None]]
     ) -> None:
-        """Handle deliveries in batches, as long as there is room to score the groups that they close. `per_group`:
-        how many deliveries make one group."""
+        """Pass deliveries to `handle` in batches while more groups can be scored. `per_group`: the number of deliveries
+        that a group has."""
         while True:
             while (room := self._room()) <= 0:
                 with anyio.move_on_after(_WAIT_S):
@@ -126,8 +130,8 @@ class Judge:
             await handle(await messages.batch(min(room * per_group, _BATCH), _WAIT_S))
 
     def _room(self) -> int:
-        """Return how many more groups this process should score now. What it does not take, another one can. 0 while
-        there is little room, so that deliveries come in batches."""
+        """Return how many more groups this process should take now, so that other processes get the rest. 0 if it is
+        less than a quarter of the limit, so that deliveries are taken in batches."""
         scoring = len(self._scoring)
         at_once, paused = _SCORING, 0
         if self._composer is not None:
@@ -140,7 +144,7 @@ class Judge:
         for delivery in batch:
             event = delivery.event
             if not isinstance(event, TrajectoryCompleted):
-                await delivery.give_back(_WRONG_S)
+                await delivery.give_back(_WRONG_EVENT_DELAY_S)
             elif names_group(delivery, event):
                 by_group[key_of(event)].append(delivery)
             else:
@@ -149,11 +153,11 @@ class Judge:
         await gather(self._on_arrivals, list(by_group.items()), _READS)
 
     async def _on_arrivals(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
-        """Handle completions of one group: score it if one of them closed it, acknowledge the others."""
+        """Handle completions of one group: score the group if one of them closed it; acknowledge the others."""
         key, deliveries = arrived
         deliveries.sort(key=lambda delivery: delivery.seq)
         while (found := await self._log.read(key, deliveries[-1].place)) is None:
-            await deliveries.pop().ack()  # the log no longer holds it
+            await deliveries.pop().ack()  # the log has deleted it since
             if not deliveries:
                 return
         if late := [found.late[d.seq] for d in deliveries if d.seq in found.late]:
@@ -170,23 +174,23 @@ class Judge:
         await gather(self._on_timer, batch, _READS)
 
     async def _on_timer(self, delivery: Delivery) -> None:
-        """Close a group whose time is up, unless it has ended or is full."""
+        """Close a group that has timed out, unless it was scored or discarded or is full."""
         event = delivery.event
         if not isinstance(event, GroupTimedOut):
-            await delivery.give_back(_WRONG_S)
+            await delivery.give_back(_WRONG_EVENT_DELAY_S)
             return
         key = key_of(event)
         if key in self._scoring or (await self._log.end_of(key)).ended:
             await delivery.ack()
             return
-        place = await self._log.time_out(event)
+        place = await self._log.record_timeout(event)
         found = await self._log.read(key, place)
-        if found is None or not found.group.members:  # they expired
+        if found is None or not found.group.members:  # its trajectories were deleted by retention
             await delivery.ack()
-        elif found.closed_at != place.seq and delivery.deliveries <= _ASK_AGAIN:
-            # The completion that made it full is being handled, or waits in a backlog. If it was acknowledged under
-            # other settings, by which the group was not full, nobody scores the group but this timer.
-            await delivery.give_back(_ASK_AGAIN_WAITS * consumer("judge").ack_wait_s)
+        elif found.closed_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
+            # The completion that made the group full is being handled, or waits in a backlog. If it was acknowledged
+            # under other settings, by which the group was not full, only this timer makes a process score the group.
+            await delivery.give_back(_TIMER_DELAY_ACK_WAITS * consumer("judge").ack_wait_s)
         else:
             self._begin_scoring(found.group, delivery)
 
@@ -198,7 +202,7 @@ class Judge:
         self._tasks.start_soon(self._score, group)
 
     async def _score(self, group: Group) -> None:
-        """Score a closed group, publish its event, then acknowledge the delivery that closed it."""
+        """Score a closed group, publish its event, then acknowledge the deliveries that closed it."""
         key = group.key
         if group.closed_by == "size":
             await self._log.cancel_deadline(key)
@@ -212,12 +216,13 @@ class Judge:
         self._ended = anyio.Event()
 
     async def _publish_end(self, group: Group) -> frozenset[str]:
-        """Score a group and publish the result. Return the trajectories that the event on the log holds: if another
-        process published one first, that one counts."""
+        """Score a group and publish the result. Return the trajectories in the group's event on the log, which is
+        another process's if that one was published first."""
         event = await score_closed(group, self._config, self._judge_id, self._composer)
         crash.point("judge.before_publish")
         if isinstance(event, GroupDiscarded):
-            # Its subject takes any number of events: look again, as scoring may have taken long.
+            # Unlike `group.scored`, its subject accepts any number of events, so check for another process's event
+            # first.
             if (end := await self._log.end_of(group.key)).ended:
                 return end.trajectories
             log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)

@@ -194,7 +194,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1, with a line on stderr, where the query or the store fails."""
+    """Run the command. Return 0 on success, and 1, with an error on stderr, if the query or the store fails."""
     args = parse_args(argv)
     try:
         with connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:

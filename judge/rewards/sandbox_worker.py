@@ -150,7 +150,7 @@ class _Supervisor:
         line, _, self._requests = self._requests.partition(b"\n")
         return line
 
-    def _read_requests(self) -> None:
+    def _read_requests(self) -> None:  # raises `_ClosedError` once the judge has closed its end of the pipe
         if not (read := os.read(0, 1 << 20)):
             raise _ClosedError
         self._requests += read

@@ -1,8 +1,8 @@
-"""Alarms: conditions of a run that an operator should know of. The store service checks them.
+"""Alarms: conditions of a run that are reported to an operator. The store service checks them.
 
 | module | what lives there |
 | --- | --- |
-| `table` | the eleven alarms: query, setting, what to do |
+| `table` | the eleven alarms: query, threshold setting, action |
 | `reading` | runs the queries; `of_run`: the alarms of a run as rows, for pages and views |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
 | `webhook` | posts these changes to `alarms.webhook` |

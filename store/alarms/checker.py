@@ -1,10 +1,10 @@
-"""The check of the alarms, a task of the store service: every `alarms.every_s` it runs the eleven queries,
-publishes `policy.alarm` for each alarm that began or ended, and gives the change to the webhook.
+"""Checks the alarms, as a task of the store service. Every `alarms.every_s` it runs the eleven queries, publishes
+`policy.alarm` for each alarm that is raised or cleared, and passes the change to the webhook.
 
-The queries run in a thread with a DuckDB of one thread, so the writers go on meanwhile. Which alarms hold is read
-from the log before each change: a restart raises nothing twice, and of several stores one raises an alarm. Their
-settings and disks may differ, so a store ends only an alarm that it has found itself, or that was raised before it
-started.
+The queries run in a separate thread, with a DuckDB of one thread, so the writers continue. The raised alarms are read
+from the log before each change, so a restart raises no alarm again, and only one of several stores raises it. The
+settings and disks of stores may differ, so a store clears only alarms that it has found itself, or that were raised
+before it started.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from store.storage import StoreError
 log = get_logger("store.alarms")
 
 _CLEAR_AFTER = 2
-"""Checks in a row in which the condition does not hold before an alarm ends: it does not flicker at its threshold."""
-_PAUSE = 20
-"""A long check is followed by a pause of so many times its length, which leaves the machine to the writers."""
+"""Number of consecutive checks without the condition after which an alarm is cleared, so that a value at the threshold
+does not raise and clear it repeatedly."""
+_PAUSE_FACTOR = 20
+"""A check is followed by a pause of at least this many times its duration, so that checks use little CPU time."""
 _MEMORY = "256MB"
 
 Key = tuple[str, str, str, str]
@@ -48,22 +49,22 @@ class Checker:
     """Checks the alarms of one run."""
 
     def __init__(self, config: Config, broker: Broker, tell: Callable[[AlarmChanged], None]) -> None:
-        """`tell` is called with every change that this checker published, once the log holds it."""
+        """`tell` is called with each change that this checker has published, after the log has acknowledged it."""
         self._config, self._broker, self._tell = config, broker, tell
         self._raised: dict[Key, AlarmChanged] = {}
-        """The alarms that hold, by the log."""
+        """The raised alarms, according to the log."""
         self._mine: set[Key] = set()
-        """Alarms that this checker may end."""
+        """Alarms that this checker may clear."""
         self._sent: dict[Key, AlarmChanged] = {}
-        """The changes that it published last and has not read back."""
+        """Changes that this checker has published and not yet read from the log."""
         self._newest: dict[str, int] = {}
-        """The sequence of the newest change that was read, by subject."""
+        """By subject, the sequence of the newest change that was read."""
         self._read_to = 0
         """The sequence up to which changes were read."""
         self._started = False
         self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
         self._absent: dict[Key, int] = {}
-        """Checks since the condition of a raised alarm held last."""
+        """By raised alarm, the number of checks since its condition was last met."""
         self._lake, self._shown = open_lake(config), dict[str, list[str]]()
 
     async def run(self) -> None:
@@ -79,22 +80,21 @@ class Checker:
             duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection,
         ):
             while True:
-                await anyio.sleep(max(self._config.alarms.every_s, _PAUSE * took_s))
+                await anyio.sleep(max(self._config.alarms.every_s, _PAUSE_FACTOR * took_s))
                 began = anyio.current_time()
                 # A thread can't be stopped: a cancellation waits for the end of the round.
                 with anyio.CancelScope(shield=True):
-                    found, unknown = await self._look(connection)
+                    found, unknown = await self._check(connection)
                 took_s = anyio.current_time() - began
                 try:
                     await self._catch_up()
                 except BrokerError as error:
-                    log.warning("the alarms that hold are not known", why=str(error))
+                    log.warning("the raised alarms could not be read from the log", why=str(error))
                     continue
                 await self._apply(found, unknown)
 
     async def _catch_up(self) -> None:
-        """Read from the log which alarms hold, and tell of the changes that this checker published. Raises
-        `BrokerError`."""
+        """Read the changes on the log, and call `tell` for those that this checker published. Raises `BrokerError`."""
         for recorded in await self._broker.read(AlarmChanged, start_seq=self._read_to + 1):
             event = recorded.event
             key = _key(event)
@@ -118,15 +118,16 @@ class Checker:
             self._mine |= self._raised.keys()
             self._started = True
 
-    async def _look(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Found], set[str]]:
-        """Run all queries. Returns what was found, and the names of the alarms that could not be checked."""
+    async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Found], set[str]]:
+        """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
+        checked."""
         fills, measured = await self._fills()
         unwritten: list[Unwritten] = []
         unknown = set() if measured else {"log_full"}
         try:
             unwritten = await self._unwritten.found(self._broker)
         except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-            log.warning("what the store has not written is not known", why=str(error) or type(error).__name__)
+            log.warning("the store's lag could not be read", why=str(error) or type(error).__name__)
             unknown.add("store_behind")
         found, failed = await anyio.to_thread.run_sync(self._query, connection, fills, unwritten)
         return found, failed | unknown
@@ -151,7 +152,7 @@ class Checker:
         return found, failed
 
     async def _fills(self) -> tuple[list[Fill], bool]:
-        """The sizes of what may fill up, and whether the log told its own."""
+        """Return the fill of the disk and of the log's streams and buckets, and whether the log's could be read."""
         disk = shutil.disk_usage(self._config.path())
         fills = [
             Fill(
@@ -177,8 +178,8 @@ class Checker:
         return fills, True
 
     async def _apply(self, found: Iterable[Found], unknown: set[str]) -> None:
-        """Publish what began and what ended. Alarms named in `unknown` stay as they are. Where another store was first,
-        or the log does not answer, the next check looks again."""
+        """Publish the alarms that are raised or cleared. Alarms named in `unknown` do not change. If another store has
+        published first, or the log does not answer, the next check tries again."""
         present = {one.key: one for one in found}
         for key, one in present.items():
             self._absent.pop(key, None)

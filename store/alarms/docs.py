@@ -1,4 +1,4 @@
-"""docs/alarms.md, from the table of alarms."""
+"""Generates docs/alarms.md from the table of alarms."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ _HEAD = """# Alarms
 
 <!-- Generated from `store/alarms/table.py` by `python -m store.docs`: edit there. -->
 
-The store service checks eleven conditions every `alarms.every_s` seconds. When one begins to hold and when it ends,
-there is one event each (`policy.alarm`, in [events.md](events.md)) and one post to `alarms.webhook`, if that is set. An
-alarm ends when two checks in a row do not find it. `journeyman status`, `journeyman watch` and the dashboard show the
-alarms that hold; `journeyman sql "FROM alarms ORDER BY since DESC"` lists them all.
+The store service checks eleven conditions every `alarms.every_s` seconds. An alarm is raised when its condition is met,
+and cleared when two checks in a row do not find it. Each change is one event (`policy.alarm`, in
+[events.md](events.md)) and one post to `alarms.webhook`, if that is set. `journeyman status`, `journeyman watch` and
+the dashboard show the raised alarms; `journeyman sql "FROM alarms ORDER BY since DESC"` lists all alarms.
 
-The threshold of each is a setting ([configuration.md](configuration.md)). Its query returns a row for each thing that
-the alarm holds for. `journeyman sql` takes the queries below, which are written with the defaults, as they are. The
-exceptions are `log_full` and `store_behind`: their tables `fills` and `unwritten` hold what the service asks the log
-for.
+The threshold of each alarm is a setting ([configuration.md](configuration.md)). Its query returns one row per model,
+server, consumer or stream that meets the condition. You can run the queries below with `journeyman sql`; they contain
+the default thresholds. Exceptions are `log_full` and `store_behind`: their tables `fills` and `unwritten` are filled by
+the service from the log.
 
-Several stores of one log all check, and an alarm is raised once: each publishes a change only if no other has published
-one since it read the log. A store ends an alarm that it has found itself, or that was raised before it started. Give
-all stores the same `[alarms]` and `vllm.urls`.
+If several stores of one log run, all of them check, and an alarm is raised once: a store publishes a change only if no
+other store has published one since it read the log. A store clears only alarms that it has found itself, or that were
+raised before it started. Give all stores the same `[alarms]` and `vllm.urls`.
 
 ## The webhook
 
 A post is a JSON document: `text` (one line), `id` (the same when a post is repeated), `state` (`raised` or `cleared`),
 `alarm`, `title`, `project`, `run`, `model`, `about`, `value`, `threshold`, `detail`, `action`, `since` and `at`
-(seconds since the Unix epoch). It holds names and figures only. A post that fails is repeated for
-`alarms.webhook_retry_s`; after a status of 400, 401, 403, 404 or 410 it is not. A receiver that is down delays nothing
-but posts. Keep a secret in the URL out of the settings: `alarms.webhook = "https://example.com/${HOOK}"`.
+(seconds since the Unix epoch). It contains names and figures only. A post that fails is repeated for
+`alarms.webhook_retry_s`, except after a status of 400, 401, 403, 404 or 410. A receiver that is down delays only posts.
+Do not write a secret in the URL into the settings; name an environment variable:
+`alarms.webhook = "https://example.com/${HOOK}"`.
 """
 
 
 def runnable(alarm: Alarm) -> str:
-    """The alarm's query with the defaults of its parameters."""
+    """Return the alarm's query with the default values of its parameters."""
     settings = Config().alarms
     values = {
         "threshold": f"{threshold(Config(), alarm):g}",
@@ -50,17 +51,17 @@ def runnable(alarm: Alarm) -> str:
 
 
 def alarms_page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [_HEAD]
     rows = "\n".join(
         f"| [`{a.name}`](#{a.name}) | {a.title} | `{a.setting}` | {threshold(Config(), a):g} |"
         for a in ALARMS
     )
     parts.append(
-        f"## The eleven\n\n| alarm | title | threshold | default |\n| --- | --- | --- | --- |\n{rows}\n"
+        f"## The eleven alarms\n\n| alarm | title | threshold | default |\n| --- | --- | --- | --- |\n{rows}\n"
     )
     parts += [
-        f"## {alarm.name}\n\n{alarm.meaning}\n\n**What to do.** {alarm.action}\n\n"
+        f"## {alarm.name}\n\n{alarm.meaning}\n\n**Action.** {alarm.action}\n\n"
         f"Threshold: `{alarm.setting}`.\n\n```sql\n{runnable(alarm)}\n```\n"
         for alarm in ALARMS
     ]

@@ -1,9 +1,9 @@
-"""The eleven alarms: the query of each, the setting that it compares with, and what to do. docs/alarms.md is generated
-from here.
+"""The eleven alarms: the query of each, its threshold setting, and the action to take. docs/alarms.md is generated from
+here.
 
-A query returns one row for each thing that the alarm holds for: `project`, `model`, `about`, `value` and `detail`. Its
-parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and `$window_s` of `[alarms]`. Three
-tables hold what the checking process measured: `fills`, `unwritten` and `replicas`.
+A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
+meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and
+`$window_s` of `[alarms]`. The tables `fills`, `unwritten` and `replicas` hold measurements of the checking process.
 """
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
@@ -28,24 +28,25 @@ _NEWEST_GROUPS = """newest AS (
 
 @dataclass(frozen=True)
 class Alarm:
-    """One condition of a run that an operator should know of."""
+    """A condition of a run that is reported to an operator."""
 
     name: str
     title: str
     meaning: str
-    """What is wrong while it holds."""
+    """Explanation of the problem."""
     setting: str
     """Dotted name of the setting that `$threshold` stands for."""
     sql: str
     action: str
-    """What to do."""
+    """The action to take."""
 
 
 ENTROPY_COLLAPSE = Alarm(
     "entropy_collapse",
     "Collapse of entropy",
-    "The policy's entropy fell to a small share of what it began with: it answers the same every time, so groups lose "
-    "their variance and training stops.",
+    "The policy's entropy has fallen to a small share of its initial value. The policy gives the same answers every "
+    "time, "
+    "so groups have no variance and nothing is trained.",
     "alarms.entropy_share",
     f"""{_NUMBERED_STEPS}
 SELECT project, model, '' AS about,
@@ -59,21 +60,23 @@ FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
 KL_RISE = Alarm(
     "kl_rise",
     "Rise of KL",
-    "The policy is far from the base model. It may have found a reward that its task does not mean.",
+    "The policy is far from the base model. It may exploit the reward function instead of solving the task.",
     "alarms.kl",
     f"""{_NUMBERED_STEPS}
 SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
   format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
-    "Read some of the best runs (`journeyman group show`). If they cheat, mend the reward and roll back. Else set "
+    "Read some of the best runs (`journeyman group show`). If they exploit the reward, correct it and roll back. "
+    "Otherwise set "
     "`trainer.loss.beta`, lower the learning rate, or raise the threshold.",
 )
 
 SAMPLER_MISMATCH = Alarm(
     "sampler_mismatch",
     "Sampler mismatch",
-    "The inference server's logprobs are not those that the trainer computes for the same tokens and version, or the "
-    "trainer refused a step for this reason. The policy learns from wrong ratios.",
+    "The inference server's logprobs differ from those that the trainer computes for the same tokens and version, or "
+    "the "
+    "trainer refused a step for this reason. The importance ratios are wrong.",
     "alarms.logprob_diff",
     f"""{_NUMBERED_STEPS}
 SELECT project, model, '' AS about,
@@ -84,8 +87,8 @@ UNION ALL
 SELECT '', '', consumer, count(*), format('the trainer refused to train {{}} groups', count(*))
 FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($window_s) GROUP BY consumer""",
     "Check that vLLM runs with `--logprobs-mode processed_logprobs`, with the base model and the dtype of the trainer, "
-    "and without a quantisation that the trainer lacks. `journeyman check-model` tells whether the trainer computes "
-    "the model right.",
+    "and without a quantisation that the trainer does not use. `journeyman check-model` checks whether the trainer "
+    "computes the model correctly.",
 )
 
 JUDGE_DRIFT = Alarm(
@@ -99,28 +102,29 @@ JUDGE_DRIFT = Alarm(
 FROM group_measured WHERE kind = 'anchors'
 QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_seq DESC) = 1
   AND (alarm OR kendall_tau IS NULL OR kendall_tau < $threshold)""",
-    "Look at the anchors that it got wrong (`journeyman judge eval`). If the provider changed the model, name an exact "
+    "Find the anchors that it ranks wrongly (`journeyman judge eval`). If the provider changed the model, name an "
+    "exact "
     "version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
 )
 
 NO_VARIANCE = Alarm(
     "no_variance",
     "No variance",
-    "Nearly all groups have equal rewards, from which nothing is learned: tasks are too easy, too hard, or the reward "
-    "does not tell attempts apart.",
+    "Nearly all groups have equal rewards and train nothing: tasks are too easy or too hard, or the reward does not "
+    "distinguish the attempts.",
     "alarms.no_variance_share",
     f"""WITH {_NEWEST_GROUPS}
 SELECT project, model, '' AS about, avg((NOT has_signal)::INTEGER) AS value,
   format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
 FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-    'See which tasks they are: `journeyman sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
-    'GROUP BY ALL"`. Leave out what is always solved, add harder tasks or finer rewards, or end the training.',
+    'List these tasks: `journeyman sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
+    'GROUP BY ALL"`. Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.',
 )
 
 STARVATION = Alarm(
     "starvation",
     "Starvation",
-    "Long runs are dropped and do not train, so the policy learns from short ones only.",
+    "Many long runs are discarded, so the policy is trained on short runs only.",
     "alarms.starved_share",
     """WITH ended AS (
   SELECT project, model, trajectory, ntile(4) OVER (PARTITION BY project, model ORDER BY "at" - opened_at) AS quarter
@@ -144,7 +148,8 @@ FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
 STALE_DISCARDS = Alarm(
     "stale_discards",
     "Staleness discards",
-    "Many groups are discarded because the policy moved on before they were trained. Their sampling was wasted.",
+    "Many groups are discarded because they are too many steps old when they could be trained. Sampling them was "
+    "wasted.",
     "alarms.stale_share",
     f"""WITH {_NEWEST_GROUPS}, stale AS (
   SELECT DISTINCT project, model, group_id FROM groups
@@ -154,46 +159,49 @@ SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
   format('{{:.0f}}% of the last {{}} groups were too old to train', 100 * value, count(*)) AS detail
 FROM newest n LEFT JOIN stale s USING (project, model, group_id)
 GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-    "The agents make more than the trainer takes. Let fewer run at once (`gateway.pacing`), take more groups per step "
+    "Agents produce more groups than the trainer can train. Limit them (`gateway.max_groups_ahead`), train more "
+    "groups per step "
     "(`trainer.groups_per_step`), or raise `trainer.max_staleness`.",
 )
 
 DEAD_LETTERS = Alarm(
     "dead_letters",
     "Dead letters",
-    "Events could not be used by a consumer, which passed on without them.",
+    "A consumer could not process some events and skipped them.",
     "alarms.dead_letters",
     """SELECT '' AS project, '' AS model, consumer AS about, count(*) AS value,
   format('{} dead letters of consumer {} ({})', count(*), consumer, string_agg(DISTINCT reason, ', ' ORDER BY reason))
     AS detail
 FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING count(*) > $threshold""",
-    "`journeyman dead list` and `journeyman dead show` give the reason. Mend the cause, then `journeyman dead retry` "
+    "`journeyman dead list` and `journeyman dead show` give the reason. Correct the cause, then `journeyman dead "
+    "retry` "
     "or `journeyman dead drop`. The alarm ends when the letters are older than `alarms.window_s`.",
 )
 
 LOG_FULL = Alarm(
     "log_full",
     "Log or disk near its limit",
-    "A stream or bucket of the log nears its byte limit, or the disk of the run directory is nearly full. At the limit "
-    "the log takes no events and model calls fail.",
+    "A stream or bucket of the log is close to its byte limit, or the disk of the run directory is nearly full. At the "
+    "limit the log accepts no events, and model calls fail.",
     "alarms.full_share",
     """SELECT '' AS project, '' AS model, name AS about, bytes / "limit" AS value,
   format('{} is {:.0f}% full ({:.1f} of {:.1f} GB)', name, 100 * value, bytes / 1e9, "limit" / 1e9) AS detail
 FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) / 2 ELSE $threshold END""",
-    "A stream: raise `nats.max_bytes`, see whether the store is behind (`journeyman status`), or shorten the "
-    "retention. The disk: make room, move `store.dir` to object storage, or set `store.keep_days`.",
+    "For a stream: raise `nats.max_bytes`, check whether the store is behind (`journeyman status`), or shorten the "
+    "retention. For the disk: free space, move `store.dir` to object storage, or set `store.keep_days`.",
 )
 
 STORE_BEHIND = Alarm(
     "store_behind",
     "Store behind",
-    "Events have waited so long for the store that the log will delete them soon, or it has deleted events that no "
-    "store had written: the history lacks those.",
+    "The store has not written events that the log will delete soon, or the log has deleted events that no store had "
+    "written. Deleted events are missing in the history.",
     "alarms.unwritten_share",
     """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
   string_agg(detail, '; ' ORDER BY share DESC) AS detail
 FROM unwritten WHERE share >= $threshold GROUP BY consumer""",
-    "See why the stores are slow (`journeyman logs store`) and start another one with the same `store.dir`. Until they "
+    "Find out why the stores are slow (`journeyman logs store`), and start another one with the same `store.dir`. "
+    "Until they "
     "have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores restart.",
 )
 
@@ -215,7 +223,7 @@ SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS v
 FROM newest n CROSS JOIN replicas r LEFT JOIN held h
   ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
 WHERE n.step > coalesce(h.step, 0)""",
-    "See the sampler agent's log (`journeyman logs sampler`): the server is down, or refused the adapter (rank, "
+    "Read the sampler agent's log (`journeyman logs sampler`): the server is down, or it refused the adapter (rank, "
     "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
 )
 

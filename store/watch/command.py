@@ -28,7 +28,7 @@ from pipeline.running.runs import run_settings, service_url
 from pipeline.telemetry import logs as log
 from store.dashboard.history import History
 from store.storage import StoreError
-from store.watch.snapshot import Snapshot, log_lag, read_state, take
+from store.watch.snapshot import Snapshot, log_lag, read_state, take_snapshot
 from store.watch.view import lines, plain
 
 SECTIONS = ("store", "models", "vllm", "nats")
@@ -49,7 +49,7 @@ class Watch:
 
     async def snapshot(self) -> Snapshot:
         """The figures of now. Raises `StoreError`, `duckdb.Error`."""
-        return await anyio.to_thread.run_sync(take, self._history, self._lag)
+        return await anyio.to_thread.run_sync(take_snapshot, self._history, self._lag)
 
     async def follow_lag(self, every_s: float) -> None:
         """Ask the log for the lag until cancelled; while it does not answer, there is none."""

@@ -1,4 +1,4 @@
-"""The figures of one moment: from the store, and from what the store cannot know (processes, lag on the log)."""
+"""Collects the present figures of a run: from the store, from `state.json` (processes), and the lag on the log."""
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
 
@@ -19,11 +19,11 @@ from store import alarms
 from store.dashboard.history import History
 
 RATE_S = 60
-"""Seconds that rates are taken over."""
+"""Window of rates in seconds."""
 _OPEN_S = 3600
-"""Groups and runs that were opened longer ago do not count as open."""
+"""Groups and runs that were opened more than this many seconds ago do not count as open."""
 _CURVE = 400
-"""Newest steps whose rewards are shown."""
+"""Number of newest steps whose rewards are shown."""
 
 _TOTALS = f"""SELECT
   (SELECT count(*) FROM rollout_completed WHERE "at" > $now - to_seconds({RATE_S})) / {RATE_S} AS runs_per_s,
@@ -68,12 +68,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the view shows."""
+    """The figures that `store.watch.view` shows."""
 
     run_dir: str
     at: datetime
     running: bool
-    """Whether the supervisor of the run lives."""
+    """Whether the supervisor of the run is running."""
     urls: dict[str, str]
     services: dict[str, str]
     """State of each process."""
@@ -85,7 +85,7 @@ class Snapshot:
     dead_letters: int = 0
     judge_usd: float = 0.0
     lag: dict[str, int] | None = None
-    """Events that each service's consumers have not acknowledged; `None` where the log does not answer."""
+    """By service, the number of events that its consumers have not acknowledged; `None` if the log does not answer."""
     models: tuple[Model, ...] = ()
     replicas: tuple[tuple[str, str], ...] = ()
     """Each replica with the newest version of each model that it holds, as one text."""
@@ -93,8 +93,9 @@ class Snapshot:
     """As `store.alarms.of_run` returns them."""
 
 
-def take(history: History, lag: dict[str, int] | None, now: datetime | None = None) -> Snapshot:
-    """The figures of now. Blocks. Raises `StoreError`, `duckdb.Error`."""
+def take_snapshot(history: History, lag: dict[str, int] | None, now: datetime | None = None) -> Snapshot:
+    """Return the present figures. `lag`: as in `Snapshot`. `now`: the time to use instead of the present one. Blocks.
+    Raises `StoreError`, `duckdb.Error`."""
     config = history.config
     state = read_state(config)
     at = (now or datetime.now(UTC)).replace(tzinfo=None)

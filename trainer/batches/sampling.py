@@ -1,12 +1,12 @@
-"""How a token was sampled, and how to compute the same distribution from the trainer's logits.
+"""Reads the sampling settings of a call, and applies them to the trainer's logits.
 
-The recorded logprobs are those of the distribution that vLLM sampled from: the policy's at a temperature, cut to
-its likeliest tokens by `top_k`, `top_p` and `min_p`, and changed by penalties and biases. The request names these
-settings. What it leaves out is the server's default, which vLLM takes from the model's generation_config.json.
+The recorded logprobs are those of the distribution that vLLM sampled from: the policy's distribution at a temperature,
+restricted to likely tokens by `top_k`, `top_p` and `min_p`, and changed by penalties and biases. The request names
+these settings; for those that it does not name, vLLM uses the model's generation_config.json.
 
-The trainer applies temperature and cuts to its own logits, so that both sides use one distribution. It does not
-apply settings that depend on more than the logits of a position (penalties, biases, lists of allowed or forbidden
-tokens). Tokens that were sampled under them are context, and they are counted.
+The trainer applies temperature, `top_k`, `top_p` and `min_p` to its own logits, so that both sides use the same
+distribution. It does not apply settings that depend on more than the logits of a position (penalties, biases, lists of
+allowed or forbidden tokens). Tokens that were sampled under them become context, and a metric counts them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GREEDY = 1e-5
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """Sampling settings that the inference server uses where a request names none; `None` where the server has no
+    """Sampling settings that the inference server uses if a request does not name them. `None`: the server has no
     default."""
 
     temperature: float | None = None
@@ -38,7 +38,7 @@ NO_DEFAULTS = Defaults()
 
 
 def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
-    """The defaults of a vLLM server.
+    """Return the defaults of a vLLM server.
 
     `model` is the served model as transformers loaded it, with its generation_config.json. `arguments` are further
     arguments of vLLM's command line."""
@@ -82,54 +82,56 @@ class Sampling(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     min_p: float = 0.0
     unsupported: str = ""
-    """Names of the settings that the trainer can't compute, separated by commas; empty where it can compute all."""
+    """Names of the settings that the trainer can't apply, separated by commas; empty if it can apply all."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY
 
     @property
-    def cuts(self) -> bool:
-        """Whether some tokens could not be sampled."""
+    def restricts(self) -> bool:
+        """Whether `top_k`, `top_p` or `min_p` exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
-    """The sampling settings of a request body, JSON. A body that can't be decoded counts as one that names none."""
+    """Return the sampling settings of a request body (JSON). A body that can't be decoded names none."""
     try:
-        asked = _decoder.decode(request)
+        settings = _decoder.decode(request)
     except msgspec.DecodeError:
-        asked = _Request()
+        settings = _Request()
 
-    def given(name: str, neutral: float) -> float:
-        value = getattr(asked, name)
+    def effective(name: str, neutral: float) -> float:
+        """Return a setting of the request, else the server's default, else the value without effect."""
+        value = getattr(settings, name)
         value = getattr(defaults, name) if value is None else value
         return neutral if value is None else value
 
     unsupported = [
         name
         for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
-        if given(name, neutral) != neutral
+        if effective(name, neutral) != neutral
     ]  # fmt: skip
     unsupported += [
         name
         for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
-        if getattr(asked, name)
+        if getattr(settings, name)
     ]  # fmt: skip
     return Sampling(
-        temperature=float(given("temperature", 1.0)),
-        top_k=max(0, int(given("top_k", 0))),
-        top_p=float(given("top_p", 1.0)),
-        min_p=float(given("min_p", 0.0)),
+        temperature=float(effective("temperature", 1.0)),
+        top_k=max(0, int(effective("top_k", 0))),
+        top_p=float(effective("top_p", 1.0)),
+        min_p=float(effective("min_p", 0.0)),
         unsupported=", ".join(unsupported),
     )
 
 
-def cut(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:
-    """The logits with minus infinity for the tokens that could not be sampled, cut in vLLM's order.
+def restrict(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:
+    """Return the logits with minus infinity for the tokens that could not be sampled. The restrictions are applied in
+    vLLM's order.
 
-    `cuts_n3` holds top_k, top_p and min_p of each position. A target that the current policy would cut keeps its
-    logit: it was sampled, so an earlier policy allowed it."""
+    Shape letters: n positions, V vocabulary. `cuts_n3`: top_k, top_p and min_p of each position. If the current policy
+    excludes a target, the target keeps its logit, because the policy that sampled it allowed it."""
     top_k_n, top_p_n, min_p_n = cuts_n3.unbind(1)
     some = ((top_k_n > 0) | (top_p_n < 1) | (min_p_n > 0)).nonzero().squeeze(1)
     if not len(some):

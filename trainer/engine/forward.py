@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from pipeline.config import ConfigError
 from trainer.batches.packing import AttentionSpan, Layout
-from trainer.batches.sampling import cut
+from trainer.batches.sampling import restrict
 from trainer.engine.attention import make_attention_mask
 
 _FULL = ("full_attention", "attention", "global_attention")
@@ -208,7 +208,7 @@ class Forward:
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         logits_nV = logits_nV / temperatures_n.unsqueeze(1)
         if cuts_n3 is not None:
-            logits_nV = cut(logits_nV, targets_n, cuts_n3)
+            logits_nV = restrict(logits_nV, targets_n, cuts_n3)
         all_logprobs_nV = torch.log_softmax(logits_nV, dim=-1)
         logprobs_n = all_logprobs_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
         if entropy == "none":

@@ -9,7 +9,7 @@ import pytest
 from rich.text import Text
 
 from store.dashboard.history import History
-from store.watch.snapshot import Model, Snapshot, take
+from store.watch.snapshot import Model, Snapshot, take_snapshot
 from store.watch.view import chart, lines, plain
 from tests.store.watch.kit import REPLICA, events, make_run
 
@@ -20,7 +20,7 @@ SIZES = [(80, 24), (200, 50), (40, 10), (20, 5), (132, 43)]
 def snapshot(tmp_path: Path) -> Snapshot:
     history = History(make_run(tmp_path, events()))
     try:
-        return take(history, {"judge": 3, "store": 1_200, "telemetry": 7})
+        return take_snapshot(history, {"judge": 3, "store": 1_200, "telemetry": 7})
     finally:
         history.close()
 
@@ -43,7 +43,7 @@ def test_the_figures_are_those_of_the_events(snapshot: Snapshot) -> None:
 
 def test_an_empty_run_has_a_view(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [], pid=2**22 + 1))
-    empty = take(history, None)
+    empty = take_snapshot(history, None)
     history.close()
     assert not empty.running
     shown = text(lines(empty, 80, 24))

@@ -16,7 +16,7 @@ from pipeline.config import LoraConfig, LossConfig, TrainerConfig
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import padded, prefix_shared
-from trainer.batches.sampling import NO_DEFAULTS, Defaults, cut, defaults_of, sampling_of
+from trainer.batches.sampling import NO_DEFAULTS, Defaults, defaults_of, restrict, sampling_of
 from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
 
@@ -30,7 +30,7 @@ def test_the_request_comes_before_the_servers_default() -> None:
     found = sampling_of(asked(), defaults)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.95, 20, 0.1)
     found = sampling_of(asked(temperature=1.2, top_p=1, top_k=-1, min_p=0), defaults)
-    assert (found.temperature, found.cuts, found.unsupported) == (1.2, False, "")
+    assert (found.temperature, found.restricts, found.unsupported) == (1.2, False, "")
     assert sampling_of(b"no json", NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
 
 
@@ -94,14 +94,14 @@ def test_top_k_top_p_and_min_p_cut_as_in_vllm(bounds: tuple[int, float, float]) 
         want, torch.full((40,), top_k or VOCAB, dtype=torch.int32), torch.full((40,), top_p)
     )
     # Targets that no cut removes.
-    mine = cut(logits, logits.argmax(-1), torch.tensor([bounds] * 40, dtype=torch.float32))
+    mine = restrict(logits, logits.argmax(-1), torch.tensor([bounds] * 40, dtype=torch.float32))
     assert torch.equal(mine, want)
     assert (mine == -torch.inf).any() == (bounds != (0, 1.0, 0.0))
 
 
 def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]])
-    assert cut(logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 0.0]])).tolist() == [
+    assert restrict(logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 0.0]])).tolist() == [
         [3.0, -torch.inf, 1.0]
     ]
 
