@@ -110,8 +110,8 @@ class Attempts:
         for option, wanted in (("model", self._model), ("group_size", size)):
             if wanted and state[option] != wanted:
                 raise ValueError(
-                    f"the loop {self._name!r} was begun with {option}={state[option]!r} and cannot go on with "
-                    f"{wanted!r}: give this loop another name, or the {option} that it was begun with"
+                    f"the loop {self._name!r} was started with {option}={state[option]!r} and can't continue with "
+                    f"{wanted!r}: use another name, or the {option} that it was started with"
                 )
 
     async def resume(self, scenarios: int | None) -> list[Progress]:

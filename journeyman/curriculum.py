@@ -7,14 +7,14 @@ values seen so far, with a Dirichlet prior around the frequencies over all tasks
 posterior of the task's success). Because the policy changes, older rewards count less.
 
     tasks = Curriculum(train_set, key=lambda t: t.id, group_size=8)
-    tasks.restore(read_history("support", run_dir="runs/support"))       # go on where an earlier process stopped
+    tasks.restore(read_history("support", run_dir="runs/support"))       # continue from an earlier process
     task = tasks.next()
     group, = client.gather("support", [task], play, describe=lambda t: t.id)
     tasks.record(task, group.rewards, step)
 
 The idea is published: sampling by p(1 - p) in "Learning to Reason at the Frontier of Learnability" (Foster et al.,
 arXiv 2502.12272), groups without variance left out in DAPO (Yu et al., arXiv 2503.14476), Bayesian estimates of a
-prompt's success in MoPPS (Qu et al., arXiv 2507.04632). Decision 0045 says what it did here.
+prompt's success in MoPPS (Qu et al., arXiv 2507.04632). Decision 0045 has measurements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from journeyman.transport import JourneymanError
 Task = TypeVar("Task")
 
 _DIGITS = 6
-"""Rewards are told apart to this many digits, as the trainer does: it takes differences up to 1e-6 for equality."""
+"""Rewards are compared with this many digits. The trainer too treats differences up to 1e-6 as equal."""
 
 _MOST_VALUES = 64
 """Different rewards that are counted. Of more, the rare ones are dropped: a group hardly ever agrees on one of them."""

@@ -270,9 +270,9 @@ async def loop(
 
     The `n`-th group is of scenario `n` modulo their number, or of the task that a `Curriculum` chooses; that one needs
     `describe` to return its keys. `epochs` ends the loop after so many passes over the scenarios. `name` names this
-    loop on the log: start it again under its name, with the same scenarios and `group_size`, and it goes on; only one
-    process at a time may. `groups_per_step` is the trainer's setting of that name. A group starts only if the trainer
-    can train it at most `max_staleness` steps after the version it begins with: so many groups are ahead at most.
+    loop on the log: to continue it, call it again with the same name, scenarios and `group_size`; only one process at a
+    time may run it. `groups_per_step`: the trainer's setting of that name. A group starts only if the trainer can train
+    it at most `max_staleness` steps after the version with which it begins.
     Every `evaluate_every` steps, from the first version served, the tasks of `evaluation` are played once with that
     version. `tries` is how many groups a scenario may get until each attempt has a result. `rollout` is as for
     `gather`; after more than `max_exceptions` exceptions of rollouts, `TooManyExceptionsError` ends the loop. `poll_s`

@@ -58,7 +58,7 @@ commits that remove the same files, which doubles the rows of a merge. It refuse
 transaction."""
 
 _MAX_REFUSALS = 20
-"""A commit is given up when it was refused this often while no other process committed anything."""
+"""Number of refusals of a commit, while no other process commits anything, after which `append` raises."""
 _STATISTICS_US = 1_000
 """Precision of times in file statistics: delta-rs truncates them to milliseconds."""
 _SNAPSHOT_MAX_AGE_S = 600.0
@@ -177,9 +177,7 @@ class EventTable:
                     continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
                 version, before = self._version(), version
                 if version != before:
-                    refused = (
-                        0  # another process committed: refusals on the way there are no reason to give up
-                    )
+                    refused = 0  # another process has committed, so the refusals were conflicts and not a failure
                 try:
                     self.commit([add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)))
                 except CommitFailedError:

@@ -92,7 +92,8 @@ class JudgeStatistics:
 
     @property
     def self_agreement(self) -> float:
-        """The share of pairs that two judgings of a group put into the same order; 1 before there were any."""
+        """Return the share of pairs of trajectories that two passes over a group order equally; 1 if there were no two
+        passes yet."""
         return self.agreement_sum / self.agreement_groups if self.agreement_groups else 1.0
 
     def add(self, judgings: Sequence[Sequence[JudgePass]]) -> None:

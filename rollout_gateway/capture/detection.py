@@ -49,15 +49,16 @@ class TrajectoryDetector:
         self._project, self._registry = project, registry
         self._waiting = WaitingRuns(registry.log.broker, project)
         self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
-        # Another gateway may have a call of a restored run in flight, which shows only when it ends.
+        # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
         self._taken: dict[str, tuple[Trajectory, str]] = {}
-        """Runs that this process has taken for a call, and their histories before the call."""
+        """By id, the runs whose next call this process serves, and their histories before the call."""
         self._to_put: list[WaitingRun] = []
-        """Runs that could not be put back because the log was away."""
+        """Runs whose message could not be published again because the log did not answer."""
         self._ready = asyncio.Event()
         self._began = 0.0
-        """Unix time at which this process began to take calls. While no process did, no run was silent."""
+        """Unix time at which this process began to serve calls. The idle time of a run counts from then at the
+        earliest, because agents could not call before."""
 
     async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
         """The run that this call continues, or a new one. A run continues only with calls of the key that began it,
@@ -86,13 +87,14 @@ class TrajectoryDetector:
         return trajectory
 
     async def _resume(self, waiting: WaitingRun) -> Trajectory | None:
-        """The run that was taken. `None` if it is completed, or went on with another call since it began to wait."""
+        """Return the run that was taken; `None` if it was completed or continued with another call since it began to
+        wait."""
         try:
             found = await self._registry.find(waiting.run)
             if waiting.restored or found.recorded.next_seq != waiting.calls:
                 await found.refresh()
         except ApiError as error:
-            log.info("detected trajectory does not go on", trajectory=waiting.run, reason=error.code)
+            log.info("detected trajectory can't be continued", trajectory=waiting.run, reason=error.code)
             return None
         except BrokerError:
             self._to_put.append(waiting)
@@ -134,7 +136,7 @@ class TrajectoryDetector:
                 log.warning("detected trajectories are completed later", error=str(error))
 
     def _left(self) -> list[WaitingRun]:
-        """Runs that were taken for a call which was not answered. They wait as before."""
+        """Return the runs whose call ended without an answer. They wait for a call again."""
         before = time.monotonic() - _LEFT_S
         left = [(t, history) for t, history in self._taken.values() if not t.in_flight and t.used_at < before]
         for trajectory, _ in left:

@@ -1,8 +1,9 @@
-"""Detected runs that wait for their next call, in stream DETECTED: one message each, under the hash of what the run has
-said and been answered.
+"""Detected runs that wait for their next call, in stream DETECTED. Each is one message, on a subject with the hash of
+all messages and answers of the run so far.
 
-Whoever deletes a message has the run: for its next call, or to complete it. The log's server lets one of several
-deletions succeed, so any gateway may continue or complete any run, and no two do. The oldest message waits longest.
+A gateway takes a run, to continue or to complete it, by deleting its message. The NATS server lets only one of several
+deletions succeed, so any gateway can take any run and no two gateways take the same one. The oldest message is the run
+that has waited longest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _State(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class WaitingRun:
-    """A run that waits."""
+    """A detected run that waits for its next call."""
 
     run: str
     history: str

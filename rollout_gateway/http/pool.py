@@ -53,7 +53,7 @@ class PooledConnection(Protocol):
 
 
 def _nothing() -> None:
-    """Nobody is told."""
+    """Default callback, which does nothing."""
 
 
 _C = TypeVar("_C", bound=PooledConnection)

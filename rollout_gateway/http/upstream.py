@@ -62,7 +62,7 @@ class UpstreamReply:
             self.close()
 
     def flow(self, pause: bool) -> None:
-        """Pause reading from the server, or go on."""
+        """Pause or resume reading from the server."""
         connection = self._connection
         if connection is None or pause == self._paused:
             return

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: a line per training step and per evaluation of a policy version, in the order of the log.
 
-The file itself says what it holds. A line that a kill cut off is removed at the next start, and its step is written
-again, so each is in the file once.
+The last line shows how far the log was read. If a kill truncated it, it is removed at the next start and written
+again, so each step is in the file once.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ CLOSING_S = 10.0
 
 
 class Sender:
-    """Sends rows to the tracker `name`, which `make` opens, in a thread. The thread is a daemon: a library that hangs
-    holds up neither the curves nor the end of the process.
+    """Sends rows to a tracker in a thread. `name`: of the tracker; `make` opens it. The thread is a daemon, so a
+    library that hangs delays neither the curves nor the end of the process.
 
-    `<name>.json` in `folder` holds the place in the log of the last row that the tracker keeps through a kill: a row
-    counts once the tracker's `settles_s` have passed, or its runs are finished. The rows that wait are those of the
-    history, which is in memory anyway, so a tracker that is away for long costs no more."""
+    `<name>.json` in `folder` holds the position in the log of the last row that the tracker has stored safely: a row
+    counts when the tracker's `settles_s` have passed or its run is finished. Waiting rows are shared with the history,
+    which is in memory anyway, so a tracker that is down for long needs no further memory."""
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], folder: Path, backoff: Backoff | None = None
@@ -80,17 +80,17 @@ class Sender:
         self._close()
 
     def _send(self, row: Row) -> None:
-        """Return once the tracker has the row, or the service stops."""
+        """Return when the tracker has accepted the row, or the service stops."""
         rows = deque([row])
         while rows and not self._stopping.is_set():
             try:
                 if self._tracker is None:
                     self._tracker = self._make()
                 self._tracker.add(rows[0])
-            except Exception as error:  # noqa: BLE001 - a library may raise anything; the curves go on without it
+            except Exception as error:  # noqa: BLE001 - a library may raise anything; the curves continue
                 log.warning(
-                    "a tracker did not take a point of the curves; it is tried again. Check the network, the login and "
-                    "the library's environment variables, or take it out of curves.trackers",
+                    "a tracker did not accept a point of the curves; trying again. Check the network, the login and "
+                    "the library's environment variables, or remove the tracker from curves.trackers",
                     tracker=self._name, model=row.model, branch=row.branch, step=row.step, why=repr(error),
                 )  # fmt: skip
                 # The library's state after an error is unknown, so the runs are opened again.

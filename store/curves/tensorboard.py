@@ -1,7 +1,7 @@
 """TensorBoard's event files: a folder per model (and branch), a scalar per metric.
 
-An event file can only be appended to, and a kill may cut off its end. So the files are made anew from the history at
-each start: a step is in them once.
+An event file can only be appended to, and a kill may truncate it. Therefore the files are rebuilt from the history at
+each start, so that each step is in them once.
 """
 
 from __future__ import annotations

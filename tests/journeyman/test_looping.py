@@ -174,8 +174,8 @@ async def test_a_refused_request_is_a_plain_error() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"group_size": 2}, "begun with group_size=4 and cannot go on with 2"),
-        ({"model": "other"}, "begun with model='m' and cannot go on with 'other'"),
+        ({"group_size": 2}, "started with group_size=4 and can't continue with 2"),
+        ({"model": "other"}, "started with model='m' and can't continue with 'other'"),
         ({"scenarios": ["a", "x"]}, "scenario 1 was 'b' when the loop 'night' began, and is 'x' now"),
     ],
 )

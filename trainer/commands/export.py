@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("out", type=Path, help="folder to write; must not exist")
     cli.add_run_arguments(made)
-    made.add_argument("--model", help="name of the policy; needed where the run has several")
+    made.add_argument("--model", help="name of the policy; required if the run has several")
     made.add_argument("--step", default="latest", help="a step, `latest`, or `best` by validation reward")
     made.add_argument(
         "--merged", action="store_true", help="the base model's weights with the adapter merged in"

@@ -35,7 +35,7 @@ class BatchStatistics:
 
     @classmethod
     def merged(cls, parts: Iterable[BatchStatistics]) -> BatchStatistics:
-        """The statistics of several processes or updates as one."""
+        """Add up the statistics of several processes or updates."""
         out = cls()
         for part in parts:
             out.loss += part.loss
