@@ -177,7 +177,9 @@ class EventTable:
                     continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
                 version, before = self._version(), version
                 if version != before:
-                    refused = 0  # another process has committed, so the refusals were conflicts and not a failure
+                    refused = (
+                        0  # another process has committed, so the refusals were conflicts and not a failure
+                    )
                 try:
                     self.commit([add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)))
                 except CommitFailedError:

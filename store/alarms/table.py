@@ -199,7 +199,7 @@ STORE_BEHIND = Alarm(
     "alarms.unwritten_share",
     """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
   string_agg(detail, '; ' ORDER BY share DESC) AS detail
-FROM unwritten WHERE share >= $threshold GROUP BY consumer""",
+FROM unwritten WHERE share >= $threshold GROUP BY consumer ORDER BY consumer""",
     "Find out why the stores are slow (`journeyman logs store`), and start another one with the same `store.dir`. "
     "Until they "
     "have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores restart.",

@@ -97,9 +97,9 @@ def test_a_tracker_that_fails_gets_every_point_later(
         sender.add(row(2))
         fake.wait_for([1, 2])
     assert fake.opened == 4  # opened again after each failure
-    warnings = [record.getMessage() for record in caplog.records if "did not take" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "did not accept" in record.getMessage()]
     assert len(warnings) == 3
-    assert "take it out of curves.trackers" in warnings[0]
+    assert "remove the tracker from curves.trackers" in warnings[0]
 
 
 def test_what_a_tracker_never_took_is_not_noted_as_sent(tmp_path: Path) -> None:
