@@ -1,4 +1,4 @@
-"""What every service shares. It imports none of them.
+"""Code that all services share. It imports none of them.
 
 | room or module | what lives there |
 | --- | --- |
@@ -6,13 +6,14 @@
 | `events` | every event on the log, one documented class each, and their columns |
 | `log` | access to the log in NATS JetStream |
 | `security` | nkeys, NATS users, signatures of checkpoints |
-| `running` | an installation: what it starts, watches and restarts |
+| `running` | starts, checks and restarts the processes of an installation |
 | `telemetry` | log lines, and traces from the events |
-| `commands` | commands that live in a folder of their own |
+| `commands` | commands whose code is in another folder |
 | `streams` | the table of streams, consumers and buckets |
-| `files` | writing a file whole, and syncing it |
+| `files` | atomic and durable writes of files |
 | `names` | identifiers and their form in NATS subjects |
 | `errors` | errors that a command prints as one line |
+| `printing` | makes text of agents and models safe to print on a terminal |
 | `arguments` | types of command-line arguments |
 | `backoff` | pauses between attempts |
 | `gather` | concurrent work over a list |

@@ -1,4 +1,4 @@
-"""Text of others on a terminal."""
+"""Makes text of agents and models safe to print on a terminal."""
 
 from __future__ import annotations
 
