@@ -108,7 +108,7 @@ def trackio_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
 def mlflow_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
     from mlflow import MlflowClient
 
-    client = MlflowClient((runs.folder / "mlruns").as_uri())
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (runs.folder / "mlruns").as_uri())
     experiment = client.get_experiment_by_name(runs.project)
     for run in client.search_runs([experiment.experiment_id]):
         assert run.info.status == "FINISHED"
