@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 on success, 1 if the store, the log or the query fails, 2 if an argument or a setting
     is wrong."""
     args = _parser().parse_args(argv)
-    logs.configure("replay", "WARNING")
+    logs.configure("replay", "ERROR")  # an error is printed as one line
     try:
         counts: dict[str, Any] = _main(args)
     except (StoreError, BrokerError, duckdb.Error) as error:

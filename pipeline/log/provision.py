@@ -59,7 +59,10 @@ async def provision_consumer(log: StreamReader, spec: streams.ConsumerSpec) -> N
 
 async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
     config = log.config
-    what = f"the NATS server at {config.address} answered no JetStream request"
+    what = (  # the server does not answer a request that its user may not make
+        f"the NATS server at {config.address} answered no request for the log's streams (a user that may not create "
+        "streams needs nats.provision = false)"
+    )
     try:
         await retry_while_unavailable(call, what, config.connect_timeout_s)
     except nats.js.errors.APIError as error:

@@ -153,6 +153,13 @@ async def test_a_missing_right_is_an_error_in_the_log(
     assert CHECKPOINT in str(said[0].__dict__["fields"])
 
 
+async def test_a_service_that_may_not_create_streams_says_which_setting_it_needs(guarded: NatsConfig) -> None:
+    settings = msgspec.structs.replace(guarded, provision=True, connect_timeout_s=0.2)
+    with pytest.raises(BrokerUnavailableError, match=r"needs nats\.provision = false"):
+        async with Broker.connect(settings, name="gateway"):
+            pass
+
+
 async def test_who_has_no_key_gets_no_connection(guarded: NatsConfig) -> None:
     stranger = NatsConfig(url=guarded.url)
     with pytest.raises(BrokerUnavailableError, match=r"does not take this connection.*nats\.nkey_seed"):
