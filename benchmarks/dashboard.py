@@ -168,9 +168,11 @@ def running(run_dir: Path) -> Iterator[tuple[httpx.Client, int, float]]:
         with os.fdopen(read_end, "rb") as pipe:
             url = json.loads(pipe.readline())["url"]
             took = time.perf_counter() - began
-            with httpx.Client(base_url=url, timeout=300) as client:
-                yield client, process.pid, took
-            process.terminate()
+            try:
+                with httpx.Client(base_url=url, timeout=300) as client:
+                    yield client, process.pid, took
+            finally:
+                process.terminate()
 
 
 def get(client: httpx.Client, path: str) -> float:

@@ -50,6 +50,9 @@ class History:
         self._results: dict[tuple[str, str], _Result] = {}
         self._generation = 0
         self._lock = threading.Lock()
+        self._one = threading.Lock()
+        """Held by the query that runs. Three pages over a million runs at once would not fit into the memory. One after
+        the other they are not slower: a query uses all threads."""
         self._refreshed_at = -_REFRESH_S
         self._refresh()
 
@@ -72,7 +75,7 @@ class History:
             return self._run(query, used)
 
     def _run(self, query: str, parameters: dict[str, Any]) -> list[Row]:
-        with self._connection.cursor() as cursor:
+        with self._one, self._connection.cursor() as cursor:
             result = cursor.execute(query, parameters)
             names = [column[0] for column in result.description or ()]
             return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,3 +184,23 @@ def test_new_files_show_after_a_while_and_a_result_stands_until_then(run_dir: Pa
     )
     assert history.shared_rows(query) == [{"n": 3}]
     history.close()
+
+
+def test_one_query_runs_at_a_time(run_dir: Path) -> None:
+    """Several at once would not fit into the memory that they share."""
+    met = threading.Barrier(2)
+
+    def meet(number: int) -> bool:
+        try:
+            met.wait(0.2)
+        except threading.BrokenBarrierError:
+            met.reset()
+            return False
+        return True
+
+    history = History(run_settings(run_dir))
+    history._connection.create_function("meet", meet, side_effects=True)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: history.rows("SELECT meet(1) AS met"), range(2)))
+    history.close()
+    assert found == [[{"met": False}]] * 2
