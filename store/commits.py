@@ -105,7 +105,10 @@ def create_table(
         create_table_with_add_actions(
             storage.uri(tag), schema, list(actions), name=tag, configuration=table_properties(config),
             storage_options=storage.options,
-            commit_properties=CommitProperties(app_transactions=[Transaction(transaction_id(tag), last)]),
+            # delta-rs would repeat a refused commit as the next version: a second writer would create the table too.
+            commit_properties=CommitProperties(
+                app_transactions=[Transaction(transaction_id(tag), last)], max_commit_retries=0
+            ),
             post_commithook_properties=NO_HOOKS,
         )  # fmt: skip
     except DeltaError as error:

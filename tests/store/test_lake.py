@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from store import columns, rebuild, sql
-from store.commits import add_action_of_rows
+from store.commits import add_action_of_rows, create_table
 from store.lake import Lake, open_lake
 from store.legacy import REPLACES
 from store.maintenance import Maintenance
@@ -175,6 +176,24 @@ def test_many_writers_of_the_same_events_write_each_once(config: Config) -> None
         writer.join()
     assert failed == []
     assert sequences(open_lake(config), TAG) == list(range(1, 5 * commits + 1))
+
+
+def test_one_of_many_writers_creates_a_table(tmp_path: Path) -> None:
+    """The others are refused, and then find the first one's rows."""
+    barrier = threading.Barrier(4)
+
+    def creates(run_dir: Path) -> bool:
+        storage = open_lake(Config(run_dir=str(run_dir))).table(TAG).storage
+        barrier.wait(60)
+        try:
+            create_table(storage, TAG, [], 0, StoreConfig())
+        except CommitFailedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        for attempt in range(8):
+            assert sum(pool.map(creates, [tmp_path / str(attempt)] * 4)) == 1
 
 
 def test_a_writer_that_loses_many_races_goes_on(
