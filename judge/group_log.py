@@ -27,13 +27,12 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker, Delivery, HistoryGoneError, Recorded
 from pipeline.log.messages import Place
-from pipeline.log.subjects import stream_of, subject_filter
+from pipeline.log.subjects import subject_filter
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.group_log")
 
-_ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
 _COMPLETED, _MOVED = "rollout.completed.", "rollout.moved."
 _MAX_CACHED = 512
 """Number of closed groups in the cache."""
@@ -88,12 +87,12 @@ class GroupLog:
         )
         timeout = self._timeout(key).subject()
         subjects = [subject, _MOVED + subject.removeprefix(_COMPLETED), timeout]
-        backoff = Backoff()
+        backoff, stream = Backoff(), self._broker.layout.stream_of(timeout)
         while True:
-            found = await self._broker.newest_messages(_ROLLOUTS, subjects)
+            found = await self._broker.newest_messages(stream, subjects)
             if any(m.seq == place.seq and m.place.matches(place) for m in found):
                 break
-            if not await self._broker.holds(_ROLLOUTS, place):
+            if not await self._broker.holds(stream, place):
                 return None
             await backoff.wait()
         messages = []
@@ -102,9 +101,7 @@ class GroupLog:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            messages.append(
-                Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
-            )
+            messages.append(Recorded[AnyEvent](event, stream, message.seq, message.subject, message.headers))
         return read_group(key, messages, self._config.group_size)
 
     async def end_of(self, key: GroupKey) -> GroupEnd:
@@ -113,7 +110,8 @@ class GroupLog:
         of_group = subject_filter(GroupDiscarded, **names).replace(
             GroupDiscarded.subject_prefix(), "group.*", 1
         )
-        if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
+        stream = self._broker.stream_of(GroupDiscarded, **names)
+        if await self._broker.leader_get(stream, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case needs this request only
         ended, held = False, set[str]()
         for scored in [r.event for r in await self._broker.read(GroupScored, **names)]:

@@ -58,9 +58,9 @@ def events(cls: type[E], table: pa.Table) -> list[E]:
 def trajectory(connection: duckdb.DuckDBPyConnection, project: str, name: str) -> Iterator[Event]:
     """Yield the events of the trajectory `name`: opened, exchanges in order, completed."""
     for cls, order in (
-        (TrajectoryOpened, "log_seq"),
+        (TrajectoryOpened, "log_at, log_seq"),
         (ExchangeRecorded, "seq, choice"),
-        (TrajectoryCompleted, "log_seq"),
+        (TrajectoryCompleted, "log_at, log_seq"),
     ):
         events_table = wire_name(cls).replace(".", "_")
         query = f"SELECT * FROM {events_table} WHERE project = ? AND trajectory = ? ORDER BY {order}"  # noqa: S608

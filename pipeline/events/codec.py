@@ -94,6 +94,15 @@ def decode(payload: bytes) -> AnyEvent | ClaimCheck | Continuation:
     return checked
 
 
+def decode_error(payload: bytes) -> str:
+    """Return why a payload is neither an event nor a claim check; empty if it is one."""
+    try:
+        decode(payload)
+    except msgspec.DecodeError as error:
+        return str(error) or "undecodable"
+    return ""
+
+
 def _check_packed(event: Event, fields: tuple[str, ...], size: int) -> None:
     for name in fields:
         if (length := len(getattr(event, name))) % size:

@@ -11,10 +11,12 @@
 | `messages` | what a read returns: message, event, place (sequence and stream time) |
 | `objects` | the object store: adapters, events that exceed the payload limit |
 | `key_value` | values with a time to live: the records of sampler agents and gateways |
-| `consumer` | consumers: bulk delivery, deliveries kept alive and acknowledged |
+| `consumer` | consumers: deliveries kept alive and acknowledged |
+| `pulling` | messages of consumers in bulk |
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
 | `connections` | the connections of this process, for a change of `nats.url` |
 | `provision` | create and update streams, consumers and buckets |
+| `leaders` | spread the leaders of the partitions over the servers |
 | `chosen_ids` | trajectory ids that callers chose, remembered after their trajectories expired |
 | `unwritten` | alarms about events that the store has not written |
 | `credentials` | authentication and TLS of a connection |

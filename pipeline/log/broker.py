@@ -30,16 +30,19 @@ from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
 from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
+from pipeline.events.codec import decode_error
 from pipeline.events.continuation import Form
 from pipeline.log import connections, objects, provision, retry
 from pipeline.log import credentials as access
 from pipeline.log.consumer import Consumption as Consumption
 from pipeline.log.consumer import Delivery as Delivery
-from pipeline.log.consumer import keep_alive, pulling
+from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
+from pipeline.log.provision import adopt_partitions
+from pipeline.log.pulling import pulling_all
 from pipeline.security.users import READER as READER
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
@@ -103,7 +106,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         if connecting.cancelled_caught:
             raise TimeoutError
     except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
-        await _close(client)
+        await connections.close(client)
         if refused:
             raise BrokerUnavailableError(
                 f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
@@ -113,28 +116,6 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
             f"no NATS server answers at {config.address}: start it, or correct nats.url"
         ) from error
     return client
-
-
-async def _close(client: FastClient) -> None:
-    """Close a connection in any state."""
-    with anyio.move_on_after(2, shield=True):
-        try:
-            if client.is_connected:
-                await client.flush(timeout=1)
-            await client.close()
-        except (nats.errors.Error, OSError) as error:
-            log.warning("the connection was not closed cleanly", error=retry.reason(error))
-    client.stop_publishing()
-    client.close_socket()
-
-
-def _decode_error(payload: bytes) -> str:
-    """Return why a payload is neither an event nor a claim check; empty if it is one."""
-    try:
-        decode(payload)
-    except msgspec.DecodeError as error:
-        return str(error) or "undecodable"
-    return ""
 
 
 class Broker(Reader):
@@ -167,9 +148,11 @@ class Broker(Reader):
             )
             if provision and config.provision:
                 await broker.provision()
+            else:
+                await adopt_partitions(broker, sure=provision)
             yield broker
         finally:
-            await _close(client)
+            await connections.close(client)
 
     async def provision(self) -> None:
         """Create or update streams, consumers and buckets as `pipeline.streams` says; messages are never touched."""
@@ -200,6 +183,8 @@ class Broker(Reader):
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(form or event)
+        if self.layout.divided:
+            subject = self.layout.on_log(subject)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, wire_name(event))
         sent = dict(headers or {})
@@ -219,6 +204,7 @@ class Broker(Reader):
         """Publish bytes, which need not be an event of this version, to a subject that is empty. If it is not, nothing
         is published. With a `message_id`, an attempt whose acknowledgement was lost counts even if the message has
         been deleted since: needed where readers delete messages."""
+        subject = self.layout.on_log(subject)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
         sent = {**headers, EXPECTED_LAST_SEQ: "0"}
@@ -266,13 +252,14 @@ class Broker(Reader):
         arrived, whatever others published after it. None if there is none that counts: then the expected last
         sequence in `headers` is corrected, and the publish can be repeated."""
         stream, expected = streams.stream_of_subject(subject), int(headers[EXPECTED_LAST_SEQ])
+        subject = streams.without_partition(subject)
         found: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
             last = message.seq
             if message.payload == payload:
                 return Ack(stream, message.seq, duplicate=True)
-            if replace_undecodable and (why := _decode_error(message.payload)):
+            if replace_undecodable and (why := decode_error(message.payload)):
                 await self.skip_undecodable(stream, message, why)
             else:
                 found = message.seq
@@ -338,8 +325,9 @@ class Broker(Reader):
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
         letter = DeadLettered(
-            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at, original_subject=message.subject,
-            consumer=spec.name, reason=reason, detail=detail[:2000], deliveries=deliveries,
+            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at,
+            original_subject=streams.without_partition(message.subject), consumer=spec.name, reason=reason,
+            detail=detail[:2000], deliveries=deliveries,
             payload=await self.resolve(message.data), headers=message.headers,
         )  # fmt: skip
         await self.publish(letter)
@@ -351,14 +339,16 @@ class Broker(Reader):
     @asynccontextmanager
     async def consume(self, consumer: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
         """Use a durable consumer: one of `pipeline.streams` by its name, or another, which is created if it does not
-        exist. Deliveries that are held when the block ends go back at once."""
+        exist. It is used in all partitions of its stream. Deliveries that are held when the block ends go back at
+        once."""
         if isinstance(consumer, str):
             spec = streams.consumer(consumer)
         else:
             spec = consumer
             await self.provision_consumer(spec)
-        async with pulling(self.client, spec.stream, spec.name) as puller, anyio.create_task_group() as tg:
-            consumption = Consumption(self, spec, puller, self.admit)
+        specs = self.layout.consumers_of(spec)
+        async with pulling_all(self.client, specs) as puller, anyio.create_task_group() as tg:
+            consumption = Consumption(self, specs, puller, self.admit)
             tg.start_soon(keep_alive, self.client, spec, consumption.replies)
             try:
                 yield consumption
@@ -366,6 +356,7 @@ class Broker(Reader):
                 tg.cancel_scope.cancel()
                 with anyio.move_on_after(2, shield=True):
                     try:
+                        await puller.close()
                         await consumption.give_back()
                     except nats.errors.Error as error:  # the server redelivers them after `ack_wait_s`
                         log.warning(
@@ -393,9 +384,10 @@ class Broker(Reader):
         return event
 
     async def lag(self, prefix: str = "") -> int:
-        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet."""
+        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet, in all
+        partitions."""
         waiting = 0
-        for spec in streams.CONSUMERS:
+        for spec in self.layout.consumers:
             if spec.name.startswith(prefix):
                 info = await self.consumer_info(spec)
                 waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)

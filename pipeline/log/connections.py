@@ -5,7 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import anyio
+import nats.errors
+
+from pipeline.log import retry
 from pipeline.log.fast_client import FastClient
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("pipeline.log.connections")
 
 _open: weakref.WeakSet[FastClient] = weakref.WeakSet()
 _moved: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -34,3 +41,16 @@ async def use_servers(servers: Sequence[str], given: Sequence[str]) -> None:
 def forget(given: Sequence[str]) -> None:
     """Make new connections by the settings again."""
     _moved.pop(tuple(given), None)
+
+
+async def close(client: FastClient) -> None:
+    """Close a connection in any state."""
+    with anyio.move_on_after(2, shield=True):
+        try:
+            if client.is_connected:
+                await client.flush(timeout=1)
+            await client.close()
+        except (nats.errors.Error, OSError) as error:
+            log.warning("the connection was not closed cleanly", error=retry.reason(error))
+    client.stop_publishing()
+    client.close_socket()

@@ -1,17 +1,12 @@
 """Consumers of the log: what the server delivers, held, kept alive, acknowledged or given back.
 
-`Puller` brings messages in bulk, without nats-py's wait for each. One request is open at a time. Messages that arrived
-stay with it when a wait is cancelled, so a service that stops still has everything it was given. `Consumption` adds
-what services need: decoded events, dead letters, deliveries that are kept alive. Request and status messages: NATS
-ADR-13 and ADR-37.
+`Consumption` adds to the messages that arrive (`pipeline.log.pulling`) what services need: decoded events, dead
+letters, deliveries that are kept alive.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -26,126 +21,16 @@ from pipeline.errors import BrokerError
 from pipeline.events import AnyEvent
 from pipeline.log import retry
 from pipeline.log.fast_client import FastClient, Pulled
-from pipeline.log.messages import Place, Recorded, parse_ack_subject
+from pipeline.log.messages import Place, Recorded, parse_ack_subject, stream_of_ack
+from pipeline.log.pulling import ConsumerGoneError, Puller, Pullers
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.consumer")
 
-_EXPIRES_S = 2.0
-_BYTES = 16 * 1024 * 1024
 _TOGETHER_S = 0.01
 """A batch ends when no message came for this long. The server sends what it has at once."""
-
-
-class ConsumerGoneError(Exception):
-    """The consumer, or its stream, was deleted, or does not answer."""
-
-
-class Puller:
-    """Made by `pulling`."""
-
-    def __init__(self, client: FastClient, stream: str, consumer: str, inbox: str, ahead: int) -> None:
-        self._client, self._inbox, self._ahead = client, inbox, ahead
-        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._news = anyio.Event()
-        self._outstanding = 0
-        """Messages that the open request may still bring."""
-        self._requested_at = 0.0
-        self._requests = 0
-        self._reply = ""
-        """Reply subject of the newest request."""
-        self._gone = ""
-        self.arrived: deque[Pulled] = deque()
-        """Messages that nobody took yet."""
-        self.reconnects = 0
-        """How often the client had reconnected when the oldest message of the last `take` arrived, or earlier."""
-
-    def on_delivery(self, message: Pulled) -> None:
-        if not self.arrived:
-            self.reconnects = self._client.stats["reconnects"]
-        self.arrived.append(message)
-        self._outstanding -= 1
-        if len(self.arrived) == 1 or self._outstanding <= 0:
-            self._news.set()
-
-    async def on_message(self, message: Msg) -> None:
-        """Take what came through nats-py: the status of a request, seldom a delivery."""
-        if message.reply:
-            self.on_delivery(Pulled.of(message))
-            return
-        if message.subject != self._reply:
-            return  # of an earlier request: the server reports a full batch after the batch
-        headers = message.headers or {}
-        status, text = headers.get("Status", ""), headers.get("Description", "")
-        if status in ("404", "408", "409", "503"):
-            self._outstanding = 0  # the request is over: nothing there, expired, or full by bytes
-            if "Deleted" in text:
-                self._gone = text
-            elif status == "503":
-                self._gone = "no server answers for it"
-            self._news.set()
-
-    async def _request(self, size: int, expires_s: float) -> None:
-        now = time.monotonic()
-        if self._outstanding > 0:
-            if now - self._requested_at >= _EXPIRES_S + 1:
-                # Neither messages nor a status: the server died with the request, or the consumer does not exist.
-                self._outstanding, self._gone = 0, "it does not answer"
-            return
-        if len(self.arrived) >= size:
-            return  # bounds memory: the caller has to take these first
-        self._outstanding, self._requested_at = size, now
-        self._requests += 1
-        self._reply = f"{self._inbox}.{self._requests}"
-        request = {
-            "batch": size,
-            "expires": int(expires_s * 1e9),
-            "max_bytes": max(_BYTES, 2 * self._client.max_payload),
-        }
-        await self._client.publish(self._subject, msgspec.json.encode(request), reply=self._reply)
-
-    async def take(self, limit: int, wait_s: float) -> list[Pulled]:
-        """Return up to `limit` messages; none if none came within `wait_s` seconds. Raises `ConsumerGoneError`."""
-        size, expires_s = self._ahead or limit, _EXPIRES_S if self._ahead else min(_EXPIRES_S, wait_s)
-        with anyio.move_on_after(wait_s):
-            while not self.arrived:
-                if self._gone:
-                    gone, self._gone = self._gone, ""
-                    raise ConsumerGoneError(gone)
-                self._news = anyio.Event()
-                if self._client.is_connected:
-                    await self._request(size, expires_s)
-                if not self._gone:
-                    with anyio.move_on_after(_EXPIRES_S):
-                        await self._news.wait()
-        taken = self.take_nowait(limit)
-        if self._ahead and self._client.is_connected:
-            await self._request(size, expires_s)
-        return taken
-
-    def take_nowait(self, limit: int = 2**31) -> list[Pulled]:
-        """Return up to `limit` messages that came already."""
-        arrived = self.arrived
-        return [arrived.popleft() for _ in range(min(limit, len(arrived)))]
-
-
-@asynccontextmanager
-async def pulling(client: FastClient, stream: str, consumer: str, *, ahead: int = 0) -> AsyncIterator[Puller]:
-    """Pull a consumer, in requests of up to 16 MiB. `ahead`: how many messages each request asks for, also before the
-    next `take`; 0: each `take` asks for what it wants."""
-    inbox = client.new_inbox()
-    puller = Puller(client, stream, consumer, inbox, ahead)
-    subscription = await client.subscribe(
-        f"{inbox}.*", cb=puller.on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
-    )
-    with client.pulled_messages(subscription, puller.on_delivery):
-        try:
-            yield puller
-        finally:
-            if not client.is_closed:
-                await subscription.unsubscribe()
 
 
 async def keep_alive(
@@ -221,17 +106,22 @@ class Delivery(Recorded[AnyEvent]):
 
 
 class Consumption:
-    """A durable consumer in use; made by `Broker.consume`."""
+    """A durable consumer in use, in all partitions of its stream; made by `Broker.consume`."""
 
     def __init__(
         self,
         reader: StreamReader,
-        spec: streams.ConsumerSpec,
-        puller: Puller,
+        specs: Sequence[streams.ConsumerSpec],
+        puller: Puller | Pullers,
         admit: Callable[[Pulled, streams.ConsumerSpec], Awaitable[AnyEvent | None]],
     ) -> None:
-        """`admit` returns the event in a message, or deals with the message and returns None."""
-        self.reader, self.spec, self._puller, self._admit = reader, spec, puller, admit
+        """`specs`: the consumer, for each partition. `admit` returns the event in a message, or deals with the message
+        and returns None."""
+        self.reader, self.spec, self._puller, self._admit = reader, specs[0], puller, admit
+        self._specs = specs
+        self._by_stream = {spec.stream: spec for spec in specs}
+        self._pending = dict.fromkeys(self._by_stream, 0)
+        """How many messages waited behind the last one that was delivered, by stream."""
         self.held: set[Delivery] = set()
         self._backoff = Backoff()
 
@@ -255,38 +145,40 @@ class Consumption:
             self._backoff.reset()
             reconnects = self._puller.reconnects
             for message in messages:
-                event = await self._admit(message, self.spec)
+                spec = self._by_stream[stream_of_ack(message.reply)]
+                event = await self._admit(message, spec)
                 if event is not None:
-                    out.append(self._hold(event, message, reconnects))
+                    out.append(self._hold(event, message, spec.stream, reconnects))
         return out
 
-    def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
+    def _hold(self, event: AnyEvent, message: Pulled, stream: str, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
         pending = int(message.reply.split(".")[-1 if message.reply.count(".") == 8 else -2])
+        subject = streams.without_partition(message.subject)
         delivery = Delivery(
-            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, pending, message,
-            self, reconnects,
+            event, stream, place.seq, subject, message.headers, deliveries, pending, message, self, reconnects
         )  # fmt: skip
         self.held.add(delivery)
         counts.taken[self.spec.name] += 1
-        counts.pending[self.spec.name] = pending
+        self._pending[stream] = pending
+        counts.pending[self.spec.name] = sum(self._pending.values())
         return delivery
 
     async def _wait_for_leader(self, gone: ConsumerGoneError) -> None:
         """Pause before the next request. Raises `BrokerError` if the consumer does not exist."""
-        why = str(gone)
+        why, spec = str(gone), self._specs[gone.number]
         try:
-            await self.reader.js.consumer_info(self.spec.stream, self.spec.name)
+            await self.reader.js.consumer_info(spec.stream, spec.durable)
         except nats.js.errors.NotFoundError:
             raise BrokerError(
-                f"stream {self.spec.stream} has no consumer {self.spec.name} any more: if someone deleted the stream, "
+                f"stream {spec.stream} has no consumer {spec.durable} any more: if someone deleted the stream, "
                 "start the service again, which creates both"
             ) from gone
         except nats.errors.Error as error:
             why = retry.reason(error)
             if not retry.is_retryable(error):
-                raise BrokerError(f"consumer {self.spec.name}: {why}") from error
-        log.warning("consumer unavailable", consumer=self.spec.name, error=why)
+                raise BrokerError(f"consumer {spec.durable}: {why}") from error
+        log.warning("consumer unavailable", consumer=spec.durable, error=why)
         await self._backoff.wait()
 
     def replies(self) -> list[str]:

@@ -28,7 +28,7 @@ from pipeline.events.continuation import (
 )
 from pipeline.log import objects
 from pipeline.log.stream_reader import StreamReader
-from pipeline.log.subjects import stream_of, subject_filter
+from pipeline.log.subjects import subject_filter
 
 _SMALL = 4096
 """Bytes of prompt and request below which an exchange is written whole and not remembered: the comparison would cost
@@ -136,7 +136,7 @@ async def _held(reader: StreamReader, exchange: ExchangeRecorded) -> dict[Key, F
     """Return the exchanges of a trajectory as the log holds them."""
     subject = subject_filter(ExchangeRecorded, project=exchange.project, trajectory=exchange.trajectory)
     held: dict[Key, Form] = {}
-    async with aclosing(reader.messages(stream_of(ExchangeRecorded), subject=subject)) as messages:
+    async with aclosing(reader.messages(reader.layout.stream_of(subject), subject=subject)) as messages:
         async for message in messages:
             try:
                 form = decode(message.payload)

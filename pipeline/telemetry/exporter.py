@@ -131,9 +131,10 @@ class SpanMaker:
         found = []
         seqs = unpack_seqs(event.group_seqs).tolist()
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
-        for seq, at in zip(seqs, times, strict=True):
+        for seq, at, group in zip(seqs, times, event.groups, strict=False):
+            keys = {"project": event.project, "model": event.model, "group": group}
             try:
-                recorded = await self._broker.read_at(GroupScored, seq)
+                recorded = await self._broker.read_at(GroupScored, seq, **keys)
             except HistoryGoneError:
                 continue  # retention deleted the group
             # After a power cut, another group may have this sequence.

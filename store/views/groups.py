@@ -9,7 +9,7 @@ GROUPS = View(
     "One row per group that was scored, or discarded with its reason.",
     documented(
         "project model group_id branch split task status judge size reward_mean reward_min reward_max "
-        "has_signal closed_by origin offline reason decided_by decided_at stream_seq",
+        "has_signal closed_by origin offline reason decided_by decided_at stream stream_seq stream_at",
         status="`scored` or `discarded`.",
         size="Number of trajectories.",
         reward_mean="Mean reward of the scored members.",
@@ -22,7 +22,9 @@ GROUPS = View(
         reason="Why it was discarded.",
         decided_by="Service that discarded it.",
         decided_at="When it was scored or discarded, UTC.",
-        stream_seq="Sequence in GROUPS.",
+        stream="Stream of its event: GROUPS, or a partition of it.",
+        stream_seq="Sequence there.",
+        stream_at="Time at which the log took it in, UTC. It orders groups, also of several partitions.",
     ),
     """
         WITH scored AS (
@@ -33,11 +35,12 @@ GROUPS = View(
           list_avg(rewards) AS reward_mean, list_min(rewards) AS reward_min, list_max(rewards) AS reward_max,
           CASE split WHEN 'train' THEN list_max(rewards) - list_min(rewards) > 1e-6 END AS has_signal, closed_by,
           origin, offline,
-          NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at, log_seq AS stream_seq
+          NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at,
+          log_stream AS stream, log_seq AS stream_seq, log_at AS stream_at
         FROM scored
         UNION ALL
         SELECT project, model, "group", branch, split, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL,
-          NULL, NULL, NULL, NULL, reason, "by", "at", log_seq
+          NULL, NULL, NULL, NULL, reason, "by", "at", log_stream, log_seq, log_at
         FROM group_discarded
         """,
 )

@@ -7,7 +7,6 @@ from collections import Counter
 
 import anyio
 
-from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
@@ -34,14 +33,17 @@ GARBAGE = b"\xc1"
 
 
 async def settled(broker: Broker) -> None:
-    """Until every event is acknowledged, but for groups that are too few for a step."""
+    """Until every event is acknowledged, but for groups that are too few for a step, and the newest version is
+    served."""
     while True:
+        loaded = {r.event.step for r in await broker.read(PolicyLoaded)}
         groups = await read_stream(broker, "GROUPS")
         done = {r.event.group for r in groups if isinstance(r.event, GroupDiscarded)}
-        done |= {g for c in await checkpoints(broker) for g in c.groups}
+        steps = await checkpoints(broker)
+        done |= {g for c in steps for g in c.groups}
         scored = {r.event.group for r in groups if isinstance(r.event, GroupScored)}
         waiting = await broker.lag("store-") + await broker.lag("judge")
-        if not waiting and len(scored - done) < 2:
+        if not waiting and len(scored - done) < 2 and {c.step for c in steps[-1:]} <= loaded:
             return
         await anyio.sleep(0.2)
 
@@ -54,7 +56,7 @@ async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
 async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
     """(stream, sequence) and payload of every message that is an event."""
     found: dict[tuple[str, int], bytes] = {}
-    for spec in streams.STREAMS:
+    for spec in broker.layout.streams:
         info = await broker.js.stream_info(spec.name)
         async for seq, _, _, payload in broker.messages(spec.name, 1, info.state.last_seq):
             if payload != GARBAGE:

@@ -41,6 +41,7 @@ from pipeline.config import (
 )
 from pipeline.log.broker import Broker
 from pipeline.security import signing, users
+from pipeline.streams import Layout
 from tests.conftest import free_port
 from tests.kits.crash.agents import GROUP, SEED, working
 from tests.kits.crash.checks import GARBAGE, check, settled
@@ -170,9 +171,9 @@ def violations(log: str) -> list[str]:
     return [line for line in log.splitlines() if any(word in line.lower() for word in words)]
 
 
-def server_users(folder: Path) -> str:
+def server_users(folder: Path, partitions: int = 1) -> str:
     """Return the users of a NATS server, as its configuration has them. Their seeds lie in `keys` below `folder`."""
-    return users.authorization(folder / "keys")
+    return users.authorization(folder / "keys", layout=Layout(partitions))
 
 
 def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
@@ -226,7 +227,7 @@ async def run_matrix(
                             for event in scheduled:
                                 await event.wait()
                         noise.cancel_scope.cancel()
-                    with anyio.fail_after(60):
+                    with anyio.fail_after(180):  # beside other tests, the last deliveries take a while
                         await settled(broker)
                     await matrix.stop()
                 listening.cancel_scope.cancel()

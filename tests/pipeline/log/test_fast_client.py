@@ -26,9 +26,9 @@ from nats.protocol.parser import Parser
 from pipeline import streams
 from pipeline.config import NatsConfig, load
 from pipeline.log.broker import Broker, BrokerUnavailableError
-from pipeline.log.consumer import ConsumerGoneError, pulling
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import parse_ack_subject
+from pipeline.log.pulling import ConsumerGoneError, pulling
 from tests.conftest import NatsServer, free_port
 from tests.pipeline.log.test_broker import exchange
 

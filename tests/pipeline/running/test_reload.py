@@ -41,7 +41,10 @@ async def test_a_connection_moves_to_the_servers_of_the_changed_file(
         path.write_text(f'[nats]\nurl = "{new.url}"\n')
         os.kill(os.getpid(), signal.SIGHUP)
         with anyio.fail_after(20):
-            while broker.client.connected_url.port != new.port or not broker.client.is_connected:
+            # Between two servers there is no address.
+            while (
+                getattr(broker.client.connected_url, "port", 0) != new.port or not broker.client.is_connected
+            ):
                 await anyio.sleep(0.01)  # nats-py tells of a new connection only at its start
         await broker.publish(opened("after"))
         assert [r.event.trajectory for r in await there.read(TrajectoryOpened)] == ["after"]

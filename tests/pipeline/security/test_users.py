@@ -27,9 +27,9 @@ from pipeline.events import (
 )
 from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerUnavailableError
-from pipeline.log.consumer import pulling
 from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages
+from pipeline.log.pulling import pulling
 from pipeline.security import users
 
 pytestmark = pytest.mark.anyio
