@@ -70,11 +70,6 @@ class ConsumerSpec:
         """The name that the server knows it by. Services, dead letters and metrics use `name`."""
         return self.name if self.partition < 0 else f"{self.name}-{self.partition}"
 
-    @property
-    def base_stream(self) -> str:
-        """The name of its stream in the table."""
-        return self.stream if self.partition < 0 else self.stream.rpartition("_")[0]
-
 
 STREAMS: tuple[StreamSpec, ...] = (
     StreamSpec(

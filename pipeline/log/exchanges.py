@@ -67,7 +67,7 @@ class RememberedExchanges:
         return None
 
     def shortest(self, exchange: ExchangeRecorded) -> Form:
-        """Return the exchange as it takes the fewest bytes: continuing a remembered one, or whole."""
+        """Return the form of the exchange with the fewest bytes: what continues a remembered one, or the whole."""
         if _is_small(exchange):
             return exchange
         best: Continuation | None = None

@@ -1,7 +1,7 @@
 """The leaders of the partitions, spread over the servers of a cluster.
 
 A cluster chooses leaders by itself and does not spread them. Partition i asks for the i-th server, by name, to lead it.
-A server that is away or behind is not asked: the next look finds it.
+A server that is offline or behind is not asked; a later call of `spread` asks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.telemetry.logs import get_logger
 _log = get_logger("pipeline.log.leaders")
 
 _ROUNDS = 8
-"""How often a new log is looked at: a server that was given a copy of a stream a moment ago can't lead it yet."""
+"""How often the leaders of a new log are checked: a server that has just got its copy of a stream can't lead it yet."""
 
 
 async def spread(log: StreamReader) -> bool:

@@ -32,8 +32,8 @@ class ConsumerGoneError(Exception):
         self.number = number
 
 
-class _News:
-    """Wakes who waits for any of several pullers."""
+class _Wakeup:
+    """An event that can be set again; pullers that are waited for together share one."""
 
     def __init__(self) -> None:
         self._event = anyio.Event()
@@ -58,11 +58,11 @@ class Puller:
         consumer: str,
         inbox: str,
         ahead: int,
-        news: _News | None = None,
+        wakeup: _Wakeup | None = None,
     ) -> None:
         self._client, self._inbox, self._ahead = client, inbox, ahead
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._news = news or _News()
+        self._wakeup = wakeup or _Wakeup()
         self._outstanding = 0
         """Messages that the open request may still bring."""
         self._requested_at = 0.0
@@ -89,7 +89,7 @@ class Puller:
         self.arrived.append(message)
         self._outstanding -= 1
         if len(self.arrived) == 1 or self._outstanding <= 0:
-            self._news.set()
+            self._wakeup.set()
 
     async def on_message(self, message: Msg) -> None:
         """Take what came through nats-py: the status of a request, seldom a delivery."""
@@ -106,7 +106,7 @@ class Puller:
                 self.gone = text
             elif status == "503":
                 self.gone = "no server answers for it"
-            self._news.set()
+            self._wakeup.set()
 
     async def request(self, size: int, expires_s: float) -> None:
         """Ask for `size` messages, unless a request is open or so many wait to be taken."""
@@ -136,12 +136,12 @@ class Puller:
                 if self.gone:
                     gone, self.gone = self.gone, ""
                     raise ConsumerGoneError(gone)
-                self._news.clear()
+                self._wakeup.clear()
                 if self._client.is_connected:
                     await self.request(size, expires_s)
                 if not self.gone:
                     with anyio.move_on_after(_EXPIRES_S):
-                        await self._news.wait()
+                        await self._wakeup.wait()
         taken = self.take_nowait(limit)
         if self._ahead and self._client.is_connected:
             await self.request(size, expires_s)
@@ -156,8 +156,8 @@ class Puller:
 class Pullers:
     """The pullers of the partitions of one consumer, as one. A `take` asks every partition for its share."""
 
-    def __init__(self, client: FastClient, pullers: Sequence[Puller], news: _News) -> None:
-        self._client, self._pullers, self._news = client, pullers, news
+    def __init__(self, client: FastClient, pullers: Sequence[Puller], wakeup: _Wakeup) -> None:
+        self._client, self._pullers, self._wakeup = client, pullers, wakeup
         self._first = 0
         """The partition whose messages the next `take` takes first."""
         self.reconnects = 0
@@ -172,7 +172,7 @@ class Pullers:
             await puller.close()
 
     async def take(self, limit: int, wait_s: float) -> list[Pulled]:
-        """As `Puller.take`. A partition that is gone is told of when no other one has messages."""
+        """As `Puller.take`. Raises `ConsumerGoneError` for a partition only if no other one has messages."""
         share, expires_s = max(1, limit // len(self._pullers)), min(_EXPIRES_S, wait_s)
         with anyio.move_on_after(wait_s):
             while not any(puller.arrived for puller in self._pullers):
@@ -180,13 +180,13 @@ class Pullers:
                     if puller.gone:
                         gone, puller.gone = puller.gone, ""
                         raise ConsumerGoneError(gone, number)
-                self._news.clear()
+                self._wakeup.clear()
                 if self._client.is_connected:
                     for puller in self._pullers:
                         await puller.request(share, expires_s)
                 if not any(puller.gone for puller in self._pullers):
                     with anyio.move_on_after(_EXPIRES_S):
-                        await self._news.wait()
+                        await self._wakeup.wait()
         return self._taken(limit)
 
     def _taken(self, limit: int) -> list[Pulled]:
@@ -211,23 +211,23 @@ async def pulling_all(
         async with pulling(client, specs[0].stream, specs[0].durable) as puller:
             yield puller
         return
-    news = _News()
+    wakeup = _Wakeup()
     async with AsyncExitStack() as stack:
         pullers = [
-            await stack.enter_async_context(pulling(client, spec.stream, spec.durable, news=news))
+            await stack.enter_async_context(pulling(client, spec.stream, spec.durable, wakeup=wakeup))
             for spec in specs
         ]
-        yield Pullers(client, pullers, news)
+        yield Pullers(client, pullers, wakeup)
 
 
 @asynccontextmanager
 async def pulling(
-    client: FastClient, stream: str, consumer: str, *, ahead: int = 0, news: _News | None = None
+    client: FastClient, stream: str, consumer: str, *, ahead: int = 0, wakeup: _Wakeup | None = None
 ) -> AsyncIterator[Puller]:
     """Pull a consumer, in requests of up to 16 MiB. `ahead`: how many messages each request asks for, also before the
-    next `take`; 0: each `take` asks for what it wants. `news`: what several pullers wake."""
+    next `take`; 0: each `take` asks for what it wants. `wakeup`: the event that several pullers share."""
     inbox = client.new_inbox()
-    puller = Puller(client, stream, consumer, inbox, ahead, news)
+    puller = Puller(client, stream, consumer, inbox, ahead, wakeup)
     subscription = await client.subscribe(
         f"{inbox}.*", cb=puller.on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
 from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig
@@ -130,7 +130,9 @@ async def _play(broker: Broker) -> None:
             )  # fmt: skip
 
 
-async def _store(config: Config) -> None:
+@asynccontextmanager
+async def _running_store(config: Config) -> AsyncIterator[Broker]:
+    """A store that is ready. At the end it has acknowledged everything."""
     ready = anyio.Event()
 
     def on_ready(**_: str | int | float) -> None:
@@ -139,10 +141,15 @@ async def _store(config: Config) -> None:
     async with Broker.connect(config.nats) as broker, anyio.create_task_group() as tg:
         tg.start_soon(serve, config, on_ready)
         await ready.wait()
-        await _play(broker)
+        yield broker
         await until_acked(broker)
-        streams = {spec.name for spec in broker.layout.streams}
         tg.cancel_scope.cancel()
+
+
+async def _store(config: Config) -> None:
+    async with _running_store(config) as broker:
+        await _play(broker)
+        streams = {spec.name for spec in broker.layout.streams}
     assert {stream for stream, _ in stored_events(lake_in(config.path("store")))} <= streams
 
 
@@ -221,18 +228,6 @@ async def test_a_partition_of_the_store_has_a_transaction_of_its_own(
         for spec in broker.layout.consumers:
             if spec.name.startswith("store-"):
                 await broker.js.delete_consumer(spec.stream, spec.durable)
-    await _restore(msgspec.structs.replace(config))
+    async with _running_store(config):
+        pass
     assert stored_events(lake_in(config.path("store"))) == before
-
-
-async def _restore(config: Config) -> None:
-    ready = anyio.Event()
-
-    def on_ready(**_: str | int | float) -> None:
-        ready.set()
-
-    async with Broker.connect(config.nats) as broker, anyio.create_task_group() as tg:
-        tg.start_soon(serve, config, on_ready)
-        await ready.wait()
-        await until_acked(broker)
-        tg.cancel_scope.cancel()
