@@ -20,7 +20,7 @@ test: venv
 
 # In minutes, before each commit: lint, types, and all tests but those that need real vLLM or take long.
 check: lint
-	JOURNEYMAN_TEST_INFERENCE=double $(PY) -m pytest -q -n 3 --dist loadgroup -m "not vllm and not slow"
+	JOURNEYWORK_TEST_INFERENCE=double $(PY) -m pytest -q -n 3 --dist loadgroup -m "not vllm and not slow"
 
 lint: venv
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""What `journeyman.curriculum` does to groups without variance, on a recorded run and in training.
+"""What `journeywork.curriculum` does to groups without variance, on a recorded run and in training.
 
     python -m benchmarks.curriculum back-test runs/demo [--key benchmarks.curriculum:opening]
     python -m benchmarks.curriculum train [--seeds 0 1 2] [--ways new "pool 64" …]        about a minute a run
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.tictactoe.game import Game, opening_seed
-from journeyman.curriculum import Curriculum, Recorded
+from journeywork.curriculum import Curriculum, Recorded
 
 RESULTS = Path(__file__).parent / "results" / "curriculum.json"
 EXPLORE = 0.1
@@ -187,7 +187,7 @@ def train_all(args: argparse.Namespace) -> dict[str, Any]:
     from trainer.engine.engine import Engine
 
     config = with_values(
-        load("examples/tictactoe/journeyman.toml").trainer,
+        load("examples/tictactoe/journeywork.toml").trainer,
         {"threads": args.threads, "max_staleness": 10_000, "check_sequences": 0},
     )
     runs: dict[str, dict[str, Any]] = {}

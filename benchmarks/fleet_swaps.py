@@ -85,9 +85,9 @@ def fleet(folder: Path, kind: type[VllmServer]) -> Iterator[Fleet]:
             nats=NatsConfig(url=nats.url),
             vllm=VllmConfig(urls=tuple(s.url for s in servers), max_loras=3),
             models=(ModelConfig(name="tictactoe", base=str(VllmServer.base)),),
-            gateway=GatewayConfig(key_secret_env="JOURNEYMAN_KEY_SECRET"),
+            gateway=GatewayConfig(key_secret_env="JOURNEYWORK_KEY_SECRET"),
         )
-        os.environ["JOURNEYMAN_KEY_SECRET"] = "the same at every gateway"
+        os.environ["JOURNEYWORK_KEY_SECRET"] = "the same at every gateway"
         gateways = [
             GatewayProcess(
                 with_values(base, {"run_dir": str(folder / f"gateway-{n}"), "gateway.port": free_port()})

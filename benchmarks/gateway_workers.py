@@ -114,7 +114,7 @@ def shares(gateway: psutil.Process, share: float) -> Iterator[None]:
     groups = []
     try:
         for number, process in enumerate(processes(gateway)):
-            group = _CPU_GROUPS / f"journeyman-bench-{os.getpid()}-{number}"
+            group = _CPU_GROUPS / f"journeywork-bench-{os.getpid()}-{number}"
             group.mkdir()
             groups.append(group)
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))

@@ -105,7 +105,7 @@ def run_part(
             write(into, before)
         env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         if options.device == "cpu":
-            env |= {"CUDA_VISIBLE_DEVICES": "", "JOURNEYMAN_GPU_TESTS_ANYWHERE": "1"}
+            env |= {"CUDA_VISIBLE_DEVICES": "", "JOURNEYWORK_GPU_TESTS_ANYWHERE": "1"}
         with log.open("wb") as file:
             process = subprocess.Popen(
                 command(part, into, scratch, options), cwd=ROOT, env=env, stdout=file, stderr=file,

@@ -83,7 +83,7 @@ class Work:
     sampled: int = 600
     rank: int = 16
     share: float = 0.45
-    """Share of the GPU's memory for each of vLLM and the trainer, as `journeyman up` sets it."""
+    """Share of the GPU's memory for each of vLLM and the trainer, as `journeywork up` sets it."""
     runtime: float = 3 * GB
     """CUDA context, workspaces and the activations of a vLLM batch, for each of the two."""
     compute_share: float = 0.35

@@ -75,10 +75,10 @@ def _size(size: str, result: dict[str, Any]) -> list[str]:
         ]
     rows = []
     for batch, found in result.get("batches", {}).items():
-        one, other = found.get("journeyman"), found.get("trl")
+        one, other = found.get("journeywork"), found.get("trl")
         if one:
             rows.append([
-                batch, "Journeyman", f"{one['seconds']:.3f}", f"{one['trained_tokens_per_s']:.0f}",
+                batch, "Journeywork", f"{one['seconds']:.3f}", f"{one['trained_tokens_per_s']:.0f}",
                 f"{one['forward_tokens_per_s']:.0f}", _share(one["mfu"]), _share(one["mfu_of_matmul"]),
                 _gib(one["peak_bytes"]), _gib(one["formula_bytes"]),
                 f"{one['layout']}, {one['passes']} passes of up to {one['tokens_of_largest_pass']} tokens",

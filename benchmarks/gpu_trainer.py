@@ -221,7 +221,7 @@ def measure(
     out.put("data_sheet_tflops", data_sheet_tflops(name))
     for batch in BATCHES:
         done = dict(out.found.get("batches", {}).get(batch, {}))
-        if {"journeyman", "trl"} <= done.keys():
+        if {"journeywork", "trl"} <= done.keys():
             continue
         groups_each = None if batch == "short" else 1 if tiny else 4
         examples, groups = make_batch(batch, groups=groups_each)
@@ -229,14 +229,14 @@ def measure(
             examples, groups = examples[:4], groups[:4]
         engine.load_adapter(state.weights)
         examples = own_logprobs(engine, examples)
-        if "journeyman" not in done:
+        if "journeywork" not in done:
             found = ours(engine, state, examples, groups, memory, rounds)
             found["mfu_of_matmul"] = found["model_tflops"] / out.found["matmul_tflops"]
             sheet = out.found["data_sheet_tflops"]
             found["mfu"] = found["model_tflops"] / sheet if sheet else None
-            done["journeyman"] = found
+            done["journeywork"] = found
             out.put("batches", {**out.found.get("batches", {}), batch: done})
         done["trl"] = theirs(engine, state, examples, rounds, scratch)
-        done["loss_difference"] = abs(done["trl"]["loss"] - done["journeyman"]["loss"])
-        done["speedup"] = done["trl"]["seconds"] / done["journeyman"]["seconds"]
+        done["loss_difference"] = abs(done["trl"]["loss"] - done["journeywork"]["loss"])
+        done["speedup"] = done["trl"]["seconds"] / done["journeywork"]["seconds"]
         out.put("batches", {**out.found.get("batches", {}), batch: dict(done)})

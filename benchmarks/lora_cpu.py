@@ -1,9 +1,9 @@
-"""vLLM's calls per second on CPU with and without Journeyman's plugin for LoRA, on the inference server alone.
+"""vLLM's calls per second on CPU with and without Journeywork's plugin for LoRA, on the inference server alone.
 
     python -m benchmarks.lora_cpu [--rounds 4] [--seconds 5]            about seven minutes on two cores
 
 Two real vLLMs serve the demo's base model with the demo's settings, one with the plugin and one with
-JOURNEYMAN_VLLM_LORA=off. Positions of tic-tac-toe games are sent straight to one of them at a time, by callers that
+JOURNEYWORK_VLLM_LORA=off. Positions of tic-tac-toe games are sent straight to one of them at a time, by callers that
 wait for an answer before they ask again. In each round, each kind of load is measured on both servers, one right
 after the other, and the first takes turns; the result is the median over rounds of the ratio within a round. The base
 model, which runs no LoRA arithmetic, is measured as the bound. Seeded requests check that both give the same tokens.
@@ -86,7 +86,7 @@ CHATS = positions(500)
 
 
 class Server:
-    """One vLLM, started as `journeyman up` starts it."""
+    """One vLLM, started as `journeywork up` starts it."""
 
     def __init__(self, name: str, folder: Path, env: dict[str, str]) -> None:
         self.name, self._env, self._log = name, env, folder / f"{name}.log"
@@ -95,7 +95,7 @@ class Server:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        spec = vllm_command(load(str(ROOT / "examples/tictactoe/journeyman.toml")), self.port)
+        spec = vllm_command(load(str(ROOT / "examples/tictactoe/journeywork.toml")), self.port)
         with self._log.open("wb") as log:
             process = subprocess.Popen(
                 spec.argv,

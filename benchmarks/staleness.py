@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=6)
     parser.add_argument("--games", type=int, default=2000, help="held-out games")
     parser.add_argument(
-        "--config", default="examples/tictactoe/journeyman.toml", help="whose [trainer] is used"
+        "--config", default="examples/tictactoe/journeywork.toml", help="whose [trainer] is used"
     )
     parser.add_argument("--learning-rate", type=float, default=None)
     parser.add_argument("--loss-type", default=None)

@@ -1,4 +1,4 @@
-"""Trained tokens per second: Journeyman's trainer against TRL's padded GRPOTrainer, same tokens, same loss.
+"""Trained tokens per second: Journeywork's trainer against TRL's padded GRPOTrainer, same tokens, same loss.
 
     python benchmarks/trainer.py [--threads 1] [--rounds 3] [--out benchmarks/results/trainer.json]
 
@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = ("short", "shared_prefix", "multiturn")
-IMPLEMENTATIONS = ("trl", "journeyman", "journeyman_unchecked")
-"""`journeyman` takes steps as the service does, with the checks against the sampler's logprobs and the base model.
-`journeyman_unchecked` leaves the checks out, to measure their cost."""
-SMALL_PASSES = "journeyman_small_passes"
-"""`journeyman` with passes as large as TRL's 8 padded rows of the short shape, to compare memory at equal pass size."""
+IMPLEMENTATIONS = ("trl", "journeywork", "journeywork_unchecked")
+"""`journeywork` takes steps as the service does, with the checks against the sampler's logprobs and the base model.
+`journeywork_unchecked` leaves the checks out, to measure their cost."""
+SMALL_PASSES = "journeywork_small_passes"
+"""`journeywork` with passes as large as TRL's 8 padded rows of the short shape, to compare memory at equal size."""
 VOCAB = 4096
 
 
@@ -106,7 +106,7 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     config = TrainerConfig(
         threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
-    if implementation == "journeyman_unchecked":
+    if implementation == "journeywork_unchecked":
         config = msgspec.structs.replace(config, check_sequences=0)
     if implementation == SMALL_PASSES:
         config = with_values(config, {"memory.tokens_per_batch": 896})
@@ -269,8 +269,8 @@ def main() -> None:
                     env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
                 )  # fmt: skip
                 results[implementation] = json.loads(out.stdout.strip().splitlines()[-1])
-            ours, theirs = results["journeyman"], results["trl"]
-            unchecked = results["journeyman_unchecked"]
+            ours, theirs = results["journeywork"], results["trl"]
+            unchecked = results["journeywork_unchecked"]
             if abs(ours["loss"] - theirs["loss"]) > 1e-4 * max(1.0, abs(theirs["loss"])):
                 raise SystemExit(f"{shape}: the losses differ: {ours['loss']} and {theirs['loss']}")
             report[f"speedup_{shape}"] = round(

@@ -29,7 +29,7 @@ from matplotlib import pyplot as plt
 from examples.common import curve
 from examples.common.curve import BLUE, INK, ORANGE, SOFT
 from examples.common.running import rows
-from journeyman.statistics import wilson
+from journeywork.statistics import wilson
 from pipeline import streams
 from pipeline.security.users import USERS, User
 

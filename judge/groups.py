@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from pipeline.events import AnyEvent, GroupTimedOut, Split, TrajectoryCompleted
 from pipeline.log.broker import Recorded
 
-MOVED_HEADER = "Journeyman-Moved-From"
+MOVED_HEADER = "Journeywork-Moved-From"
 """Header of a completion that a judge published again on its group's subject: the sequence of the original."""
 
 

@@ -19,5 +19,5 @@
 | `gather` | concurrent work over a list |
 | `crash` | crash points for tests |
 | `docs` | the generated pages of `docs/` |
-| `cli` | the command `journeyman` |
+| `cli` | the command `journeywork` |
 """

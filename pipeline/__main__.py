@@ -1,4 +1,4 @@
-"""The start of the `journeyman` command, also as `python -m pipeline`: says what to install where only the SDK is
+"""The start of the `journeywork` command, also as `python -m pipeline`: says what to install where only the SDK is
 installed. The SDK's own commands run there too."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def main() -> None:
         from pipeline import cli
     except ModuleNotFoundError as missing:
         sys.stderr.write(
-            f"journeyman: the package {missing.name} is not installed. `pip install journeyman` is the SDK for agent "
-            "code. The command needs `pip install 'journeyman[cpu]'`, or `journeyman[gpu]` on a machine with a "
+            f"journeywork: the package {missing.name} is not installed. `pip install journeywork` is the SDK for agent "
+            "code. The command needs `pip install 'journeywork[cpu]'`, or `journeywork[gpu]` on a machine with a "
             "GPU.\n"
         )
         raise SystemExit(2) from None

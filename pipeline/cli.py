@@ -1,8 +1,8 @@
-"""The `journeyman` command.
+"""The `journeywork` command.
 
-    journeyman up [--config FILE] [--set section.key=value]…   run the whole installation
-    journeyman status                                          processes, stream lag, policy versions
-    journeyman sql "SELECT …"                                  query the history
+    journeywork up [--config FILE] [--set section.key=value]…   run the whole installation
+    journeywork status                                          processes, stream lag, policy versions
+    journeywork sql "SELECT …"                                  query the history
 
 `up` lives here; every other command is a module of the folder that owns it, run by name, so that the
 backbone imports no service.
@@ -94,19 +94,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         near = difflib.get_close_matches(args[0], (*OWN, *SUBCOMMANDS), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         parser.exit(
-            2, f"journeyman: there is no command {args[0]!r}{hint} `journeyman --help` lists all commands\n"
+            2, f"journeywork: there is no command {args[0]!r}{hint} `journeywork --help` lists all commands\n"
         )
     parsed = parser.parse_args(args)
     try:
         parsed.run(parsed)
     except (ConfigError, BrokerError, SupervisorError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="journeyman", description="On-the-job training for LLM agents.")
-    parser.add_argument("--version", action="version", version=f"journeyman {version('journeyman')}")
+    parser = argparse.ArgumentParser(prog="journeywork", description="On-the-job training for LLM agents.")
+    parser.add_argument("--version", action="version", version=f"journeywork {version('journeywork')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     settings = argparse.ArgumentParser(add_help=False)
     settings.add_argument("--config", help="settings, TOML")
@@ -274,7 +274,7 @@ def _provision(args: argparse.Namespace) -> None:
     config = load(args.config, args.overrides)
     if not config.nats.url:
         raise ConfigError(
-            "nats.url is not set: name the server. `journeyman up` provisions the server that it starts"
+            "nats.url is not set: name the server. `journeywork up` provisions the server that it starts"
         )
     nats = with_values(config.nats, {"provision": True})
 

@@ -1,4 +1,4 @@
-"""The commands of `journeyman` that live in a folder of their own: module, and what `--help` says."""
+"""The commands of `journeywork` that live in a folder of their own: module, and what `--help` says."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 SDK = {
-    "eval": ("journeyman.evaluation.command", "play held-out tasks with versions and other models"),
-    "run-env": ("journeyman.environments.command", "play an environment of verifiers or OpenEnv"),
-    "init": ("journeyman.starter.command", "write a starter project"),
+    "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and other models"),
+    "run-env": ("journeywork.environments.command", "play an environment of verifiers or OpenEnv"),
+    "init": ("journeywork.starter.command", "write a starter project"),
 }
 """Commands that need the SDK only."""
 

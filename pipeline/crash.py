@@ -1,6 +1,6 @@
 """Crash points: places in the code where a test can kill the process.
 
-    JOURNEYMAN_CRASH="store.after_commit:3" python -m store …     # dies when it reaches the point for the third time
+    JOURNEYWORK_CRASH="store.after_commit:3" python -m store …     # dies when it reaches the point for the third time
 
 Without the variable, `point` does nothing. With it, the process gets SIGKILL: no `finally` block runs and nothing is
 flushed. The crash tests draw from the table below; only points in it can be named.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 
-VARIABLE = "JOURNEYMAN_CRASH"
+VARIABLE = "JOURNEYWORK_CRASH"
 
 POINTS: dict[str, str] = {
     "broker.before_publish": "an event is created and not published",

@@ -117,7 +117,7 @@ def _users_section() -> Iterator[str]:
     """Yield the Markdown about the NATS users: a table of what each may do, then their NATS permissions."""
     yield "## Users\n"
     yield (
-        "The server that `journeyman up` starts has these users (`pipeline/security/users.py`). Each authenticates "
+        "The server that `journeywork up` starts has these users (`pipeline/security/users.py`). Each authenticates "
         "with an nkey whose seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that is "
         "not listed. A user that may write to a bucket can also empty it. With `STREAM.UPDATE` the operator can "
         "change the limits of a stream; a shorter age or smaller size deletes the events beyond it. The right to "
@@ -149,11 +149,11 @@ def streams_page() -> str:
         "# Streams and consumers\n",
         _GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
         _doc(streams.StreamSpec)
-        + " `journeyman up` and `journeyman provision` create the streams, and so does every service that "
+        + " `journeywork up` and `journeywork provision` create the streams, and so does every service that "
         "connects to a server of your own "
         "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
         "except those that a shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a "
-        "limit the supervisor logs an alarm, which `journeyman status` shows. Each stream also takes "
+        "limit the supervisor logs an alarm, which `journeywork status` shows. Each stream also takes "
         "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
         "consumer reads.\n",
         _table(
@@ -263,7 +263,7 @@ def configuration_page() -> str:
     parts = [
         "# Settings\n",
         _GENERATED.format(source="`pipeline/config/`"),
-        "One TOML file (`journeyman up --config run.toml`) and dotted flags over it (`--set "
+        "One TOML file (`journeywork up --config run.toml`) and dotted flags over it (`--set "
         "trainer.groups_per_step=16`). Unknown keys and wrong types are errors that name the key. The resolved "
         "settings are saved in the run directory.\n",
     ]

@@ -19,7 +19,7 @@ class StreamMissingError(BrokerError):
     """The server has no such stream."""
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"the log has no stream {stream}: run `journeyman up` on it once")
+        super().__init__(f"the log has no stream {stream}: run `journeywork up` on it once")
         self.stream = stream
 
 
@@ -37,7 +37,7 @@ class UndecodableError(HistoryGoneError):
 
     def __init__(self, stream: str, seq: int) -> None:
         super().__init__(
-            f"message {seq} of {stream}", "is no event of this version: see `journeyman dead list`"
+            f"message {seq} of {stream}", "is no event of this version: see `journeywork dead list`"
         )
 
 

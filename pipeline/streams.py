@@ -1,4 +1,4 @@
-"""The table of streams, consumers and buckets. Provisioning, `journeyman status` and docs/streams.md use it.
+"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and docs/streams.md use it.
 
 With `nats.partitions` = n > 1, streams ROLLOUTS and GROUPS are n streams each, `ROLLOUTS_0` to `ROLLOUTS_<n-1>`, and so
 are their consumers and buckets. Such a stream has the subjects of the table with its number before them:
@@ -145,7 +145,7 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("telemetry-policy", "POLICY", ("policy.>",), "spans", start="new"),
 )  # fmt: skip
 
-RETRY_HEADER = "Journeyman-Retry"
+RETRY_HEADER = "Journeywork-Retry"
 """Header of a dead letter that is delivered again: the one consumer that may use it. The others acknowledge it
 unused."""
 

@@ -45,9 +45,9 @@ _TRANSLATIONS: dict[str, Callable[[bytes], Translation]] = {
 }
 _MODEL_CALLS = _DIALECTS.keys() | _TRANSLATIONS.keys()
 
-LEFT_OUT_HEADER = b"x-journeyman-left-out"
+LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
-SIDE_CALL_HEADER = b"x-journeyman-side-call"
+SIDE_CALL_HEADER = b"x-journeywork-side-call"
 
 Handler = Callable[[ControlRequest], Awaitable[Any]]
 

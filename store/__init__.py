@@ -15,13 +15,13 @@
 | `repair` | writes the events of damaged files again from the log |
 | `legacy` | reads and imports stores from before Delta Lake |
 | `views` | the documented views |
-| `sql` | DuckDB over the lake; `journeyman sql` |
-| `replay` | `journeyman replay`: groups of the history on a branch |
-| `diff` | `journeyman diff`: two sets of verdicts compared |
+| `sql` | DuckDB over the lake; `journeywork sql` |
+| `replay` | `journeywork replay`: groups of the history on a branch |
+| `diff` | `journeywork diff`: two sets of verdicts compared |
 | `curves` | JSONL and TensorBoard files of the training steps |
 | `alarms` | conditions that are reported to an operator |
-| `dashboard` | web pages over the history; `journeyman ui` |
+| `dashboard` | web pages over the history; `journeywork ui` |
 | `show` | one trajectory or group as text |
-| `watch` | the live view in the terminal; `journeyman watch` |
+| `watch` | the live view in the terminal; `journeywork watch` |
 | `docs` | generates docs/store.md and the answers of docs/questions.md |
 """

@@ -1,7 +1,7 @@
-"""`journeyman diff`: compares two sets of verdicts over the same groups by the resulting advantages.
+"""`journeywork diff`: compares two sets of verdicts over the same groups by the resulting advantages.
 
-    journeyman diff --a branch=main --b branch=colder
-    journeyman diff --a judge=3f2c… --b judge=91ab… --format json
+    journeywork diff --a branch=main --b branch=colder
+    journeywork diff --a judge=3f2c… --b judge=91ab… --format json
 
 A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that
 model's verdicts instead of the groups' final rewards), or several of them joined by commas. The groups and
@@ -122,7 +122,7 @@ def _shown(value: float | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman diff", description="Compare two sets of verdicts over the same groups."
+        prog="journeywork diff", description="Compare two sets of verdicts over the same groups."
     )
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
@@ -140,17 +140,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
             result = compare(rewards(connection, parse_side(args.a)), rewards(connection, parse_side(args.b)))
     except (StoreError, duckdb.Error) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         return 1
     except ConfigError as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         return 2
     if args.format == "json":
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     else:
         sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
     if not result["groups"]:
-        sys.stderr.write("journeyman: the two sides share no group of two trajectories or more\n")
+        sys.stderr.write("journeywork: the two sides share no group of two trajectories or more\n")
         return 1
     return 0
 

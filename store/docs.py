@@ -3,7 +3,7 @@
     python -m store.docs                              # docs/alarms.md, and the views in docs/store.md
     python -m store.docs --run-dir runs/demo          # the answers in docs/questions.md too, from that run
 
-In docs/questions.md a `sql` block holds a query, and the `text` block below it what `journeyman sql` prints for it.
+In docs/questions.md a `sql` block holds a query, and the `text` block below it what `journeywork sql` prints for it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from store.table import EventTable
 
 log = get_logger("store.legacy")
 
-REPLACES = "journeyman.replaces"
+REPLACES = "journeywork.replaces"
 """Footer key under which a merged file lists, as JSON, the names of the files that it replaces."""
 _NAME = re.compile(r"[A-Z]+-(?P<first>\d+)-(?P<last>\d+)-(?P<at>[0-9a-f]+)(?:-c(?P<level>\d+))?\.parquet")
 

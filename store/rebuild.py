@@ -1,4 +1,4 @@
-"""Converts Parquet rows back to the events that were stored. `journeyman replay` reads history through it."""
+"""Converts Parquet rows back to the events that were stored. `journeywork replay` reads history through it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`journeyman replay`: publishes groups of the history on a branch, to be trained or judged again.
+"""`journeywork replay`: publishes groups of the history on a branch, to be trained or judged again.
 
-    journeyman replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
-    journeyman replay --branch again --project shop --model support --dry-run
+    journeywork replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
+    journeywork replay --branch again --project shop --model support --dry-run
 
 A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (its branch and
 sequence) and `offline = true`. Its trajectories keep their positions on the log and their recorded logprobs. If the log
@@ -139,7 +139,7 @@ async def replay(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman replay", description="Publish groups of the history on a branch."
+        prog="journeywork replay", description="Publish groups of the history on a branch."
     )
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
     parser.add_argument("--run-dir", help="run whose history is replayed; default: the newest")
@@ -166,10 +166,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         counts: dict[str, Any] = _main(args)
     except (StoreError, BrokerError, duckdb.Error) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         return 1
     except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         return 2
     sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
     return 0

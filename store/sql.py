@@ -1,8 +1,8 @@
 """SQL over the store: DuckDB in memory, with the views of `store.views` over the files of the lake. The command
-`journeyman sql`.
+`journeywork sql`.
 
-    journeyman sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
-    journeyman sql --format csv --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
+    journeywork sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
+    journeywork sql --format csv --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
 
 In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was
 made, or when `refresh` was called last.
@@ -54,7 +54,7 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
     lake = open_lake(config)
     if not lake.exists():
         raise NoStoreError(
-            f"there is no store at {lake}: name another run with --run-dir, or start one with `journeyman up`"
+            f"there is no store at {lake}: name another run with --run-dir, or start one with `journeywork up`"
         )
     show(connection, lake, {})
 
@@ -189,7 +189,7 @@ def _one_line(column: int, name: str) -> str:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="journeyman sql", description="SQL over the history of a run.")
+    parser = argparse.ArgumentParser(prog="journeywork sql", description="SQL over the history of a run.")
     parser.add_argument("query", help="SQL; the views are in docs/store.md")
     parser.add_argument("--run-dir", help="run to ask; default: the one under runs/ that was written to last")
     parser.add_argument("--config", help="settings of the run to ask")

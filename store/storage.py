@@ -35,7 +35,7 @@ ASIDE = "damaged"
 SUFFIX = ".parquet"
 
 _S3 = "s3://"
-_DUCKDB_S3 = "journeyman-s3"
+_DUCKDB_S3 = "journeywork-s3"
 _REQUEST_S = 30.0
 """Time after which an unanswered request to object storage is repeated."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)

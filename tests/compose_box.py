@@ -32,7 +32,7 @@ class Network:
     """A bridge, and a namespace for each service."""
 
     def __init__(self, names: list[str]) -> None:
-        self._id = f"jm{os.getpid() % 100000}"
+        self._id = f"jw{os.getpid() % 100000}"
         self.addresses = {name: f"{_NET}.{n}" for n, name in enumerate(names, 2)}
         self._spaces: list[str] = []
         try:
@@ -157,7 +157,7 @@ class Box:
 
     def command(self, name: str) -> list[str]:
         service = self.services[name]
-        program, *rest = [*service.get("entrypoint", ["journeyman"]), *service.get("command", [])]
+        program, *rest = [*service.get("entrypoint", ["journeywork"]), *service.get("command", [])]
         return [str(shutil.which(program, path=str(BIN)) or program), *rest]
 
     def log(self, name: str) -> str:

@@ -212,7 +212,7 @@ class InferenceDouble(VllmServer):
         ]  # fmt: skip
 
 
-DOUBLE = os.environ.get("JOURNEYMAN_TEST_INFERENCE") == "double"
+DOUBLE = os.environ.get("JOURNEYWORK_TEST_INFERENCE") == "double"
 """Whether tests marked `inference` get the double: `make check` sets this."""
 
 
@@ -225,11 +225,11 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """One inference server for the whole session, started when a test first asks for it: `.url`, `.model`. Real vLLM,
-    or its double where JOURNEYMAN_TEST_INFERENCE=double is set.
+    or its double where JOURNEYWORK_TEST_INFERENCE=double is set.
 
-    It outlives each test, and so do adapters loaded into it: unload yours. While developing, JOURNEYMAN_TEST_VLLM may
+    It outlives each test, and so do adapters loaded into it: unload yours. While developing, JOURNEYWORK_TEST_VLLM may
     hold the port of one started by hand with the same arguments, which saves its start-up."""
-    given = os.environ.get("JOURNEYMAN_TEST_VLLM")
+    given = os.environ.get("JOURNEYWORK_TEST_VLLM")
     kind = InferenceDouble if DOUBLE else VllmServer
     server = kind(tmp_path_factory.mktemp("vllm"), int(given or 0))
     if not given:
@@ -302,7 +302,7 @@ def pytest_report_header() -> str | None:
     return f"files in the order of {SHUFFLE}={seed}" if seed else None
 
 
-SHUFFLE = "JOURNEYMAN_TEST_SHUFFLE"
+SHUFFLE = "JOURNEYWORK_TEST_SHUFFLE"
 """Environment variable: a seed for the order in which test files run; `random` draws one. Unset: the order of their
 names."""
 

@@ -339,7 +339,7 @@ async def test_each_partition_is_led_by_another_node(cluster: NatsCluster, nats_
         assert len(await broker.read(ExchangeRecorded)) == 12
 
 
-KILLS = int(os.environ.get("JOURNEYMAN_NODE_KILLS", "0"))
+KILLS = int(os.environ.get("JOURNEYWORK_NODE_KILLS", "0"))
 """Nodes killed in the crash matrix: by default a few; 100 is what docs/operations.md reports."""
 DEATHS = (
     {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}

@@ -30,7 +30,7 @@ DEPLOY = ROOT / "deploy"
 def test_compose_runs_what_up_runs_from_one_image() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
     assert set(services) == {"prepare", "provision", "nats", "vllm", *SERVICES}
-    assert {s["image"] for s in services.values()} == {"journeyman"}
+    assert {s["image"] for s in services.values()} == {"journeywork"}
     for name, module in SERVICES.items():
         assert services[name]["entrypoint"][:3] == ["python", "-m", module]
         assert importlib.util.find_spec(module) is not None
@@ -39,7 +39,7 @@ def test_compose_runs_what_up_runs_from_one_image() -> None:
         assert parsed.server == name
 
 
-@pytest.mark.parametrize("settings", ["journeyman.toml", "compose.toml"])
+@pytest.mark.parametrize("settings", ["journeywork.toml", "compose.toml"])
 def test_the_settings_of_the_gpu_box_load_and_start_cuda_vllm(settings: str) -> None:
     config = load(DEPLOY / settings, ["models.0.base=/models/base"])
     spec = vllm_command(config, 8000, "0.0.0.0")
@@ -50,7 +50,7 @@ def test_the_settings_of_the_gpu_box_load_and_start_cuda_vllm(settings: str) -> 
 
 
 def test_the_readme_s_line_for_a_gpu_starts_nats_and_vllm_too(tmp_path: Path) -> None:
-    line = re.search(r"journeyman (up --config deploy/.*?)\s*#", (ROOT / "README.md").read_text("utf-8"))
+    line = re.search(r"journeywork (up --config deploy/.*?)\s*#", (ROOT / "README.md").read_text("utf-8"))
     assert line is not None
     args = _parser().parse_args(shlex.split(line.group(1)))
     # The folder with the model is the reader's.
@@ -65,7 +65,7 @@ def test_the_image_is_pinned_by_digest_and_runs_without_root() -> None:
     assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE}"]
     base = next(line for line in lines if line.startswith("ARG BASE="))
     assert re.search("@sha256:[0-9a-f]{64}$", base)
-    assert "USER journeyman" in lines
+    assert "USER journeywork" in lines
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
     for service in compose.values():
         assert service["cap_drop"] == ["ALL"]
@@ -92,7 +92,7 @@ def test_the_lock_holds_what_pyproject_asks_for() -> None:
         r
         for n in ("pipeline", "gateway", "judge", "trainer", "store", "langgraph", "dev")
         for r in extras[n]
-        if not r.startswith("journeyman[")
+        if not r.startswith("journeywork[")
     ] + project["dependencies"]
     text = "".join(
         (ROOT / "requirements" / f"{n}.txt").read_text("utf-8") for n in ("cpu", "torch-cpu", "source")

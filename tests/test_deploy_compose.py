@@ -50,7 +50,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
     (tmp_path / "compose.toml").write_text(settings_for_this_machine())
     mounts = {
         "/runs": (runs, True),
-        "/etc/journeyman.toml": (tmp_path / "compose.toml", False),
+        "/etc/journeywork.toml": (tmp_path / "compose.toml", False),
         "/models": (models, False),
     }
     made = Box.of(
@@ -93,7 +93,7 @@ def test_every_service_starts_and_a_call_is_answered(box: Box) -> None:
 
     # The key that `docker compose exec gateway cat …` shows opens the gateway; nothing else does.
     key = box.run_in("gateway", ["cat", str(RUN / "keys" / "operator.key")]).stdout
-    assert re.fullmatch("jm-.{40,}", key)
+    assert re.fullmatch("jw-.{40,}", key)
     answers = []
     for given in ("none", key):
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

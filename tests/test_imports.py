@@ -1,6 +1,6 @@
 """The rules for imports, which keep every package readable by itself.
 
-1. A service imports `pipeline` and itself, never another service. The SDK (`journeyman`) imports none of them.
+1. A service imports `pipeline` and itself, never another service. The SDK (`journeywork`) imports none of them.
 2. Within a package, no two modules import each other, directly or through others. What two modules share belongs in a
    third module that imports neither. Imports under `TYPE_CHECKING` and inside functions count: a reader has to follow
    them too. The rule holds for benchmarks and examples as well.
@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "judge": {"pipeline"},
     "trainer": {"pipeline"},
     "store": {"pipeline"},
-    "journeyman": set(),
+    "journeywork": set(),
 }
 ROOMS = {
     "rollout_gateway.vllm_plugin": set[str](),

@@ -22,13 +22,13 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
-JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
+JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
 KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
 GROUP = 4
 
 
 class Installation:
-    """`journeyman up` in a process of its own."""
+    """`journeywork up` in a process of its own."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -44,7 +44,7 @@ class Installation:
         }
         flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]
         self.process = subprocess.Popen(
-            [JOURNEYMAN, "up", "--run-dir", str(run_dir), *flags], cwd=ROOT, stdout=subprocess.DEVNULL,
+            [JOURNEYWORK, "up", "--run-dir", str(run_dir), *flags], cwd=ROOT, stdout=subprocess.DEVNULL,
             env=environment(),
         )  # fmt: skip
 
@@ -71,7 +71,7 @@ class Installation:
 
     def sql(self, query: str) -> list[dict[str, Any]]:
         out = subprocess.run(
-            [JOURNEYMAN, "sql", "--run-dir", str(self.run_dir), "--format", "json", query],
+            [JOURNEYWORK, "sql", "--run-dir", str(self.run_dir), "--format", "json", query],
             check=True, capture_output=True, text=True, cwd=ROOT,
         )  # fmt: skip
         rows: list[dict[str, Any]] = json.loads(out.stdout)

@@ -63,10 +63,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_package_and_its_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    packages = ("pipeline", "rollout_gateway", "judge", "trainer", "store", "journeyman")
+    packages = ("pipeline", "rollout_gateway", "judge", "trainer", "store", "journeywork")
     wanted = {str(p.relative_to(ROOT)) for package in packages for p in (ROOT / package).rglob("*.py")}
-    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")} | {"journeyman/py.typed"}
-    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "journeyman/starter/template").glob("*.*")}
+    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")} | {"journeywork/py.typed"}
+    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "journeywork/starter/template").glob("*.*")}
     assert wanted <= names
     assert not {n for n in names if n.startswith(("tests", "examples", "benchmarks", "docs"))}
 
@@ -76,7 +76,7 @@ def test_the_wheel_names_the_plugin_that_vllm_loads(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/entry_points.txt"))
         points = archive.read(name).decode()
-    plugin = "[vllm.general_plugins]\njourneyman_cpu_lora = rollout_gateway.vllm_plugin.register:register\n"
+    plugin = "[vllm.general_plugins]\njourneywork_cpu_lora = rollout_gateway.vllm_plugin.register:register\n"
     assert plugin in points
 
 
@@ -101,7 +101,7 @@ def _requirements(name: str, seen: set[str]) -> set[str]:
 
 @pytest.mark.slow
 def test_the_sdk_runs_with_its_declared_dependencies_only(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of only the wheel and what its metadata names, `import journeyman` works and the command says
+    """In an environment of only the wheel and what its metadata names, `import journeywork` works and the command says
     what is missing."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     needed: set[str] = set()
@@ -119,10 +119,10 @@ def test_the_sdk_runs_with_its_declared_dependencies_only(wheel: Path, tmp_path:
     script = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-import journeyman, journeyman.gathering
+import journeywork, journeywork.gathering
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 assert not heavy, heavy
-assert journeyman.__file__.startswith({str(tmp_path)!r})
+assert journeywork.__file__.startswith({str(tmp_path)!r})
 from pipeline.__main__ import main
 main()
 """
@@ -130,8 +130,8 @@ main()
         [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert "journeyman: the package msgspec is not installed" in done.stderr
-    assert "pip install 'journeyman[cpu]'" in done.stderr
+    assert "journeywork: the package msgspec is not installed" in done.stderr
+    assert "pip install 'journeywork[cpu]'" in done.stderr
 
 
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -174,12 +174,12 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     installed = {line.partition("==")[0].lower() for line in _pip("freeze", python=python).splitlines()}
     assert installed <= {
         "anyio", "certifi", "h11", "httpcore", "httpx", "idna", "sniffio", "typing_extensions", *(
-            name for name in installed if name.startswith("journeyman")
+            name for name in installed if name.startswith("journeywork")
         ),
     }  # fmt: skip
-    script = "import sys, journeyman, journeyman.evaluation; " + (
+    script = "import sys, journeywork, journeywork.evaluation; " + (
         f"heavy = [n for n in {(*HEAVY, 'openai')!r} if n in sys.modules]; assert not heavy, heavy; "
-        "print(journeyman.Estimate(0.5, 0.4, 0.6, 9))"
+        "print(journeywork.Estimate(0.5, 0.4, 0.6, 9))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     told = subprocess.run(
@@ -187,14 +187,14 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     )
     assert told.returncode == 0, told.stderr
     assert told.stdout == "0.500 [0.400, 0.600] over 9\n"
-    command = str(tmp_path / "env" / "bin" / "journeyman")
+    command = str(tmp_path / "env" / "bin" / "journeywork")
     made = subprocess.run([command, "init", "support"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "support" / "agent.py").is_file()
     shown = subprocess.run([command, "eval", "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert "litellm:openai/gpt-5-mini" in shown.stdout
     missing = subprocess.run([command, "status"], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert (missing.returncode, "journeyman[cpu]" in missing.stderr) == (2, True)
+    assert (missing.returncode, "journeywork[cpu]" in missing.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -219,3 +219,15 @@ def test_the_metadata_names_extras_and_versions(wheel: Path) -> None:
     for version in PYTHONS:
         assert f"Classifier: Programming Language :: Python :: {version}\n" in told
     assert "Requires-Python: >=3.11\n" in told
+
+
+def test_nothing_answers_to_the_former_name() -> None:
+    named = subprocess.run(
+        ["git", "grep", "-Iil", "journeyman"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    paths = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+    assert set(named) == {"docs/decisions/0057-journeywork.md", "tests/test_packaging.py"}
+    assert [path for path in paths if "journeyman" in path.lower()] == []

@@ -1,5 +1,5 @@
-"""What the order of tests and their workers depend on: JOURNEYMAN_TEST_SHUFFLE shuffles the files, and tests that share
-something costly share a worker."""
+"""What the order of tests and their workers depend on: JOURNEYWORK_TEST_SHUFFLE shuffles the files, and tests that
+share something costly share a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journeyman up` as an attacker on the same machine meets it: users, environments, files. vLLM's part is in
+"""`journeywork up` as an attacker on the same machine meets it: users, environments, files. vLLM's part is in
 `test_loop`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.kits.attacker import check_environments, check_files, check_stranger, environment
 
 ROOT = Path(__file__).parent.parent
-JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
+JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
 
 
 def until(condition: Any, process: subprocess.Popen[bytes], run_dir: Path) -> Any:
@@ -44,12 +44,12 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
         "telemetry.enabled": "on",
     }
     flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]
-    up = [JOURNEYMAN, "up", "--run-dir", str(run_dir), "--vllm-url", "http://127.0.0.1:9", *flags]
+    up = [JOURNEYWORK, "up", "--run-dir", str(run_dir), "--vllm-url", "http://127.0.0.1:9", *flags]
     sink = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
-    def journeyman(*args: str) -> Any:
+    def journeywork(*args: str) -> Any:
         """The answer of a command, which connects as the operator."""
-        command = [JOURNEYMAN, *args, "--run-dir", str(run_dir)]
+        command = [JOURNEYWORK, *args, "--run-dir", str(run_dir)]
         return json.loads(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
 
     with subprocess.Popen(up, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment(**sink)) as process:
@@ -93,9 +93,9 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
                 return "group discarded" in said
 
             until(discarded, process, run_dir)
-            status = journeyman("status", "--json")
+            status = journeywork("status", "--json")
             assert {s["stream"]: s["messages"] for s in status["streams"]}["ROLLOUTS"] >= 4
-            assert journeyman("dead", "list", "--json") == []
+            assert journeywork("dead", "list", "--json") == []
             assert "ermissions" not in "".join(p.read_text() for p in (run_dir / "logs").glob("*.log"))
             process.send_signal(signal.SIGINT)
             assert process.wait(120) == 0
@@ -103,7 +103,7 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
             if process.poll() is None:
                 process.kill()
     check_files(run_dir)
-    rows = journeyman(
+    rows = journeywork(
         "sql", "--format", "json", "SELECT count(*) AS n FROM trajectories WHERE completed_at IS NOT NULL"
     )
     assert rows == [{"n": 2}]

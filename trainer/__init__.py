@@ -8,7 +8,7 @@
 | `batches` | from scored groups to the batch of a step |
 | `engine` | model, adapter, optimizer, losses: from a batch to gradients |
 | `checkpoints` | checkpoints on disk, the commit protocol, retention |
-| `commands` | `journeyman train`, `export`, `sft`, `check-model` |
+| `commands` | `journeywork train`, `export`, `sft`, `check-model` |
 | `first` | what has to be imported before everything else |
 """
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.common.running import rows
-from journeyman import Comparison, Estimate
-from journeyman.statistics import mean_of
+from journeywork import Comparison, Estimate
+from journeywork.statistics import mean_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def as_svg(figure: Figure) -> str:
     from matplotlib import pyplot as plt
 
     out = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "journeyman", "svg.fonttype": "none"}):
+    with mpl.rc_context({"svg.hashsalt": "journeywork", "svg.fonttype": "none"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=False)
     plt.close(figure)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

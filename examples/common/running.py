@@ -25,12 +25,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from journeyman import AsyncJourneyman
+from journeywork import AsyncJourneywork
 
 ROOT = Path(__file__).resolve().parents[2]
-JOURNEYMAN = str(Path(sys.executable).with_name("journeyman"))
+JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
 TWO_CORES = Path(__file__).with_name("two_cores.toml")
-GPU = ROOT / "deploy" / "journeyman.toml"
+GPU = ROOT / "deploy" / "journeywork.toml"
 LOOK_EVERY_S = 0.2
 """Seconds between two looks at the installation's state while it starts."""
 
@@ -40,7 +40,7 @@ class ExampleError(Exception):
 
 
 class Installation:
-    """`journeyman up` in a process of its own, with its run directory `run_dir`."""
+    """`journeywork up` in a process of its own, with its run directory `run_dir`."""
 
     def __init__(self, run_dir: Path, config: Path, overrides: Mapping[str, Any], *flags: str) -> None:
         """`overrides` are settings by their dotted names, `flags` more of the command's flags."""
@@ -49,7 +49,7 @@ class Installation:
         given = [part for key, value in overrides.items() for part in ("--set", f"{key}={json.dumps(value)}")]
         with (run_dir / "up.log").open("wb") as sink:
             self.process = subprocess.Popen(
-                [JOURNEYMAN, "up", "--config", str(config), "--run-dir", str(run_dir), *given, *flags],
+                [JOURNEYWORK, "up", "--config", str(config), "--run-dir", str(run_dir), *given, *flags],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
             )  # fmt: skip
 
@@ -57,7 +57,7 @@ class Installation:
         """Raises `ExampleError` if it has ended."""
         if self.process.poll() is not None:
             tail = (self.run_dir / "up.log").read_text("utf-8", "replace")[-3000:]
-            raise ExampleError(f"journeyman up ended with code {self.process.returncode}:\n{tail}")
+            raise ExampleError(f"journeywork up ended with code {self.process.returncode}:\n{tail}")
 
     async def ready(self) -> str:
         """Return the gateway's URL, once everything works."""
@@ -82,7 +82,7 @@ class Installation:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-                raise ExampleError(f"journeyman up did not stop; see {self.run_dir}/logs") from None
+                raise ExampleError(f"journeywork up did not stop; see {self.run_dir}/logs") from None
 
 
 def arguments(
@@ -106,7 +106,7 @@ def arguments(
         "--base", default=base, help="folder of a base model; default: a tiny one, made first"
     )
     parser.add_argument("--config", type=Path, help="settings; default: two_cores.toml for the tiny model, "
-                        "deploy/journeyman.toml for another one")  # fmt: skip
+                        "deploy/journeywork.toml for another one")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="any setting")
     parser.add_argument("--vllm-url", help="an inference server that serves the base model already")
     given = sys.argv[1:] if argv is None else list(argv)
@@ -129,8 +129,8 @@ def base_model(name: str) -> Path:
 @contextlib.asynccontextmanager
 async def installation(
     args: argparse.Namespace, settings: Mapping[str, Any]
-) -> AsyncIterator[AsyncJourneyman]:
-    """Run `journeyman up` with the example's model and settings (by dotted names), and yield a client of its gateway.
+) -> AsyncIterator[AsyncJourneywork]:
+    """Run `journeywork up` with the example's model and settings (by dotted names), and yield a client of its gateway.
 
     Raises `ExampleError` if it does not come up. It is stopped when the block ends, and its history is complete
     then."""
@@ -149,14 +149,14 @@ async def installation(
         args.run_dir.absolute(), args.config or (GPU if args.base else TWO_CORES), overrides, *flags
     )
     try:
-        async with AsyncJourneyman(await up.ready()) as client:
+        async with AsyncJourneywork(await up.ready()) as client:
             yield client
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(up.stop)
 
 
-async def served_step(client: AsyncJourneyman, model: str) -> int:
+async def served_step(client: AsyncJourneywork, model: str) -> int:
     """Return the policy step that answers the model's calls now; 0 is the base model."""
     (step,) = (entry["step"] for entry in await client.policies() if entry["model"] == model)
     return int(step)
@@ -170,8 +170,8 @@ def make_room(run_dir: Path) -> None:
 
 
 def ask(run_dir: Path, query: str, form: str = "json") -> str:
-    """Run `journeyman sql` on the run. Raises `CalledProcessError` if it fails."""
-    command = [JOURNEYMAN, "sql", "--run-dir", str(run_dir), "--format", form, query]
+    """Run `journeywork sql` on the run. Raises `CalledProcessError` if it fails."""
+    command = [JOURNEYWORK, "sql", "--run-dir", str(run_dir), "--format", form, query]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

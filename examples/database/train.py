@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall, ChatComplet
 from examples.common import curve, running
 from examples.database import stand_in
 from examples.database.shop import SYSTEM, TOOLS, Scenario, scenario
-from journeyman import AsyncJourneyman, Trajectory
+from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "database"
 BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
@@ -77,7 +77,7 @@ async def attempt(run: Trajectory, task: Scenario) -> None:
     await answer(run, task)
 
 
-async def learn(client: AsyncJourneyman, args: argparse.Namespace) -> None:
+async def learn(client: AsyncJourneywork, args: argparse.Namespace) -> None:
     """Run groups of attempts until the last step is served; judge and trainer work beside."""
     number = 0
     while await running.served_step(client, MODEL) < args.steps:

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from examples.common import curve, running
 from examples.langgraph_team.calendars import ROUNDS, Scenario, find_time, scenario
-from journeyman import AsyncJourneyman, Trajectory
+from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "langgraph_team"
 BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
@@ -101,7 +101,7 @@ async def meet(run: Trajectory, task: Scenario) -> float:
     return task.reward(end["proposed"] if end["agreed"] else "", proposals)
 
 
-async def learn(client: AsyncJourneyman, args: argparse.Namespace) -> None:
+async def learn(client: AsyncJourneywork, args: argparse.Namespace) -> None:
     """Run groups of teams until the last step is served; the trainer trains beside."""
     number = 0
     while await running.served_step(client, MODEL) < args.steps:

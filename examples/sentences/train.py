@@ -14,7 +14,7 @@ import openai
 from examples.common import curve, running
 from examples.sentences.reward import score
 from examples.sentences.tasks import task
-from journeyman import AsyncJourneyman, Trajectory
+from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "sentences"
 BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
@@ -51,7 +51,7 @@ async def write_held_out(run: Trajectory, seed: str) -> float:
     return score(task(seed), await reply(run, seed))
 
 
-async def learn(client: AsyncJourneyman, args: argparse.Namespace) -> None:
+async def learn(client: AsyncJourneywork, args: argparse.Namespace) -> None:
     """Write groups of sentences until the last step is served; the trainer trains beside."""
     batch = 0
     while await running.served_step(client, MODEL) < args.steps:

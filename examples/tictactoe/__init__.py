@@ -7,5 +7,5 @@
 | `agent` | plays one game, and a fleet of them, with nothing but the `openai` package |
 | `demo` | `make demo`: starts everything, trains, evaluates, writes `report.json` |
 | `model/` | what `make_model` made |
-| `journeyman.toml` | the demo's settings |
+| `journeywork.toml` | the demo's settings |
 """

@@ -1,4 +1,4 @@
-"""An agent that plays one game, and a fleet of agents. They use an OpenAI client and no code of Journeyman.
+"""An agent that plays one game, and a fleet of agents. They use an OpenAI client and no code of Journeywork.
 
 Three kinds of call make these agents trainable: opening a trajectory, which names the group of the run and returns a
 base URL; chat completions at that URL; and completing the trajectory with its reward. A request that fails after all

@@ -2,7 +2,7 @@
 
     python -m examples.tictactoe.demo --seed 0 --run-dir runs/demo
 
-Starts `journeyman up` with `journeyman.toml`, plays the held-out games with the base model, lets the fleet play while
+Starts `journeywork up` with `journeywork.toml`, plays the held-out games with the base model, lets the fleet play while
 the trainer trains, plays the same held-out games with the last version, stops everything in order, queries the store
 and writes `<run-dir>/report.json`. Exits with 1 if the run failed."""
 
@@ -27,11 +27,11 @@ from examples.tictactoe.agent import Finished, Fleet
 from examples.tictactoe.game import opening_seed
 from examples.tictactoe.nodes import Faults, Nodes
 from examples.tictactoe.report import GOAL, MODEL, conclude, difference, win_rate
-from journeyman import AsyncJourneyman, Trajectory, evaluation
-from journeyman.curriculum import Curriculum
-from journeyman.evaluation import EvaluationReport
+from journeywork import AsyncJourneywork, Trajectory, evaluation
+from journeywork.curriculum import Curriculum
+from journeywork.evaluation import EvaluationReport
 
-SETTINGS = Path(__file__).with_name("journeyman.toml")
+SETTINGS = Path(__file__).with_name("journeywork.toml")
 LOOK_EVERY_S = 0.25
 """Seconds between two reads of the policy version that the gateway serves."""
 CURRICULUM_POOL = 64
@@ -107,7 +107,7 @@ class View:
         self.fleet: Fleet | None = None
 
     def __rich__(self) -> Table:
-        table = Table(show_header=False, box=None, title="Journeyman: tic-tac-toe, learning on the job")
+        table = Table(show_header=False, box=None, title="Journeywork: tic-tac-toe, learning on the job")
         for name, value in self.progress.line(self.fleet).items():
             table.add_row(f"[dim]{name}[/]", f"[bold]{value}[/]")
         return table
@@ -230,7 +230,7 @@ async def served_step(fleet: Fleet) -> int:
 
 
 async def evaluate(
-    client: AsyncJourneyman,
+    client: AsyncJourneywork,
     progress: Progress,
     version: str,
     games: int,
@@ -264,7 +264,7 @@ async def play(
         gateway = await installation.ready()
         started_s = time.monotonic() - progress.began
         fleet = view.fleet = Fleet.at(gateway, MODEL, args.concurrency)
-        client = AsyncJourneyman(gateway)
+        client = AsyncJourneywork(gateway)
         before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
         evaluated_s = time.monotonic() - progress.began
         progress.phase, progress.games = "training", 0

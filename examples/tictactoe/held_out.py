@@ -1,6 +1,6 @@
-"""The held-out games, for the demo and for `journeyman eval`:
+"""The held-out games, for the demo and for `journeywork eval`:
 
-    journeyman eval tictactoe@0 tictactoe --rollout examples.tictactoe.held_out:play \\
+    journeywork eval tictactoe@0 tictactoe --rollout examples.tictactoe.held_out:play \\
       --scenarios examples.tictactoe.held_out:batches
 
 A task is a batch of games. All moves of a round are one call: the same inference as one call for each game, with far
@@ -16,7 +16,7 @@ import openai
 
 from examples.tictactoe.agent import MAX_TOKENS, Finished
 from examples.tictactoe.game import REWARDS, Game, describe, opening_seed
-from journeyman import Trajectory
+from journeywork import Trajectory
 
 GAMES = 2000
 BATCH = 40

@@ -2,7 +2,7 @@
 
 Three NATS servers with three copies of every stream, two gateways behind one address, two judges, two stores of one
 lake, and the trainer in an installation of its own, connected to the log through relays. Each installation is a
-`journeyman up` with its own run directory, as on machines of their own:
+`journeywork up` with its own run directory, as on machines of their own:
 
     <run-dir>/first     vLLM with its sampler agent, a gateway, a judge, a store, and the demo's report
     <run-dir>/second    a gateway, a judge, a store
@@ -40,7 +40,7 @@ LOOK_EVERY_S = 0.2
 NODE_DOWN_S = 10.0
 """How long a killed NATS server stays away."""
 PARTITION_S = 30.0
-SECRET = "JOURNEYMAN_KEY_SECRET"
+SECRET = "JOURNEYWORK_KEY_SECRET"
 """Variable with the secret from which both gateways make the keys of trajectories."""
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.common.running import ask, rows
-from journeyman.evaluation import EntrantResult, EvaluationReport
-from journeyman.statistics import Estimate
+from journeywork.evaluation import EntrantResult, EvaluationReport
+from journeywork.statistics import Estimate
 
 MODEL = "tictactoe"
 GOAL = 0.70

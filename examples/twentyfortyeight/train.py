@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from examples.common import curve, running
 from examples.twentyfortyeight.game import RULES, Game, describe
-from journeyman import AsyncJourneyman, Trajectory
+from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "twentyfortyeight"
 BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
@@ -51,7 +51,7 @@ async def play(run: Trajectory, seed: str) -> float:
     return game.points / FULL_SCORE
 
 
-async def learn(client: AsyncJourneyman, args: argparse.Namespace) -> None:
+async def learn(client: AsyncJourneywork, args: argparse.Namespace) -> None:
     """Play groups of games until the last step is served; the trainer trains beside."""
     batch = 0
     while await running.served_step(client, MODEL) < args.steps:

@@ -1,7 +1,7 @@
-"""`journeyman judge`: measure a judge, or score one group.
+"""`journeywork judge`: measure a judge, or score one group.
 
-journeyman judge eval LABELLED.jsonl     the judge's agreement with known rewards
-journeyman judge score GROUP.json        the judge's scores for the trajectories of a group
+journeywork judge eval LABELLED.jsonl     the judge's agreement with known rewards
+journeywork judge score GROUP.json        the judge's scores for the trajectories of a group
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.config import ConfigError
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if the judge failed or is not good enough, 2 if settings or a file cannot be used."""
     parser = argparse.ArgumentParser(
-        prog="journeyman judge", description="Measure a judge, or score one group."
+        prog="journeywork judge", description="Measure a judge, or score one group."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     evaluation.add_command(commands)
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except ConfigError as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         raise SystemExit(2) from error
 
 

@@ -1,6 +1,6 @@
-"""`journeyman judge eval LABELLED.jsonl`: how well a judge agrees with known rewards, and what that costs.
+"""`journeywork judge eval LABELLED.jsonl`: how well a judge agrees with known rewards, and what that costs.
 
-    journeyman judge eval groups.jsonl --config journeyman.toml --set judge.rubric=my.md --json
+    journeywork judge eval groups.jsonl --config journeywork.toml --set judge.rubric=my.md --json
 
 The judge is that of the settings. docs/judging.md describes the file.
 """
@@ -71,7 +71,7 @@ async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: 
 
 
 def add_command(commands: Any) -> None:
-    """Add `eval` to the subcommands of `journeyman judge`."""
+    """Add `eval` to the subcommands of `journeywork judge`."""
     parser = commands.add_parser("eval", help="agreement with known rewards")
     parser.add_argument("data", type=Path, help="groups with rewards, JSONL")
     add_settings(parser)

@@ -1,6 +1,6 @@
-"""`journeyman rejudge`: score history again with another judge or rubric, as a verdict set of its own.
+"""`journeywork rejudge`: score history again with another judge or rubric, as a verdict set of its own.
 
-    journeyman rejudge --run-dir runs/x --set judge.rubric=stricter.md [--branch NAME] [--limit N]
+    journeywork rejudge --run-dir runs/x --set judge.rubric=stricter.md [--branch NAME] [--limit N]
 
 Every scored group of one branch (`--from-branch`) is judged by the judge of the settings and published on another
 branch, with its origin. The trainer reads `main` only, so nothing trains twice. If a judge model is set, it is asked
@@ -214,7 +214,7 @@ async def _run(config: Config, branch: str, source: str, limit: int) -> RejudgeR
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if a group could not be judged or the log fails, 2 if the settings cannot be used."""
     parser = argparse.ArgumentParser(
-        prog="journeyman rejudge", description="Score history again as a new verdict set."
+        prog="journeywork rejudge", description="Score history again as a new verdict set."
     )
     parser.add_argument(
         "--run-dir", default="", help="the run whose settings and log to use; default: the newest under runs/"
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         log_of(config)
         report = anyio.run(_run, config, args.branch, args.from_branch, args.limit)
     except (ConfigError, BrokerError, InvalidNameError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error
     console = Console(highlight=False)
     answer = report.as_dict()

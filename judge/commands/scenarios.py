@@ -1,6 +1,6 @@
-"""`journeyman scenarios`: training tasks from a description, for agents without a dataset.
+"""`journeywork scenarios`: training tasks from a description, for agents without a dataset.
 
-    journeyman scenarios --describe task.md --count 50 --out scenarios.jsonl [--set judge.model=…]
+    journeywork scenarios --describe task.md --count 50 --out scenarios.jsonl [--set judge.model=…]
 
 The judge model writes them in batches and is shown the tasks that exist already, so that new ones differ. The output
 has one JSON object a line: `{"id": "s-…", "task": "…", "difficulty": 1..5}`. The id is a hash of the task, so a
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if there are fewer scenarios than were asked for, 2 if settings or files cannot be
     used."""
     parser = argparse.ArgumentParser(
-        prog="journeyman scenarios", description="Write training tasks from a description of the agent."
+        prog="journeywork scenarios", description="Write training tasks from a description of the agent."
     )
     parser.add_argument("--describe", type=Path, required=True, help="file that says what the agent is for")
     parser.add_argument("--count", type=int, default=50)
@@ -170,12 +170,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{args.describe}: {error.strerror}") from error
         failure = anyio.run(_run, config, description, args.count, args.out)
     except ConfigError as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         raise SystemExit(2) from error
     answer = {"out": str(args.out), "scenarios": len(read_scenarios(args.out))}
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
     if failure:
-        sys.stderr.write(f"journeyman: {failure}\n")
+        sys.stderr.write(f"journeywork: {failure}\n")
         raise SystemExit(1)
 
 

@@ -1,6 +1,6 @@
-"""`journeyman judge score FILE`: score a group that you bring along, as the running judge would.
+"""`journeywork judge score FILE`: score a group that you bring along, as the running judge would.
 
-    journeyman judge score group.json --config journeyman.toml          # FILE may be - for standard input
+    journeywork judge score group.json --config journeywork.toml          # FILE may be - for standard input
 
 The file holds a JSON object (`judge.labelled.GroupFile`), or an array of trajectories. The answer is one JSON object
 on standard output. From Python, call `score_group`. No log and no running installation are needed, and nothing is
@@ -101,7 +101,7 @@ def read_group(source: str) -> GroupFile:
 
 
 def add_command(commands: Any) -> None:
-    """Add `score` to the subcommands of `journeyman judge`."""
+    """Add `score` to the subcommands of `journeywork judge`."""
     parser = commands.add_parser("score", help="scores of one group, as JSON")
     parser.add_argument("group", help="the group, JSON; - for standard input")
     add_settings(parser)

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.config import ConfigError
 
 FOLDER = Path(__file__).parent / "rubrics"
-"""The rubrics that come with Journeyman."""
+"""The rubrics that come with Journeywork."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rubric:
 
 
 def load_rubric(path: str = "") -> Rubric:
-    """Read the rubric file `path`, or the one of Journeyman's own with that name; `general` if `path` is empty.
+    """Read the rubric file `path`, or the one of Journeywork's own with that name; `general` if `path` is empty.
 
     Raises `ConfigError` if there is no such file or it is empty."""
     file = Path(path or FOLDER / "general.md")

@@ -74,7 +74,7 @@ def _check_access(config: Config) -> None:
     if 0 < nats.max_bytes < least:
         raise ConfigError(
             f"nats.max_bytes: {nats.max_bytes} is too small: with fewer than {least:,} bytes a stream could not take "
-            "one message of nats.max_payload; 0 leaves the limit to Journeyman"
+            "one message of nats.max_payload; 0 leaves the limit to Journeywork"
         )
     if not nats.partitions and not nats.url:
         raise ConfigError(
@@ -170,7 +170,7 @@ def check(config: Config) -> None:
     }
     if name := next(written_out(config.vllm.env, "vllm.env"), ""):
         raise ConfigError(
-            f"{name}: a secret does not belong in the settings; set the variable where `journeyman up` is started"
+            f"{name}: a secret does not belong in the settings; set the variable where `journeywork up` is started"
         )
     for name in (n for where, table in tables.items() for n in written_out(table, where)):
         raise ConfigError(

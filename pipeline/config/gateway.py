@@ -8,7 +8,7 @@ from pipeline.config.types import Count, Natural, NotNegative, Port, Positive, S
 
 
 class KeyConfig(Section, frozen=True, kw_only=True):
-    """An API key. `journeyman keys` makes one."""
+    """An API key. `journeywork keys` makes one."""
 
     sha256: str
     """SHA-256 of the key, in hexadecimal. The key itself is in no file."""
@@ -125,7 +125,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Keys of clients. If neither this list nor `keys_file` has one, everyone may call; that is allowed on the
     loopback interface only."""
     keys_file: str = "keys.toml"
-    """File with further keys, under the run directory. `journeyman keys` adds and revokes keys there; the gateway
+    """File with further keys, under the run directory. `journeywork keys` adds and revokes keys there; the gateway
     reads it again within two seconds of a change. Once the file has existed, keys are required, even if it is
     deleted."""
     key_secret_env: str = ""

@@ -89,11 +89,11 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     fallbacks: tuple[str, ...] = ()
     """litellm names of models to call, in this order, if the judge model can't be reached."""
     rubric: str = ""
-    """Path of a rubric, or the name of one that comes with Journeyman. Empty: `general`."""
+    """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
     concurrency: Count = 16
     """Calls to the judge model at once, of each process."""
     processes: Count = 1
-    """Judge processes that `journeyman up` starts. More of them may run on other machines."""
+    """Judge processes that `journeywork up` starts. More of them may run on other machines."""
     passes: Count = 2
     """Maximum number of passes over one group. Each pass shows the trajectories in another order. From the second pass
     on, judging ends when two passes agree."""

@@ -26,17 +26,17 @@ class NatsConfig(Section, frozen=True, kw_only=True):
 
     url: str | tuple[str, ...] = ""
     """Address of a NATS server with JetStream. For a cluster, the addresses of its servers: a list, or one string
-    with commas. Empty: `journeyman up` starts a server. A running service applies a change in its settings file within
+    with commas. Empty: `journeywork up` starts a server. A running service applies a change in its settings file within
     two seconds, or on SIGHUP."""
     port: Port = 0
-    """Port of the server that `journeyman up` starts. 0: any free one."""
+    """Port of the server that `journeywork up` starts. 0: any free one."""
     sync: Literal["always"] | Positive = "always"
-    """When the server that `journeyman up` starts syncs messages to disk. `always`: before it acknowledges them, so
+    """When the server that `journeywork up` starts syncs messages to disk. `always`: before it acknowledges them, so
     acknowledged messages survive a power cut. A number: the interval in seconds; a power cut loses the messages that
     were acknowledged since the last sync, and the services continue without them (docs/operations.md)."""
     max_bytes: Natural = 0
     """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the
-    free space for the server that `journeyman up` starts, no limit for other servers."""
+    free space for the server that `journeywork up` starts, no limit for other servers."""
     rollouts_max_age_h: Positive = 48.0
     """Age in hours at which the log deletes the events of runs. History is kept in the store. A trajectory that was
     opened longer ago takes no calls, can't be completed and is not trained, and its id is not reused. An alarm is
@@ -55,7 +55,7 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     to change it. 0: the number that the log has."""
     users: str = ""
     """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md lists the
-    users). Each process connects with its own. `journeyman up` makes them for the server that it starts."""
+    users). Each process connects with its own. `journeywork up` makes them for the server that it starts."""
     nkey_seed: str = ""
     """File with the nkey seed that every process connects with. Set at most one of `users`, `nkey_seed` and
     `credentials`."""
@@ -71,14 +71,14 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     tls_key: str = ""
     """File with the private key of `tls_cert`. Empty: it is in the same file."""
     server_cert: str = ""
-    """File with the certificate of the server that `journeyman up` or `journeyman exec nats` starts; for `up` it
+    """File with the certificate of the server that `journeywork up` or `journeywork exec nats` starts; for `up` it
     must name 127.0.0.1. If it is set, the server accepts TLS connections only; if `tls_ca` and `tls_cert` are
     set too, clients need a certificate of that CA. Empty: no TLS, for a server on the loopback interface."""
     server_key: str = ""
     """File with the private key of `server_cert`."""
     provision: bool = True
     """Whether services create streams, consumers and buckets when they connect. Set it to false if their users lack
-    the right, and run `journeyman provision` as a user that has it. `journeyman up` does both for the server
+    the right, and run `journeywork provision` as a user that has it. `journeywork up` does both for the server
     that it starts."""
     connect_timeout_s: Positive = 15.0
     """How long a service tries to connect at its start, and then waits for its streams."""
@@ -108,13 +108,13 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """The inference servers."""
 
     urls: tuple[str, ...] = ()
-    """URLs of inference servers that already run. Empty: `journeyman up` starts one. A running sampler agent applies
+    """URLs of inference servers that already run. Empty: `journeywork up` starts one. A running sampler agent applies
     a change in its settings file within two seconds, or on SIGHUP."""
     api_key_file: str = ""
-    """File with the API key that the gateway sends to the servers. `journeyman up` makes one for the server that it
+    """File with the API key that the gateway sends to the servers. `journeywork up` makes one for the server that it
     starts."""
     port: Port = 0
-    """Port of the server that `journeyman up` starts. 0: any free one."""
+    """Port of the server that `journeywork up` starts. 0: any free one."""
     args: tuple[str, ...] = ()
     """Further arguments of that server. As a flag, write a JSON list: `--set 'vllm.args=["--dtype", "bfloat16"]'`."""
     tool_parser: str = "auto"
@@ -132,7 +132,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     max_model_len: Natural = 0
     """Longest prompt and reply together, in tokens. 0: the model's own limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Which build of vLLM `journeyman up` expects. `auto`: the one that is installed."""
+    """Which build of vLLM `journeywork up` expects. `auto`: the one that is installed."""
     start_timeout_s: Positive = 600.0
     """A server that is not ready after this time is killed and restarted."""
 
@@ -184,17 +184,17 @@ class UiConfig(Section, frozen=True, kw_only=True):
     """The dashboard (docs/dashboard.md)."""
 
     enabled: bool = True
-    """Whether `journeyman up` starts it."""
+    """Whether `journeywork up` starts it."""
     host: str = "127.0.0.1"
     """Address that it listens on. For an address that other machines can reach, `gateway.keys` must have an operator's
     key."""
     port: Port = 0
-    """Port that it listens on. 0: any free one, which `journeyman up` and `journeyman status` print."""
+    """Port that it listens on. 0: any free one, which `journeywork up` and `journeywork status` print."""
     hosts: tuple[str, ...] = ()
     """Further names that browsers may send in `Host`, without a port, for example behind a reverse proxy. On the
     loopback interface it answers to `localhost`, the loopback addresses and these names only."""
     gateway_url: str = ""
-    """URL of the gateway that decisions and labels are sent to. Empty: the gateway that `journeyman up` started."""
+    """URL of the gateway that decisions and labels are sent to. Empty: the gateway that `journeywork up` started."""
 
 
 class RetentionConfig(Section, frozen=True, kw_only=True):
@@ -214,7 +214,7 @@ class RetentionConfig(Section, frozen=True, kw_only=True):
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
-    """How `journeyman up` checks its processes."""
+    """How `journeywork up` checks its processes."""
 
     deadline_s: Positive = 30.0
     """A process that was ready and then does not respond for this long is killed and restarted. Services respond with
@@ -280,9 +280,9 @@ class SigningConfig(Section, frozen=True, kw_only=True):
     """Signatures of checkpoints. With them, a client that can only write to the log can't get an adapter loaded."""
 
     seed: str = ""
-    """File with the nkey seed that the trainer signs with. `journeyman up` creates one in the run directory."""
+    """File with the nkey seed that the trainer signs with. `journeywork up` creates one in the run directory."""
     keys: tuple[str, ...] = ()
-    """Public nkeys whose checkpoints may be served. `journeyman up` adds the key of `seed`."""
+    """Public nkeys whose checkpoints may be served. `journeywork up` adds the key of `seed`."""
     check: Literal["auto", "require", "off"] = "auto"
     """`auto`: signatures are checked if `keys` is not empty. `require`: the gateway does not start without `keys`.
     `off`: every checkpoint on the log may be served."""

@@ -116,12 +116,12 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
 
     tokens_per_batch: Count = 16_384
     """Tokens of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes
-    fewer tokens if so many do not fit by the memory formula (`journeyman check-model` shows it)."""
+    fewer tokens if so many do not fit by the memory formula (`journeywork check-model` shows it)."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more
     computation and saves most of the memory. `auto`: on with CUDA where the model supports it, off on CPU."""
     gpu_share: Share = 0.0
-    """Share of the GPU's memory that passes may use. 0: what is free at the start. `journeyman up` sets 0.45 if its
+    """Share of the GPU's memory that passes may use. 0: what is free at the start. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
@@ -156,7 +156,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is
     discarded."""
     processes: Count = 1
-    """Processes, one per GPU, that share the passes of a step. `journeyman up` starts them with `accelerate launch`."""
+    """Processes, one per GPU, that share the passes of a step. `journeywork up` starts them by `accelerate launch`."""
     threads: Count = 1
     """CPU threads of the trainer's computation. The inference server uses the other cores."""
     start_timeout_s: Positive = 600.0
@@ -183,7 +183,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     seed: Natural = 0
     """Seed of the adapter's initial weights."""
     branch: str = "main"
-    """Branch of the log to train from. `journeyman replay` and `rejudge` make branches. Training on another branch
+    """Branch of the log to train from. `journeywork replay` and `rejudge` make branches. Training on another branch
     than `main` begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
     lora: LoraConfig = LoraConfig()
     loss: LossConfig = LossConfig()

@@ -29,7 +29,7 @@ from pipeline.config.types import Section
 from pipeline.errors import ConfigError
 
 PROCESSES = ("nats", "vllm", "gateway", "sampler", "judge", "trainer", "store", "ui", "telemetry")
-"""Everything that `journeyman up` may start."""
+"""Everything that `journeywork up` may start."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class Config(Section, frozen=True, kw_only=True):
     metrics: MetricsConfig = MetricsConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
-    """Further environment variables that `journeyman up` passes to a process (`nats`, `vllm`, `gateway`,
+    """Further environment variables that `journeywork up` passes to a process (`nats`, `vllm`, `gateway`,
     `sampler`, `judge`, `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/security.md
     lists what each process gets anyway."""
 

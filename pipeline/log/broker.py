@@ -129,7 +129,7 @@ class Broker(Reader):
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, config: NatsConfig, *, name: str = "journeyman", provision: bool = True
+        cls, config: NatsConfig, *, name: str = "journeywork", provision: bool = True
     ) -> AsyncIterator[Broker]:
         """Connect to the servers of `config.url`, and reconnect to any of them for as long as the block runs. `name`
         decides the NATS user (`pipeline.security.users`).

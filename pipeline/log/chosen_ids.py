@@ -1,9 +1,9 @@
 """Trajectory ids that callers chose, remembered after their trajectories expired.
 
-An id that Journeyman made carries its date (`pipeline.names.new_dated_id`), so an expired one is recognised without any
-memory. A caller's own id is a label without a date. Its hash is written to stream IDS before its trajectory is opened,
-and stays there for 30 days. The hashes share 65,536 subjects of a project, because the server holds every subject in
-memory, and messages on disk.
+An id that Journeywork made carries its date (`pipeline.names.new_dated_id`), so an expired one is recognised without
+any memory. A caller's own id is a label without a date. Its hash is written to stream IDS before its trajectory is
+opened, and stays there for 30 days. The hashes share 65,536 subjects of a project, because the server holds every
+subject in memory, and messages on disk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`journeyman dead`: messages that a consumer or reader could not use, and what to do with them.
+"""`journeywork dead`: messages that a consumer or reader could not use, and what to do with them.
 
-    journeyman dead list [--json]          list the letters with their reasons
-    journeyman dead show 12                show one letter, its payload decoded if possible
-    journeyman dead retry 12 13 | --all    deliver letters again to the consumer that gave them up
-    journeyman dead drop 12 | --all        delete letters from the list; the store keeps them
+    journeywork dead list [--json]          list the letters with their reasons
+    journeywork dead show 12                show one letter, its payload decoded if possible
+    journeywork dead retry 12 13 | --all    deliver letters again to the consumer that gave them up
+    journeywork dead drop 12 | --all        delete letters from the list; the store keeps them
 
 A retry publishes the payload under a subject of its own, marked for the one consumer that failed: no other consumer
 gets it twice, and a repeated retry is one message. If it fails again, that is a new letter. A letter of consumer
@@ -48,7 +48,7 @@ async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
     found = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
         if seq not in found:
-            raise DeadLetterError(f"there is no dead letter {seq}; see `journeyman dead list`")
+            raise DeadLetterError(f"there is no dead letter {seq}; see `journeywork dead list`")
     return [found[seq] for seq in seqs]
 
 
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--config", help="a settings file with nats.url")
     where.add_argument("--nats-url", help="address of the NATS server")
     parser = argparse.ArgumentParser(
-        prog="journeyman dead", description="Messages that a consumer could not use, and why."
+        prog="journeywork dead", description="Messages that a consumer could not use, and why."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", parents=[where], help="list all letters").add_argument(
@@ -157,7 +157,7 @@ async def _run(args: argparse.Namespace) -> None:
         else:
             if bool(args.seqs) == args.all:
                 raise DeadLetterError(
-                    f"name the letters (journeyman dead {args.command} SEQ ...) or give --all, not both"
+                    f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both"
                 )
             act = retry if args.command == "retry" else drop
             chosen = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         anyio.run(_run, args)
     except (BrokerError, ConfigError) as error:
-        sys.stderr.write(f"journeyman: {error}\n")
+        sys.stderr.write(f"journeywork: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 

@@ -44,7 +44,7 @@ class ExchangeNotWholeError(HistoryGoneError):
         exchange = form.exchange
         super().__init__(
             f"exchange {exchange.seq}.{exchange.choice} of trajectory {exchange.trajectory!r}",
-            f"can't be read: {why}. Runs that were recorded in the store are put back by `journeyman replay`",
+            f"can't be read: {why}. Runs that were recorded in the store are put back by `journeywork replay`",
         )
         self.seq = exchange.seq
 

@@ -35,7 +35,7 @@ _STREAM_FIELDS = (
 _ASK_PARTITIONS_S = 2.0
 _MARKER_S = 60.0
 """How long the marker of an expired value stays in a key-value bucket."""
-_PARTITIONS = "journeyman.partitions"
+_PARTITIONS = "journeywork.partitions"
 """Key of the number of partitions in the metadata of stream `DEAD`, which is never divided."""
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
@@ -91,7 +91,7 @@ async def _adopt_partitions(log: StreamReader) -> None:
         raise BrokerError(
             f"the log at {log.config.address} has {held} partition{'s' * (held != 1)}, and nats.partitions is "
             f"{wanted}: set nats.partitions = {held}. To divide the log anew, stop the gateways, wait until "
-            "`journeyman status` shows that judge, trainer and store are not behind, stop them, and run `journeyman "
+            "`journeywork status` shows that judge, trainer and store are not behind, stop them, and run `journeywork "
             "provision --repartition` with the new number (docs/operations.md)"
         )
     if log.layout.partitions != held:
@@ -113,7 +113,7 @@ async def repartition(log: StreamReader, wanted: int) -> None:
         if spec.start == "all" and await oldest_unread(log, spec) is not None:
             raise BrokerError(
                 f"the log keeps nats.partitions = {held}: consumer {spec.durable} has not read all of {spec.stream}. "
-                f"Start the services with {held} until `journeyman status` shows that none is behind"
+                f"Start the services with {held} until `journeywork status` shows that none is behind"
             )
     config.metadata = (config.metadata or {}) | {_PARTITIONS: str(wanted)}
     await log.js.update_stream(config)

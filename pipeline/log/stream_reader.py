@@ -295,7 +295,7 @@ class StreamReader:
         try:
             return await self.retry(call, f"the description of {what} was not answered")
         except nats.js.errors.NotFoundError as error:
-            raise BrokerError(f"the log has no {what}: run `journeyman up` on it once") from error
+            raise BrokerError(f"the log has no {what}: run `journeywork up` on it once") from error
 
     async def _request(self, subject: str, request: dict[str, Any], what: str) -> bytes:
         """Send a request to JetStream's API. Raises nats-py's `APIError` if it is refused, `BrokerUnavailableError`."""

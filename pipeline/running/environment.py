@@ -14,7 +14,7 @@ from pipeline.config.secrets import references
 
 EVERY = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP",
-    "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYMAN_CRASH",
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYWORK_CRASH",
 )  # fmt: skip
 """Variables of every process: paths of programs, libraries and temporary files, and the language."""
 
@@ -34,7 +34,7 @@ _COMPUTE = (
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "nats": (),
-    "vllm": (*_COMPUTE, *_OUTWARD, "VLLM_*", "RAY_*", "JOURNEYMAN_VLLM_LORA"),
+    "vllm": (*_COMPUTE, *_OUTWARD, "VLLM_*", "RAY_*", "JOURNEYWORK_VLLM_LORA"),
     "sampler": (),
     "gateway": ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
     "judge": (*_OUTWARD, "LITELLM_*"),
@@ -56,7 +56,7 @@ _PROVIDERS = {
 """Prefixes of providers whose variables do not begin with the provider's name."""
 
 
-NUMBER = "JOURNEYMAN_PROCESS"
+NUMBER = "JOURNEYWORK_PROCESS"
 """Variable that numbers the processes of one service on this machine, from 1, where there are several."""
 
 

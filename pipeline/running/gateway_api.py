@@ -13,9 +13,9 @@ import msgspec
 from pipeline.errors import ConfigError
 from pipeline.running.runs import STATE, find_run, service_url
 
-URL_VARIABLE, KEY_VARIABLE = "JOURNEYMAN_URL", "JOURNEYMAN_API_KEY"
+URL_VARIABLE, KEY_VARIABLE = "JOURNEYWORK_URL", "JOURNEYWORK_API_KEY"
 _OWN_KEY = Path("keys", "operator.key")
-"""The operator's key that `journeyman prepare` makes, in the run directory."""
+"""The operator's key that `journeywork prepare` makes, in the run directory."""
 _TIMEOUT_S = 90.0
 """A decision loads its version before it is published."""
 
@@ -47,12 +47,12 @@ def connect(args: argparse.Namespace) -> GatewayApi:
         folder = find_run(args.run_dir)
         if not (folder / STATE).is_file():
             raise ConfigError(
-                f"{folder} has no {STATE}: start it with `journeyman up`, or name a gateway with --url"
+                f"{folder} has no {STATE}: start it with `journeywork up`, or name a gateway with --url"
             )
         url = service_url(msgspec.json.decode((folder / STATE).read_bytes()), "gateway")
         if not url:
             raise ConfigError(
-                f"{folder} is stopped, or has no gateway: start it with `journeyman up`, or name a gateway with --url"
+                f"{folder} is stopped, or has no gateway: start it with `journeywork up`, or name a gateway with --url"
             )
     key = args.key or os.environ.get(KEY_VARIABLE, "")
     if not key and folder is not None and (folder / _OWN_KEY).is_file():
@@ -79,7 +79,7 @@ class GatewayApi:
             found = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise GatewayError(
-                f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeyman up` running?"
+                f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeywork up` running?"
             ) from error
         if answer.is_error:
             told = found.get("error", {}).get("message") if isinstance(found, dict) else None

@@ -2,7 +2,7 @@
 
 | process | check | if it fails for `supervisor.deadline_s` |
 | --- | --- | --- |
-| a service of Journeyman | its event loop writes a byte to `--ready-fd` every `BEAT_S` | it is killed and restarted |
+| a service of Journeywork | its event loop writes a byte to `--ready-fd` every `BEAT_S` | it is killed and restarted |
 | vLLM | its health page answers with HTTP status 200 | it is killed and restarted |
 | the log (NATS) | every stream acknowledges a write | the server that `up` started is killed and started again |
 

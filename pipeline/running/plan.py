@@ -37,7 +37,7 @@ SERVICES = {
     "ui": "store.dashboard",
     "telemetry": "pipeline.telemetry.exporter",
 }
-"""Services of Journeyman and the modules that run them."""
+"""Services of Journeywork and the modules that run them."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -62,7 +62,7 @@ class ProcessSpec:
     """Called before every start, to make the files that the process needs."""
     probe: str = ""
     """Address that answers when the process is ready: `tcp://host:port` or `http://…`. Empty: a service of
-    Journeyman, which reports on `--ready-fd`."""
+    Journeywork, which reports on `--ready-fd`."""
     needs: tuple[str, ...] = ()
     """Processes that must be ready before this one starts."""
     stop_grace_s: float = 20.0

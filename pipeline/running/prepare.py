@@ -1,7 +1,7 @@
-"""`journeyman prepare`: make keys and settings of a run, for installations that `journeyman up` does not start
+"""`journeywork prepare`: make keys and settings of a run, for installations that `journeywork up` does not start
 (containers).
 
-    journeyman prepare --config /etc/journeyman.toml
+    journeywork prepare --config /etc/journeywork.toml
 
 Makes the missing secrets under `<run_dir>/keys`: a seed for each NATS user, the trainer's signing key, the
 inference server's API key and, where the settings name no key for the gateway, an operator's key (`operator.key`).
@@ -27,7 +27,7 @@ def prepare(config: Config) -> Config:
     """Make the secrets of `config`'s run directory, write its `config.toml`, and return what that holds.
 
     Raises `ConfigError` where the settings do not say under which addresses the servers are reached, and where
-    `journeyman up` runs in the run directory."""
+    `journeywork up` runs in the run directory."""
     if not config.nats.url or not config.vllm.urls:
         raise ConfigError("nats.url and vllm.urls: set both: the prepared processes find each other by them")
     run_dir = Path(config.run_dir)
@@ -53,7 +53,7 @@ def _prepare(config: Config, keys: Path) -> Config:
     config = with_values(config, {"vllm.api_key_file": api_key, "signing.seed": seed})
     if not config.gateway.keys:
         operator = keys / "operator.key"
-        nkey.write_secret(operator, lambda: f"jm-{secrets.token_urlsafe(32)}".encode())
+        nkey.write_secret(operator, lambda: f"jw-{secrets.token_urlsafe(32)}".encode())
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
         key = KeyConfig(sha256=digest, name="operator", role="operator")
         config = with_values(config, {"gateway.keys": (key,)})
@@ -64,7 +64,7 @@ def _prepare(config: Config, keys: Path) -> Config:
 
 def main() -> None:
     """Run the command. Exits 0, or 2 if the settings can't be used."""
-    parser = argparse.ArgumentParser(prog="journeyman prepare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="journeywork prepare", description=__doc__)
     parser.add_argument("--config", required=True, help="settings, TOML")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
     try:
         config = prepare(load(args.config, args.overrides))
     except ConfigError as error:
-        sys.stderr.write(f"journeyman prepare: {error}\n")
+        sys.stderr.write(f"journeywork prepare: {error}\n")
         raise SystemExit(2) from error
     sys.stdout.write(f"prepared {config.run_dir}\n")
 

@@ -3,7 +3,7 @@
 | process | file |
 | --- | --- |
 | a service | the one that it was started with. It reads it on SIGHUP too |
-| `journeyman up` | the one given with `--config`. It writes new addresses to its services' `<run_dir>/config.toml` |
+| `journeywork up` | the one given with `--config`. It writes new addresses to its services' `<run_dir>/config.toml` |
 
 `up` does not take SIGHUP: a terminal sends it when it is closed, and `up` then ends. All other settings need a restart.
 """

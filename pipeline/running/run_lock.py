@@ -1,10 +1,10 @@
 """Locks of a run directory: one installation uses it at a time.
 
-`journeyman up` holds `<run_dir>/up.lock` exclusively, from before it writes anything until it ends. The kernel
+`journeywork up` holds `<run_dir>/up.lock` exclusively, from before it writes anything until it ends. The kernel
 releases the lock when the process ends, also when it is killed. Its children do not inherit that lock. They inherit
 another, `<run_dir>/processes.lock`: while it is held, the next `up` ends the children first and starts then. So two
-NATS servers never write to one folder, even if `up` was killed and its children still run. `journeyman exec` and
-`journeyman prepare` share `up.lock` with each other, and not with `up`.
+NATS servers never write to one folder, even if `up` was killed and its children still run. `journeywork exec` and
+`journeywork prepare` share `up.lock` with each other, and not with `up`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def private(run_dir: Path) -> None:
 
 
 def share(run_dir: Path) -> int:
-    """Lock the run directory against `journeyman up`, until the returned file descriptor is closed here and in
+    """Lock the run directory against `journeywork up`, until the returned file descriptor is closed here and in
     every child that inherits it. Several processes may share the lock. Raises `RunInUseError` if `up` runs
     there."""
     return _lock(run_dir, fcntl.LOCK_SH)
@@ -50,13 +50,13 @@ def for_server(run_dir: Path, server: str) -> None:
         return
     held = _open(run_dir / _NATS)
     if not _try(held, fcntl.LOCK_EX):
-        raise RunInUseError(_refusal(run_dir, _NATS, "journeyman exec nats"))
+        raise RunInUseError(_refusal(run_dir, _NATS, "journeywork exec nats"))
     os.set_inheritable(held, True)
 
 
 @contextmanager
 def hold(run_dir: Path) -> Iterator[int]:
-    """Lock the run directory for one `journeyman up`. Yields a file descriptor that every child must inherit.
+    """Lock the run directory for one `journeywork up`. Yields a file descriptor that every child must inherit.
 
     Children of a killed `up` are ended first. Raises `RunInUseError` if another process uses the directory."""
     ours = _lock(run_dir, fcntl.LOCK_EX)
@@ -88,8 +88,8 @@ def _lock(run_dir: Path, how: int) -> int:
     fd = _open(run_dir / _UP)
     if _try(fd, how):
         return fd
-    # A shared lock is held by a server of `journeyman exec`; `up` never shares it.
-    what = "a server of journeyman exec" if _try(fd, fcntl.LOCK_SH) else "journeyman up"
+    # A shared lock is held by a server of `journeywork exec`; `up` never shares it.
+    what = "a server of journeywork exec" if _try(fd, fcntl.LOCK_SH) else "journeywork up"
     os.close(fd)
     raise RunInUseError(_refusal(run_dir, _UP, what))
 
@@ -124,7 +124,7 @@ def _end_leftovers(run_dir: Path, fd: int) -> None:
         holders = _holders(run_dir / _PROCESSES)
         if not holders and not _try(fd, fcntl.LOCK_EX):
             raise RunInUseError(
-                _refusal(run_dir, _PROCESSES, "a server or service of an ended journeyman up")
+                _refusal(run_dir, _PROCESSES, "a server or service of an ended journeywork up")
             )
         for pid in holders:
             _kill(pid)

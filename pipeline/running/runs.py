@@ -1,6 +1,6 @@
 """Which run a command means, what its settings are, and how to reach its log.
 
-A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeyman up` started)
+A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeywork up` started)
 or a store. Commands that name no run mean the newest one under `runs/`: the one in which one of these changed last.
 """
 
@@ -24,7 +24,9 @@ def find_run(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Pa
         return Path(run_dir)
     runs = [(changed, folder) for folder in root.glob("*/") if (changed := _last_change(folder))]
     if not runs:
-        raise ConfigError(f"no run under {root}/: name one with --run-dir, or start one with `journeyman up`")
+        raise ConfigError(
+            f"no run under {root}/: name one with --run-dir, or start one with `journeywork up`"
+        )
     return max(runs)[1]
 
 
@@ -40,7 +42,7 @@ def run_settings(
 
     `sections`: the tables that the command needs. A run of another version, whose other settings have changed their
     names since, can be read then. Empty: all. The settings come from `file` if it is given, else from the run's own.
-    The address is `nats_url`, else that of the overrides or of `file`, else that of the server that `journeyman up`
+    The address is `nats_url`, else that of the overrides or of `file`, else that of the server that `journeywork up`
     started for the run. Raises `ConfigError`."""
     more = list(overrides)
     if not file or run_dir:
@@ -48,7 +50,7 @@ def run_settings(
         more.append(f"run_dir={folder}")
         if not file and not _last_change(folder):
             raise ConfigError(
-                f"{folder} is no run: name another with --run-dir, or start one with `journeyman up`"
+                f"{folder} is no run: name another with --run-dir, or start one with `journeywork up`"
             )
         saved = folder / SETTINGS
         config = load(file or (saved if saved.is_file() else None), more, sections=sections)
@@ -76,7 +78,7 @@ def is_alive(pid: int) -> bool:
 
 
 def service_pid(config: Config, service: str) -> int:
-    """Return the id of the process in which `journeyman up` runs a service in the run directory; 0 if it does not."""
+    """Return the id of the process in which `journeywork up` runs a service in the run directory; 0 if it does not."""
     file = config.path(STATE)
     state = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
     found = state.get("services", {}).get(service, {})
@@ -89,7 +91,7 @@ def log_of(config: Config) -> NatsConfig:
     if not config.nats.url:
         raise ConfigError(
             f"{config.run_dir}: the address of its log is not known, or its log is stopped. "
-            "Give --nats-url, set nats.url, or start the run with `journeyman up`"
+            "Give --nats-url, set nats.url, or start the run with `journeywork up`"
         )
     return config.nats
 

@@ -1,4 +1,4 @@
-"""`journeyman status`: processes, streams, lag, policy versions and alarms of a run, once."""
+"""`journeywork status`: processes, streams, lag, policy versions and alarms of a run, once."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
     if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
         console.print(
-            f"run directory {run_dir}: stopped. `journeyman up` with the same settings goes on with it; "
-            "`journeyman ui` and `journeyman sql` show its history",
+            f"run directory {run_dir}: stopped. `journeywork up` with the same settings goes on with it; "
+            "`journeywork ui` and `journeywork sql` show its history",
             soft_wrap=True,
         )
     else:

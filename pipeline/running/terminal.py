@@ -1,4 +1,4 @@
-"""What `journeyman up` shows on its terminal: a line for each change, and once all is ready the live view.
+"""What `journeywork up` shows on its terminal: a line for each change, and once all is ready the live view.
 
 The view is a process of its own (`store.watch`), so that what draws cannot disturb what runs, and the backbone imports
 no service. While it has the screen, nothing else is printed. Without a terminal there are lines only.
@@ -18,7 +18,7 @@ _END_S = 5.0
 
 
 class Terminal:
-    """The terminal of one `journeyman up`."""
+    """The terminal of one `journeywork up`."""
 
     def __init__(self, console: Console, run_dir: str, *, view: bool) -> None:
         """`view`: whether `show` shows the live view, if there is a terminal."""
@@ -53,7 +53,7 @@ class Terminal:
         closed, self._scope = self._scope.cancel_called, None
         self._ended.set()
         if not closed and process.returncode:
-            self.say(f"the view ended with code {process.returncode}; `journeyman watch` shows it again")
+            self.say(f"the view ended with code {process.returncode}; `journeywork watch` shows it again")
 
     async def close(self) -> None:
         """End the view; returns when the screen is free."""

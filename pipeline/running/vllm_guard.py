@@ -1,7 +1,7 @@
 """Requires the API key on every path of vLLM except `/health`.
 
 vLLM's own check covers `/v1` and a few other prefixes; `/invocations` and `/metrics` answer without a key.
-`journeyman up` passes this class to vLLM by `--middleware`, so it runs in vLLM's process and imports nothing.
+`journeywork up` passes this class to vLLM by `--middleware`, so it runs in vLLM's process and imports nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pipeline.config import Config, ConfigError, SigningConfig, with_values
 from pipeline.events import CheckpointPublished
 from pipeline.security import nkey
 
-_DOMAIN = b"journeyman.checkpoint.1\n"
+_DOMAIN = b"journeywork.checkpoint.1\n"
 
 
 def _defaults() -> dict[str, Any]:

@@ -118,7 +118,7 @@ USERS: tuple[User, ...] = (
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),
     User(
-        OPERATOR, "the supervisor and the `journeyman` commands: provisioning, status, dead letters, replay, rejudge",
+        OPERATOR, "the supervisor and the `journeywork` commands: provisioning, status, dead letters, replay, rejudge",
         publishes=("rollout.>", "group.>", "policy.>", "dead.>"),
         reads=EVENT_STREAMS,
         fetches=(streams.ADAPTERS_BUCKET,),

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import msgspec
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
-_service = "journeyman"
+_service = "journeywork"
 _marks: dict[str, Any] = {}
 
 

@@ -27,9 +27,9 @@ class LogCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counters: tuple[tuple[str, str, str, Mapping[str, int]], ...] = (
-            ("journeyman_events_published", "Events that the log acknowledged.", "event", counts.published),
-            ("journeyman_events_taken", "Events that a consumer was given.", "consumer", counts.taken),
-            ("journeyman_events_done", "Events that a consumer acknowledged.", "consumer", counts.done),
+            ("journeywork_events_published", "Events that the log acknowledged.", "event", counts.published),
+            ("journeywork_events_taken", "Events that a consumer was given.", "consumer", counts.taken),
+            ("journeywork_events_done", "Events that a consumer acknowledged.", "consumer", counts.done),
         )
         for name, meaning, label, figures in counters:
             counter = CounterMetricFamily(name, meaning, labels=(label,))
@@ -37,7 +37,7 @@ class LogCollector(Collector):
                 counter.add_metric((value,), count)
             yield counter
         waiting = GaugeMetricFamily(
-            "journeyman_events_pending",
+            "journeywork_events_pending",
             "Events that wait behind the newest one that a consumer was given.",
             labels=("consumer",),
         )

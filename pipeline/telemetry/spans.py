@@ -50,7 +50,7 @@ def run_span(
     version = version_name(event.model, event.last_step)
     attributes = run.attributes("agent", version) | {
         "gen_ai.operation.name": "invoke_agent",
-        "gen_ai.provider.name": "journeyman",
+        "gen_ai.provider.name": "journeywork",
         "gen_ai.agent.name": event.model,
         "langfuse.trace.metadata.outcome": event.outcome,
         "langfuse.observation.metadata.trajectory": event.trajectory,

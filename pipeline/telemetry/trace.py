@@ -27,7 +27,7 @@ from pipeline.telemetry.content import Content, document
 
 _TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_SCOPE = InstrumentationScope("journeyman")
+_SCOPE = InstrumentationScope("journeywork")
 _NAME_CHARS = 200
 """Langfuse cuts the values that it propagates at this length."""
 
@@ -156,7 +156,7 @@ def _list(value: Any) -> list[Any]:
 @cache
 def resource() -> Resource:
     """Return the resource of every span; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have precedence."""
-    return Resource({"service.name": "journeyman"}).merge(OTELResourceDetector().detect())
+    return Resource({"service.name": "journeywork"}).merge(OTELResourceDetector().detect())
 
 
 def link(trace: int, span: int) -> Link:

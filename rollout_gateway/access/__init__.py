@@ -4,5 +4,5 @@
 | --- | --- |
 | `api_keys` | API keys of people and programs: what each permits, and its rate |
 | `trajectory_tokens` | API keys of single trajectories, which are not stored |
-| `command` | `journeyman keys` |
+| `command` | `journeywork keys` |
 """

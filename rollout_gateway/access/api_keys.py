@@ -1,4 +1,4 @@
-"""API keys: stored as hashes, each with a role, a scope, an expiry and a rate. `journeyman keys` manages them.
+"""API keys: stored as hashes, each with a role, a scope, an expiry and a rate. `journeywork keys` manages them.
 
 Runs belong to the name of the key that opened them. Keys of one name share their runs and their rate, so that a key
 can be replaced by another. Keys come from the settings and from a file that is read again when it changes. Without
@@ -154,7 +154,7 @@ class ApiKeys:
         if not self.required and not is_loopback(config.host):
             raise ConfigError(
                 f"gateway.host is {config.host}, but without API keys the gateway listens on 127.0.0.1 only: add "
-                "one with `journeyman keys add`"
+                "one with `journeywork keys add`"
             )
 
     # -- checking ------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Make, list and revoke API keys: `journeyman keys`. A running gateway uses a change within two seconds.
+"""Make, list and revoke API keys: `journeywork keys`. A running gateway uses a change within two seconds.
 
-    journeyman keys add --name ci --model support --expires 30d  print a key to standard error, add its hash to a file
-    journeyman keys revoke --name ci
-    journeyman keys list
-    journeyman keys make --name ci                               print settings instead, for a file of your own
+    journeywork keys add --name ci --model support --expires 30d  print a key to standard error, add its hash to a file
+    journeywork keys revoke --name ci
+    journeywork keys list
+    journeywork keys make --name ci                               print settings instead, for a file of your own
 
 The file is `keys.toml` in the run directory (`gateway.keys_file`). It holds hashes only.
 """
@@ -31,7 +31,7 @@ from pipeline.names import InvalidNameError, check_name
 from pipeline.running.runs import find_run
 from rollout_gateway.access.api_keys import expires_at, name_of, read_keys
 
-PREFIX = "jm-"
+PREFIX = "jw-"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -41,13 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except ConfigError as error:
-        sys.stderr.write(f"journeyman keys: {error}\n")
+        sys.stderr.write(f"journeywork keys: {error}\n")
         raise SystemExit(2) from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="journeywork keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     file = argparse.ArgumentParser(add_help=False)
@@ -178,7 +178,7 @@ def _revoke(args: argparse.Namespace) -> None:
         ]
         if not matching or (args.sha256 and len(matching) > 1):
             sys.stderr.write(
-                f"journeyman keys: {len(matching)} keys in {path} match {args.name or args.sha256!r}\n"
+                f"journeywork keys: {len(matching)} keys in {path} match {args.name or args.sha256!r}\n"
             )
             raise SystemExit(1)
         keys[:] = [key for key in keys if key not in matching]

@@ -11,7 +11,7 @@ import hmac
 class TrajectoryTokens:
     """Issues and verifies the tokens of one project. The same trajectory always gets the same token."""
 
-    prefix = "jmt-"
+    prefix = "jwr-"
 
     def __init__(self, secret: bytes, project: str) -> None:
         self._secret, self._project = secret, project

@@ -59,7 +59,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         calls = CounterMetricFamily(
-            "journeyman_calls", "Model calls answered.", labels=("endpoint", "status")
+            "journeywork_calls", "Model calls answered.", labels=("endpoint", "status")
         )
         for (endpoint, status), count in sorted(self._calls.items()):
             calls.add_metric((endpoint, str(status)), count)
@@ -67,28 +67,28 @@ class Metrics(Collector):
         bounds = [*map(floatToGoString, _BOUNDS_S), "+Inf"]
         totals = [sum(self._buckets[: i + 1]) for i in range(len(bounds))]
         yield HistogramMetricFamily(
-            "journeyman_call_seconds", "Time from a call's arrival to the end of its answer.",
+            "journeywork_call_seconds", "Time from a call's arrival to the end of its answer.",
             buckets=list(zip(bounds, totals, strict=True)), sum_value=self._seconds,
         )  # fmt: skip
         yield GaugeMetricFamily(
-            "journeyman_trajectories_known",
+            "journeywork_trajectories_known",
             "Open trajectories in this replica's memory.",
             len(self._registry),
         )
         yield CounterMetricFamily(
-            "journeyman_calls_not_recorded",
+            "journeywork_calls_not_recorded",
             "Calls that were answered and are not on the log (gateway.capture = async, or a power cut of the log).",
             self._registry.log.not_recorded,
         )
         yield CounterMetricFamily(
-            "journeyman_adapter_loads", "Adapters loaded, counted per server.", self.loads
+            "journeywork_adapter_loads", "Adapters loaded, counted per server.", self.loads
         )
         for name, meaning, value in (
             ("ready", "Whether a server takes calls.", lambda r: int(r.ready)),
             ("calls", "Calls at a server now.", lambda r: r.load),
             ("adapters", "Adapters that a server holds.", lambda r: len(r.loaded)),
         ):
-            gauge = GaugeMetricFamily(f"journeyman_replica_{name}", meaning, labels=("replica",))
+            gauge = GaugeMetricFamily(f"journeywork_replica_{name}", meaning, labels=("replica",))
             for replica in self._fleet.replicas:
                 gauge.add_metric((replica.name,), value(replica))
             yield gauge

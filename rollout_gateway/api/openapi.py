@@ -70,7 +70,7 @@ def document() -> Schema:
         paths["/t/{trajectory}" + path] = {"post": named}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Journeyman gateway", "version": "1"},
+        "info": {"title": "Journeywork gateway", "version": "1"},
         "paths": paths,
         "components": {"schemas": components},
     }

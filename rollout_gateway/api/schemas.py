@@ -51,7 +51,7 @@ class Opening(Body, frozen=True, kw_only=True):
     key_completes: bool = False
     """Whether the trajectory's own key may complete it, and so decide its reward."""
     references: bool = False
-    """Whether every choice of an answer names its exchange in `journeyman`. Other trajectories can be completed with
+    """Whether every choice of an answer names its exchange in `journeywork`. Other trajectories can be completed with
     these references as `exchanges`."""
 
 
@@ -220,7 +220,7 @@ class Model(Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: Count = 0
-    owned_by: str = "journeyman"
+    owned_by: str = "journeywork"
 
 
 class ModelList(Struct, kw_only=True):

@@ -17,7 +17,7 @@ from rollout_gateway.http.errors import ApiError
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names one choice of a recorded call: the field `journeyman` of the choice, and the choice's index."""
+    """Names one choice of a recorded call: the field `journeywork` of the choice, and the choice's index."""
 
     trajectory: str
     reply: str

@@ -22,9 +22,9 @@ KeyKind = Literal["", "call", "agent", "operator", "trajectory"]
 """The key that a route takes, if keys are configured. `call`: any key; `agent`: one that is not for calls only;
 `operator`: an operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; empty: none."""
 
-TRAJECTORY_HEADER = b"x-journeyman-trajectory"
-GROUP_HEADER = b"x-journeyman-group"
-ATTEMPT_HEADER = b"x-journeyman-attempt"
+TRAJECTORY_HEADER = b"x-journeywork-trajectory"
+GROUP_HEADER = b"x-journeywork-group"
+ATTEMPT_HEADER = b"x-journeywork-attempt"
 
 
 @dataclass(eq=False, slots=True)
@@ -197,8 +197,8 @@ def _check_own(named: str, own: str) -> None:
 def _named(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:
     out = _NamedRun(url or "")
     if metadata:
-        out.trajectory = out.trajectory or str(metadata.get("journeyman_trajectory") or "")
-        out.group = str(metadata.get("journeyman_group") or "")
+        out.trajectory = out.trajectory or str(metadata.get("journeywork_trajectory") or "")
+        out.group = str(metadata.get("journeywork_group") or "")
     if not out.trajectory:
         out.trajectory = unquote(headers.get(TRAJECTORY_HEADER, b"").decode("latin-1"))
     if GROUP_HEADER in headers:

@@ -22,7 +22,7 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 _ids_decoder = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
-REFERENCE = "journeyman"
+REFERENCE = "journeywork"
 """Field of a choice that names its exchange."""
 
 _GRAMMAR_FIELDS = frozenset(

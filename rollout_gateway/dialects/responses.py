@@ -24,7 +24,7 @@ from rollout_gateway.http.errors import ApiError
 
 _WITH_INSTRUCTIONS, _WITHOUT_INSTRUCTIONS = "resp_i", "resp_n"
 """Prefixes of ids. With the first, the chat completion's first message holds the call's `instructions`."""
-TOOL_NAMES = "journeyman_tools"
+TOOL_NAMES = "journeywork_tools"
 """Field of the recorded request's `metadata`: `Tools.renamed()`, from which `GET` makes the response again."""
 
 

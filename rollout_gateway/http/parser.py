@@ -20,7 +20,7 @@ _SMALL_PARTS = 64
 bytes."""
 _UNIQUE = frozenset(
     (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
-     b"x-journeyman-trajectory", b"x-journeyman-group", b"x-journeyman-attempt")
+     b"x-journeywork-trajectory", b"x-journeywork-group", b"x-journeywork-attempt")
 )  # fmt: skip
 """Headers that decide who sent a request or where it ends. A request with two of one kind is refused."""
 

@@ -7,7 +7,7 @@ that its servers read. It registers each server on the log, and gateways send ca
 
 | module | what lives there |
 | --- | --- |
-| `service` | the agent as a service: `journeyman sampler` |
+| `service` | the agent as a service: `journeywork sampler` |
 | `controller` | controls one inference server: loads, probes and unloads adapters, registers the server |
 | `gateway_records` | reads which versions gateways use, from their records on the log |
 | `adapter_files` | downloads adapters to this machine's disk |

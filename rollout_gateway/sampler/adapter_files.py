@@ -81,7 +81,7 @@ class AdapterFiles:
 
 def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
     """Return whether the folder holds exactly the files of the published adapter. `files`: as in `ensure`."""
-    if not files:  # the event is from an older version of Journeyman, which did not list files
+    if not files:  # the event is from an older version of Journeywork, which did not list files
         return True
     held = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
     # The event lists the training state too, which is not in the archive.

@@ -5,7 +5,7 @@
 | `policies` | the versions that exist, read from the stream POLICY |
 | `promotion` | decisions about which version a model name is routed to |
 | `idempotency` | recognises a repeated request by its idempotency id |
-| `command` | `journeyman policy` |
+| `command` | `journeywork policy` |
 | `policy_feed` | server-sent events about versions |
 | `routing` | chooses the exact version that answers a call |
 | `replicas` | the inference servers, the choice among them, and leases on the versions that they hold |

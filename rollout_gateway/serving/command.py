@@ -1,11 +1,11 @@
-"""Decide which version a model name is routed to: `journeyman policy`.
+"""Decide which version a model name is routed to: `journeywork policy`.
 
-    journeyman policy list                                   the version of each model name, and why
-    journeyman policy promote support@12 --reason "better on held-out tasks"
-    journeyman policy pin support@12                         keep it while newer versions are trained
-    journeyman policy rollback support                       the version before the present one; or name one
-    journeyman policy split support@12 support@10 --percent 20
-    journeyman policy follow support                         the newest version again
+    journeywork policy list                                   the version of each model name, and why
+    journeywork policy promote support@12 --reason "better on held-out tasks"
+    journeywork policy pin support@12                         keep it while newer versions are trained
+    journeywork policy rollback support                       the version before the present one; or name one
+    journeywork policy split support@12 support@10 --percent 20
+    journeywork policy follow support                         the newest version again
 
 Each decision is an event on the log. A version is loaded on enough servers before the decision takes effect.
 """
@@ -41,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _decide(gateway, args)
     except (ConfigError, InvalidNameError) as error:
-        sys.stderr.write(f"journeyman policy: {error}\n")
+        sys.stderr.write(f"journeywork policy: {error}\n")
         return 2
     except GatewayError as error:
-        sys.stderr.write(f"journeyman policy: {error}\n")
+        sys.stderr.write(f"journeywork policy: {error}\n")
         return 1
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman policy",
+        prog="journeywork policy",
         description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -113,7 +113,7 @@ def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
     policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if args.model in (None, p["model"])]
     if args.model is not None and not policies:
         raise GatewayError(
-            f"the gateway serves no model {args.model!r}; `journeyman policy list` shows the models"
+            f"the gateway serves no model {args.model!r}; `journeywork policy list` shows the models"
         )
     if args.json:
         sys.stdout.write(json.dumps(policies) + "\n")

@@ -1,10 +1,10 @@
 """A plugin for vLLM on CPU: the LoRA layers multiply once per adapter in the batch.
 
 vLLM's own kernels for CPU copy the adapter's matrices once per token and layer before they multiply. vLLM finds the
-plugin by the entry point `vllm.general_plugins` of the installed package `journeyman` and runs it in each of its
+plugin by the entry point `vllm.general_plugins` of the installed package `journeywork` and runs it in each of its
 processes. docs/decisions/0044-lora-on-cpu.md has the reason and the figures.
 
-This room runs inside vLLM, so it imports nothing of Journeyman.
+This room runs inside vLLM, so it imports nothing of Journeywork.
 
 | module | what lives there |
 | --- | --- |

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-SWITCH = "JOURNEYMAN_VLLM_LORA"
+SWITCH = "JOURNEYWORK_VLLM_LORA"
 """Environment variable. `off` leaves vLLM's own LoRA kernels in place."""
 
 TESTED = ("0.32.",)
@@ -14,7 +14,7 @@ TESTED = ("0.32.",)
 REPLACED = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
 REPLACEMENT = "rollout_gateway.vllm_plugin.punica.GroupedPunicaWrapper"
 
-_LOG = logging.getLogger("vllm.journeyman")
+_LOG = logging.getLogger("vllm.journeywork")
 
 
 def register() -> None:
@@ -31,11 +31,11 @@ def register() -> None:
 
     if not version.startswith(TESTED):
         _LOG.warning(
-            "LoRA on CPU is left to vLLM %s; Journeyman's plugin is tested with %s only", version, TESTED
+            "LoRA on CPU is left to vLLM %s; Journeywork's plugin is tested with %s only", version, TESTED
         )
         return
     found = current_platform.get_punica_wrapper()
     if found == REPLACED:
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: REPLACEMENT)
     elif found != REPLACEMENT:
-        _LOG.warning("LoRA on CPU is left to %s; Journeyman's plugin replaces %s only", found, REPLACED)
+        _LOG.warning("LoRA on CPU is left to %s; Journeywork's plugin replaces %s only", found, REPLACED)

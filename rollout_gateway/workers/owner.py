@@ -218,9 +218,9 @@ class _OwnMetrics(Collector):
         self._workers = workers
 
     def collect(self) -> list[Metric]:
-        up = GaugeMetricFamily("journeyman_worker_up", "1 if the worker takes calls.", labels=("worker",))
+        up = GaugeMetricFamily("journeywork_worker_up", "1 if the worker takes calls.", labels=("worker",))
         restarts = CounterMetricFamily(
-            "journeyman_worker_restarts", "Number of times that a worker was restarted.", labels=("worker",)
+            "journeywork_worker_restarts", "Number of times that a worker was restarted.", labels=("worker",)
         )
         for worker in self._workers:
             up.add_metric((str(worker.number),), int(worker.rpc is not None))

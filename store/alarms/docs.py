@@ -12,11 +12,11 @@ _HEAD = """# Alarms
 
 The store service checks eleven conditions every `alarms.every_s` seconds. An alarm is raised when its condition is met,
 and cleared when two checks in a row do not find it. Each change is one event (`policy.alarm`, in
-[events.md](events.md)) and one post to `alarms.webhook`, if that is set. `journeyman status`, `journeyman watch` and
-the dashboard show the raised alarms; `journeyman sql "FROM alarms ORDER BY since DESC"` lists all alarms.
+[events.md](events.md)) and one post to `alarms.webhook`, if that is set. `journeywork status`, `journeywork watch` and
+the dashboard show the raised alarms; `journeywork sql "FROM alarms ORDER BY since DESC"` lists all alarms.
 
 The threshold of each alarm is a setting ([configuration.md](configuration.md)). Its query returns one row per model,
-server, consumer or stream that meets the condition. You can run the queries below with `journeyman sql`; they contain
+server, consumer or stream that meets the condition. You can run the queries below with `journeywork sql`; they contain
 the default thresholds. Exceptions are `log_full` and `store_behind`: their tables `fills` and `unwritten` are filled by
 the service from the log.
 

@@ -55,7 +55,7 @@ SELECT project, model, '' AS about,
   avg(metrics['entropy']) FILTER (from_last <= $steps) / avg(metrics['entropy']) FILTER (from_first <= $steps) AS value,
   format('the entropy is {{:.0f}}% of that of the first steps', 100 * value) AS detail
 FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
-    "Roll back to a version before the fall (`journeyman policy rollback`). Set `trainer.loss.entropy_coef`, raise "
+    "Roll back to a version before the fall (`journeywork policy rollback`). Set `trainer.loss.entropy_coef`, raise "
     "`trainer.loss.epsilon_high`, lower the learning rate, or sample at a higher temperature.",
 )
 
@@ -68,7 +68,7 @@ KL_RISE = Alarm(
 SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
   format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
-    "Read some of the best runs (`journeyman group show`). If they exploit the reward, correct it and roll back. "
+    "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and roll back. "
     "Otherwise set "
     "`trainer.loss.beta`, lower the learning rate, or raise the threshold.",
 )
@@ -89,7 +89,7 @@ UNION ALL
 SELECT '', '', consumer, count(*), format('the trainer refused to train {{}} groups', count(*))
 FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($window_s) GROUP BY consumer""",
     "Check that vLLM runs with `--logprobs-mode processed_logprobs`, with the base model and the dtype of the trainer, "
-    "and without a quantisation that the trainer does not use. `journeyman check-model` checks whether the trainer "
+    "and without a quantisation that the trainer does not use. `journeywork check-model` checks whether the trainer "
     "computes the model correctly.",
 )
 
@@ -104,7 +104,7 @@ JUDGE_DRIFT = Alarm(
 FROM group_measured WHERE kind = 'anchors'
 QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_seq DESC) = 1
   AND (alarm OR kendall_tau IS NULL OR kendall_tau < $threshold)""",
-    "Find the anchors that it ranks wrongly (`journeyman judge eval`). If the provider changed the model, name an "
+    "Find the anchors that it ranks wrongly (`journeywork judge eval`). If the provider changed the model, name an "
     "exact "
     "version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
 )
@@ -119,7 +119,7 @@ NO_VARIANCE = Alarm(
 SELECT project, model, '' AS about, avg((NOT has_signal)::INTEGER) AS value,
   format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
 FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-    'List these tasks: `journeyman sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
+    'List these tasks: `journeywork sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
     'GROUP BY ALL"`. Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.',
 )
 
@@ -142,7 +142,7 @@ STARVATION = Alarm(
 SELECT project, model, '' AS about, avg(is_dropped) AS value,
   format('{:.0f}% of the longest quarter of the runs were not trained', 100 * value) AS detail
 FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
-    'The reasons are in `journeyman sql "SELECT reason, duration, count(*) FROM starvation GROUP BY ALL"`. Stale or '
+    'The reasons are in `journeywork sql "SELECT reason, duration, count(*) FROM starvation GROUP BY ALL"`. Stale or '
     "late: raise `trainer.max_staleness` or the judge's time limits, or let fewer runs start at once. Too large: see "
     "`trainer.memory`.",
 )
@@ -175,9 +175,9 @@ DEAD_LETTERS = Alarm(
   format('{} dead letters of consumer {} ({})', count(*), consumer, string_agg(DISTINCT reason, ', ' ORDER BY reason))
     AS detail
 FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING count(*) > $threshold""",
-    "`journeyman dead list` and `journeyman dead show` give the reason. Correct the cause, then `journeyman dead "
+    "`journeywork dead list` and `journeywork dead show` give the reason. Correct the cause, then `journeywork dead "
     "retry` "
-    "or `journeyman dead drop`. The alarm ends when the letters are older than `alarms.window_s`.",
+    "or `journeywork dead drop`. The alarm ends when the letters are older than `alarms.window_s`.",
 )
 
 LOG_FULL = Alarm(
@@ -189,7 +189,7 @@ LOG_FULL = Alarm(
     """SELECT '' AS project, '' AS model, name AS about, bytes / "limit" AS value,
   format('{} is {:.0f}% full ({:.1f} of {:.1f} GB)', name, 100 * value, bytes / 1e9, "limit" / 1e9) AS detail
 FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) / 2 ELSE $threshold END""",
-    "For a stream: raise `nats.max_bytes`, check whether the store is behind (`journeyman status`), or shorten the "
+    "For a stream: raise `nats.max_bytes`, check whether the store is behind (`journeywork status`), or shorten the "
     "retention. For the disk: free space, move `store.dir` to object storage, or set `store.keep_days`.",
 )
 
@@ -202,7 +202,7 @@ STORE_BEHIND = Alarm(
     """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
   string_agg(detail, '; ' ORDER BY share DESC) AS detail
 FROM unwritten WHERE share >= $threshold GROUP BY consumer ORDER BY consumer""",
-    "Find out why the stores are slow (`journeyman logs store`), and start another one with the same `store.dir`. "
+    "Find out why the stores are slow (`journeywork logs store`), and start another one with the same `store.dir`. "
     "Until they "
     "have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores restart.",
 )
@@ -225,7 +225,7 @@ SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS v
 FROM newest n CROSS JOIN replicas r LEFT JOIN held h
   ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
 WHERE n.step > coalesce(h.step, 0)""",
-    "Read the sampler agent's log (`journeyman logs sampler`): the server is down, or it refused the adapter (rank, "
+    "Read the sampler agent's log (`journeywork logs sampler`): the server is down, or it refused the adapter (rank, "
     "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
 )
 

@@ -35,7 +35,7 @@ def webhook_url(config: Config) -> str:
     ]  # fmt: skip
     if missing:
         raise ConfigError(
-            f"alarms.webhook: the environment variable {missing[0]} is not set: set it where `journeyman up` is started"
+            f"alarms.webhook: the environment variable {missing[0]} is not set: set it where `journeywork up` starts"
         )
     url = REFERENCE.sub(lambda match: os.environ[match.group(1) or match.group(2)], config.alarms.webhook)
     if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):

@@ -136,10 +136,10 @@ class Trackio:
 
 
 class MLflow:
-    """MLflow. A run is found by its tag `journeyman.run`. A point has the time of its checkpoint, so that a point that
+    """MLflow. A run is found by its tag `journeywork.run`. A point has the time of its checkpoint, so that a point that
     is sent twice is the same one."""
 
-    TAG = "journeyman.run"
+    TAG = "journeywork.run"
     settles_s = 0.0  # the server has answered, or the file is written
 
     def __init__(self, runs: Runs) -> None:
@@ -172,7 +172,7 @@ class MLflow:
             run = str(found[0].info.run_id)
             self._client.update_run(run, status="RUNNING")
             return run
-        tags = {f"journeyman.{name}": value for name, value in self._runs.facts(row).items()}
+        tags = {f"journeywork.{name}": value for name, value in self._runs.facts(row).items()}
         created = self._client.create_run(number, run_name=identity.name, tags=tags | {self.TAG: identity.id})
         return str(created.info.run_id)
 
@@ -192,7 +192,7 @@ def check_trackers(config: Config) -> None:
         if spec is None or spec.origin is None:
             raise ConfigError(
                 f"curves.trackers: the library of `{name}` is not installed: install it where the store service runs "
-                f"(pip install 'journeyman[{name}]'), or take `{name}` out of the setting"
+                f"(pip install 'journeywork[{name}]'), or take `{name}` out of the setting"
             )
 
 

@@ -1,8 +1,8 @@
-"""The dashboard: web pages over the history of a run, and over the gateway's API. `journeyman ui` starts it.
+"""The dashboard: web pages over the history of a run, and over the gateway's API. `journeywork ui` starts it.
 
 | module | what lives there |
 | --- | --- |
-| `service`, `command` | how it runs: started by `journeyman up`, or by `journeyman ui` |
+| `service`, `command` | how it runs: started by `journeywork up`, or by `journeywork ui` |
 | `server` | the application |
 | `pages` | one function per page: its data from the history, as a dictionary |
 | `labels` | a person's scores or ranking, from the form of a group's page |

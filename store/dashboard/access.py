@@ -23,7 +23,7 @@ from starlette.responses import Response
 from pipeline.config import Config, ConfigError, KeyConfig
 from store.dashboard.errors import PageError
 
-COOKIE = "journeyman_session"
+COOKIE = "journeywork_session"
 _SESSION_S = 12 * 3600.0
 _SESSIONS = 256
 """Sessions that are remembered; the oldest is forgotten beyond it."""
@@ -134,7 +134,7 @@ class Access:
         if not self._loopback and not self.keys.required():
             raise ConfigError(
                 f"ui.host: without keys the dashboard listens on the loopback interface only, not on {host}: make an "
-                "operator's key with `journeyman keys add --role operator`, or leave ui.host as it is"
+                "operator's key with `journeywork keys add --role operator`, or leave ui.host as it is"
             )
 
     def check_origin(self, request: Request) -> None:
@@ -182,7 +182,7 @@ class Access:
         """Open a session for `key` and put its cookie into `response`. Raises a 401 `PageError` for a wrong key."""
         if not self.keys.accepts(key):
             raise PageError(
-                401, "This key is no operator's key of this run: `journeyman keys add --role operator`."
+                401, "This key is no operator's key of this run: `journeywork keys add --role operator`."
             )
         response.set_cookie(
             COOKIE,

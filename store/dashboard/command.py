@@ -1,7 +1,7 @@
-"""`journeyman ui`: the dashboard of a run, also of one that runs no more.
+"""`journeywork ui`: the dashboard of a run, also of one that runs no more.
 
-journeyman ui                       the newest run under runs/, at http://127.0.0.1:8701
-journeyman ui --run-dir runs/demo --port 0
+journeywork ui                       the newest run under runs/, at http://127.0.0.1:8701
+journeywork ui --run-dir runs/demo --port 0
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def _ready(**facts: str | int | float) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command until SIGINT or SIGTERM. Returns 0; 1 where the address is taken or the store cannot be read; 2
     for bad settings."""
-    parser = argparse.ArgumentParser(prog="journeyman ui", description="Web pages over the history of a run.")
+    parser = argparse.ArgumentParser(
+        prog="journeywork ui", description="Web pages over the history of a run."
+    )
     parser.add_argument(
         "--run-dir", help="run to show; default: the one under runs/ that was written to last"
     )
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             error = error.exceptions[0]
         if not isinstance(error, ConfigError | StoreError | ListenError | OSError):
             raise
-        sys.stderr.write(f"journeyman ui: {error}\n")
+        sys.stderr.write(f"journeywork ui: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 

@@ -31,7 +31,7 @@ class Gateway:
         await self._client.aclose()
 
     def url(self) -> str:
-        """The gateway's URL by the settings, else as `journeyman up` wrote it for the run; empty where it does not
+        """The gateway's URL by the settings, else as `journeywork up` wrote it for the run; empty where it does not
         run."""
         if self._config.ui.gateway_url:
             return self._config.ui.gateway_url.rstrip("/")
@@ -67,7 +67,7 @@ class Gateway:
         timeout_s: float = _TIMEOUT_S,
     ) -> dict[str, Any]:
         if not (url := self.url()):
-            raise PageError(503, "This run has no gateway: start it with `journeyman up`.")
+            raise PageError(503, "This run has no gateway: start it with `journeywork up`.")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
             answer = await self._client.request(
@@ -76,7 +76,7 @@ class Gateway:
             found = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise PageError(
-                503, f"The gateway at {url} does not answer: is `journeyman up` running?"
+                503, f"The gateway at {url} does not answer: is `journeywork up` running?"
             ) from error
         if answer.is_error:
             message = found.get("error", {}).get("message") if isinstance(found, dict) else None

@@ -43,7 +43,7 @@ class History:
         """Raises `ConfigError` where `store.dir` names no place, `DamagedFileError`. A run without a store is empty."""
         self.config = config
         self._lake, self._shown = open_lake(config), dict[str, list[str]]()
-        self._spill = tempfile.TemporaryDirectory(prefix="journeyman-ui-")
+        self._spill = tempfile.TemporaryDirectory(prefix="journeywork-ui-")
         self._connection = duckdb.connect(
             config={"memory_limit": _MEMORY, "threads": "2", "temp_directory": self._spill.name}
         )

@@ -1,4 +1,4 @@
-"""One trajectory or one group as text: `journeyman trajectory show` and `journeyman group show`.
+"""One trajectory or one group as text: `journeywork trajectory show` and `journeywork group show`.
 
 The data is that of the dashboard's pages (`store.dashboard.pages`). What is not in the store yet is asked of the
 gateway.

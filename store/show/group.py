@@ -1,7 +1,7 @@
-"""`journeyman group show`: the members of one group with rewards, the judge's words, last replies and people's labels.
+"""`journeywork group show`: the members of one group with rewards, the judge's words, last replies and people's labels.
 
-journeyman group show support-17
-journeyman group show support-17 --branch rejudged
+journeywork group show support-17
+journeywork group show support-17 --branch rejudged
 """
 
 from __future__ import annotations

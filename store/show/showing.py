@@ -39,7 +39,7 @@ def run(
     text: Callable[[Data, argparse.Namespace], str],
     extend: Callable[[argparse.ArgumentParser], None],
 ) -> int:
-    """Run `journeyman <what> show`. Returns 0; 1 where there is none or the store cannot be read; 2 for bad usage.
+    """Run `journeywork <what> show`. Returns 0; 1 where there is none or the store cannot be read; 2 for bad usage.
 
     `load` reads the data and raises a 404 `PageError` where the store has none; `text` makes it readable."""
     args = _parser(what, extend).parse_args(argv)
@@ -56,17 +56,17 @@ def run(
                 if what == "group" and data.get("status") == "waiting":
                     shown += f"\n{_PERHAPS_NONE}"
     except ConfigError as error:
-        sys.stderr.write(f"journeyman {what} show: {error}\n")
+        sys.stderr.write(f"journeywork {what} show: {error}\n")
         return 2
     except (PageError, StoreError, duckdb.Error) as error:
-        sys.stderr.write(visible(f"journeyman {what} show: {error}\n"))
+        sys.stderr.write(visible(f"journeywork {what} show: {error}\n"))
         return 1
     sys.stdout.write((as_json(data).decode() if args.json else visible(shown)) + "\n")
     return 0
 
 
 def _parser(what: str, extend: Callable[[argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"journeyman {what}")
+    parser = argparse.ArgumentParser(prog=f"journeywork {what}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help=f"one {what} as text")
     show.add_argument("id", help=f"id of the {what}")

@@ -1,7 +1,7 @@
-"""`journeyman trajectory show`: the messages, tools, tokens and verdicts of one run.
+"""`journeywork trajectory show`: the messages, tools, tokens and verdicts of one run.
 
-journeyman trajectory show t-123
-journeyman trajectory show t-123 --tokens
+journeywork trajectory show t-123
+journeywork trajectory show t-123 --tokens
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ DEAD = View(
     "Events that no consumer could use, with the reason.",
     documented(
         "dead_seq stream stream_seq subject consumer reason detail deliveries payload headers dead_at",
-        dead_seq="Sequence in DEAD, which `journeyman dead` takes.",
+        dead_seq="Sequence in DEAD, which `journeywork dead` takes.",
         stream="Stream that the event came from.",
         stream_seq="Its sequence there.",
         subject="Its subject there.",

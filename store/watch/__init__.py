@@ -1,4 +1,4 @@
-"""The terminal view of a run: `journeyman watch`, which `journeyman up` shows too when it runs on a terminal.
+"""The terminal view of a run: `journeywork watch`, which `journeywork up` shows too when it runs on a terminal.
 
 | module | what lives there |
 | --- | --- |

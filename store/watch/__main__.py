@@ -1,4 +1,4 @@
-"""`python -m store.watch`: the view that `journeyman up` starts on a terminal."""
+"""`python -m store.watch`: the view that `journeywork up` starts on a terminal."""
 
 from store.watch.command import main
 

@@ -1,8 +1,8 @@
-"""The live view of a run in the terminal: `journeyman watch`.
+"""The live view of a run in the terminal: `journeywork watch`.
 
-journeyman watch                       the newest run under runs/, until Ctrl-C
-journeyman watch --every 5 > watch.log without a terminal: one line every five seconds
-journeyman watch --once                one line
+journeywork watch                       the newest run under runs/, until Ctrl-C
+journeywork watch --every 5 > watch.log without a terminal: one line every five seconds
+journeywork watch --once                one line
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def _stop_on_signal(scope: anyio.CancelScope) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="journeyman watch",
+        prog="journeywork watch",
         description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -142,10 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("--every: give seconds above 0")
         anyio.run(show, run_settings(args.run_dir, sections=SECTIONS), args, Console(highlight=False))
     except* ConfigError as group:
-        sys.stderr.write(f"journeyman watch: {_first(group)}\n")
+        sys.stderr.write(f"journeywork watch: {_first(group)}\n")
         return_code = 2
     except* (StoreError, duckdb.Error) as group:
-        sys.stderr.write(f"journeyman watch: {_first(group)}\n")
+        sys.stderr.write(f"journeywork watch: {_first(group)}\n")
         return_code = 1
     else:
         return_code = 0

@@ -91,7 +91,7 @@ def _downsample(values: Sequence[float], width: int) -> list[float]:
 def _head(snapshot: Snapshot, width: int) -> Text:
     clock, room = snapshot.at.strftime("%H:%M:%S UTC"), max(8, width - 40)
     name = snapshot.run_dir if len(snapshot.run_dir) <= room else f"…{snapshot.run_dir[1 - room :]}"
-    line = Text(f"journeyman {name}", "bold")
+    line = Text(f"journeywork {name}", "bold")
     if not snapshot.running:
         line.append("  not running", "bold red")
     line.append(" " * max(2, width - line.cell_len - len(clock)) + clock, "not bold dim")
@@ -105,7 +105,7 @@ def _services(snapshot: Snapshot) -> Text:
     return (
         line
         if snapshot.services
-        else Text("journeyman up has started no process in this run directory", "dim")
+        else Text("journeywork up has started no process in this run directory", "dim")
     )
 
 

@@ -44,7 +44,7 @@ def test_a_size_is_measured_whole_and_what_is_there_is_not_measured_again(tmp_pa
     assert part["result"]["verified"]["padded_max"] < 1e-3
     for name in gpu_trainer.BATCHES:
         found = part["result"]["batches"][name]
-        one, other = found["journeyman"], found["trl"]
+        one, other = found["journeywork"], found["trl"]
         assert one["seconds"] > 0
         assert one["model_tflops"] > 0
         assert 0 < one["tokens_of_largest_pass"] <= one["token_budget"]

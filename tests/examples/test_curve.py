@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.common import curve
-from journeyman.statistics import mean_of
+from journeywork.statistics import mean_of
 
 
 def groups(count: int) -> list[dict[str, Any]]:

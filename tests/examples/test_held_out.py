@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from examples.tictactoe.game import CELLS, REWARDS, Game, describe, opening_seed
 from examples.tictactoe.held_out import batches, play, play_together, prompt
 from examples.tictactoe.make_model import MODEL_DIR
-from journeyman import Trajectory
+from journeywork import Trajectory
 
 pytestmark = pytest.mark.anyio
 

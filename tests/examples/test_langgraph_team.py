@@ -11,7 +11,7 @@ import pytest
 from examples.common import tiny
 from examples.langgraph_team.calendars import COST, ROUNDS, TIMES, WRONG, Scenario, find_time, scenario
 from examples.langgraph_team.make_model import REPLIES, proposals, taught_run, words
-from journeyman import Trajectory
+from journeywork import Trajectory
 
 TASK = Scenario(ann=("Mon-am", "Tue-pm"), ben=("Tue-pm", "Wed-am"))
 

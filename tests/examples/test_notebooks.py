@@ -52,14 +52,14 @@ def test_both_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "train.ipynb",
             tmp_path,
             monkeypatch,
-            JOURNEYMAN_URL=running.url,
-            JOURNEYMAN_MODEL="tictactoe",
+            JOURNEYWORK_URL=running.url,
+            JOURNEYWORK_MODEL="tictactoe",
             PASSES="2",
         )
         assert " over 40" in shown(cells[-3])
         assert "<svg" in shown(cells[-2])
         running.until_step(1)
-    told = "".join(map(shown, run("history.ipynb", tmp_path, monkeypatch, JOURNEYMAN_RUN_DIR=str(run_dir))))
+    told = "".join(map(shown, run("history.ipynb", tmp_path, monkeypatch, JOURNEYWORK_RUN_DIR=str(run_dir))))
     for word in ("tictactoe@1", "user: ", "share_without_variance", "tictactoe@0"):
         assert word in told
 

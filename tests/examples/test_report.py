@@ -7,10 +7,10 @@ import json
 import pytest
 
 from examples.tictactoe.report import difference, win_rate
-from journeyman.evaluation import EntrantResult, EvaluationReport, parse_entrant
-from journeyman.evaluation.results import TaskResult
-from journeyman.statistics import mean_of
-from journeyman.trajectory import Usage
+from journeywork.evaluation import EntrantResult, EvaluationReport, parse_entrant
+from journeywork.evaluation.results import TaskResult
+from journeywork.statistics import mean_of
+from journeywork.trajectory import Usage
 
 REST = {"draw": 0.1, "illegal": 0.0}
 

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-ANYWHERE = "JOURNEYMAN_GPU_TESTS_ANYWHERE"
+ANYWHERE = "JOURNEYWORK_GPU_TESTS_ANYWHERE"
 """Environment variable: run on whatever there is, to try the tests themselves. That proves nothing of GPUs."""
 REASON = "no CUDA GPU: torch.cuda.is_available() is false"
 

@@ -42,7 +42,7 @@ async def judge_process(
         process = subprocess.Popen(
             quick_service.command("judge", "--config", str(config), "--ready-fd", str(writing)),
             pass_fds=[writing], stderr=log,
-            env={**os.environ, "JOURNEYMAN_PROCESS": str(number), "JOURNEYMAN_CRASH": crash},
+            env={**os.environ, "JOURNEYWORK_PROCESS": str(number), "JOURNEYWORK_CRASH": crash},
         )  # fmt: skip
     os.close(writing)
     try:

@@ -1,4 +1,4 @@
-"""`journeyman up` before the inference double, for tests of programs that train: no vLLM, real everything else."""
+"""`journeywork up` before the inference double, for tests of programs that train: no vLLM, real everything else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import httpx
 from tests.conftest import InferenceDouble
 
 ROOT = Path(__file__).parents[2]
-JOURNEYMAN = [sys.executable, "-m", "pipeline"]
+JOURNEYWORK = [sys.executable, "-m", "pipeline"]
 SMALL = (
     "trainer.groups_per_step=4",
     "trainer.lora.rank=8",
@@ -71,8 +71,8 @@ class Up:
                 self.process.kill()
 
     def query(self, sql: str) -> list[dict[str, Any]]:
-        """Return the rows of `journeyman sql`."""
-        command = [*JOURNEYMAN, "sql", "--run-dir", str(self.run_dir), "--format", "json", sql]
+        """Return the rows of `journeywork sql`."""
+        command = [*JOURNEYWORK, "sql", "--run-dir", str(self.run_dir), "--format", "json", sql]
         found: list[dict[str, Any]] = json.loads(program(command, ROOT))
         return found
 
@@ -91,10 +91,10 @@ def program(command: Sequence[str], cwd: Path, **env: str) -> str:
 def up(
     folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT
 ) -> Iterator[Up]:
-    """Run `journeyman up` before a double of its own. `folder` takes logs, `flags` are more of the command's flags."""
+    """Run `journeywork up` before a double of its own. `folder` takes logs, `flags` are more of the command's flags."""
     double = InferenceDouble(folder)
     double.start()
-    command = [*JOURNEYMAN, "up", *flags, "--vllm-url", double.url]
+    command = [*JOURNEYWORK, "up", *flags, "--vllm-url", double.url]
     command += [part for setting in settings for part in ("--set", setting)]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(

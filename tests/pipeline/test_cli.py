@@ -1,4 +1,4 @@
-"""The `journeyman` command."""
+"""The `journeywork` command."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
             2,
             "vllm.urls: 'localhost:8000' is no HTTP address: write http://",
         ),
-        (["polic", "list"], 2, "there is no command 'polic'; did you mean policy? `journeyman --help` lists"),
-        (["nonsense"], 2, "there is no command 'nonsense'. `journeyman --help` lists all commands"),
+        (
+            ["polic", "list"],
+            2,
+            "there is no command 'polic'; did you mean policy? `journeywork --help` lists",
+        ),
+        (["nonsense"], 2, "there is no command 'nonsense'. `journeywork --help` lists all commands"),
         ([], 2, "query the history with SQL"),
     ],
 )
@@ -60,7 +64,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("journeyman ")
+    assert capsys.readouterr().out.startswith("journeywork ")
 
 
 def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
@@ -170,7 +174,7 @@ def test_status_of_a_stopped_run_says_how_to_go_on(
         main(["status", "--run-dir", str(tmp_path)])
     assert caught.value.code == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "stopped. `journeyman up` with the same settings goes on with it" in said
+    assert "stopped. `journeywork up` with the same settings goes on with it" in said
     assert "http://127.0.0.1:1" not in said
     assert "log: it was stopped with the run" in said
 
@@ -252,7 +256,7 @@ def test_a_log_that_refuses_its_streams_ends_up_with_its_reason(
     with pytest.raises(SystemExit) as caught:
         main(["up", "--services", "store", "--run-dir", str(tmp_path)])
     assert caught.value.code == 1
-    assert capsys.readouterr().err.strip().endswith("journeyman: the NATS server refused it")
+    assert capsys.readouterr().err.strip().endswith("journeywork: the NATS server refused it")
 
 
 def test_ready_says_what_is_ready() -> None:

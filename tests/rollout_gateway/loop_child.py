@@ -1,4 +1,4 @@
-"""Runs `journeyman.looping` until its scenarios are played: python -m tests.rollout_gateway.loop_child GATEWAY_URL
+"""Runs `journeywork.looping` until its scenarios are played: python -m tests.rollout_gateway.loop_child GATEWAY_URL
 
 Each attempt makes one model call. A line is written before each attempt ends, and the loop's figures at the end."""
 
@@ -10,15 +10,15 @@ import sys
 import anyio
 import httpx
 
-from journeyman import AsyncJourneyman, Trajectory
-from journeyman.looping import loop
+from journeywork import AsyncJourneywork, Trajectory
+from journeywork.looping import loop
 
 SCENARIOS = [f"a1=x b2={n}" for n in range(24)]
 GROUP_SIZE = 3
 
 
 async def main() -> None:
-    async with AsyncJourneyman(sys.argv[1]) as client, httpx.AsyncClient(timeout=60) as http:
+    async with AsyncJourneywork(sys.argv[1]) as client, httpx.AsyncClient(timeout=60) as http:
 
         async def play(run: Trajectory, scenario: str) -> float:
             reply = await http.post(

@@ -89,9 +89,9 @@ FORCED = ("Codex CLI", "qwen-code")
 
 @pytest.fixture(scope="module")
 def long_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """The same model with room for a coding agent's prompt. While developing, JOURNEYMAN_TEST_VLLM_LONG may hold a
+    """The same model with room for a coding agent's prompt. While developing, JOURNEYWORK_TEST_VLLM_LONG may hold a
     port."""
-    given = os.environ.get("JOURNEYMAN_TEST_VLLM_LONG")
+    given = os.environ.get("JOURNEYWORK_TEST_VLLM_LONG")
     # The model was made for 1,024 positions; beyond them its rotary embedding has to be computed first.
     long = ("--max-model-len", "32768", "--hf-overrides", '{"max_position_embeddings": 32768}')
     server = VllmServer(tmp_path_factory.mktemp("long"), int(given or 0), long)

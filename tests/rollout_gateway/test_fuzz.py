@@ -28,7 +28,7 @@ FIELDS = (
     "input", "max_tokens", "stop", "id", "group", "reward", "rewards", "metrics", "outcome", "version",
     "percent", "split", "trajectories", "return_token_ids", "stream_options",
 )  # fmt: skip
-AUTHORIZATIONS = ("", "Bearer", "Bearer jmt-", "Bearer jmt-!!.x", "Basic eA==", "Bearer jmt-AAAA.x")
+AUTHORIZATIONS = ("", "Bearer", "Bearer jwr-", "Bearer jwr-!!.x", "Basic eA==", "Bearer jwr-AAAA.x")
 URLS = (
     *routes.MODEL_CALLS, *(f"/t/fuzz{path}" for path in routes.MODEL_CALLS), "/v1/trajectories",
     "/v1/trajectories/fuzz-x/complete", "/v1/groups/g/complete", "/v1/policies/tictactoe/split",

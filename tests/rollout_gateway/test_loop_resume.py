@@ -1,4 +1,4 @@
-"""`journeyman.looping` on a real log, gateway and inference server: killed in the middle, it loses no scenario."""
+"""`journeywork.looping` on a real log, gateway and inference server: killed in the middle, it loses no scenario."""
 
 from __future__ import annotations
 

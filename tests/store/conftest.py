@@ -43,7 +43,7 @@ def running_store(nats_config: NatsConfig, tmp_path: Path) -> StoreProcess:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """URL of an S3-compatible server with the bucket `journeyman`."""
+    """URL of an S3-compatible server with the bucket `journeywork`."""
     with serving_s3() as url:
         yield url
 
@@ -54,7 +54,7 @@ def object_store(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     create_bucket(s3_server)
-    return {"dir": f"s3://journeyman/{tmp_path.name}", "s3_endpoint": s3_server, "s3_region": "us-east-1"}
+    return {"dir": f"s3://journeywork/{tmp_path.name}", "s3_endpoint": s3_server, "s3_region": "us-east-1"}
 
 
 @pytest.fixture

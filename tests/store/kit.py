@@ -213,11 +213,11 @@ def serving_s3() -> Iterator[str]:
 
 
 def create_bucket(url: str) -> None:
-    """Make the bucket `journeyman` at the S3-compatible server `url`."""
+    """Make the bucket `journeywork` at the S3-compatible server `url`."""
     client = fs.S3FileSystem(
         endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True
     )
-    client.create_dir("journeyman")
+    client.create_dir("journeywork")
 
 
 class Lives:

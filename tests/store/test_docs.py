@@ -14,7 +14,9 @@ from tests.store.kit import fill, run_of_one_step
 COMMANDS = [
     pytest.param(shlex.split(command)[2:], id=f"{page.name}-{number}")
     for page in (docs.FOLDER.parent / "README.md", *sorted(docs.FOLDER.glob("*.md")))
-    for number, command in enumerate(re.findall(r'journeyman sql [^"`\n]*"[^"\n]+"', page.read_text("utf-8")))
+    for number, command in enumerate(
+        re.findall(r'journeywork sql [^"`\n]*"[^"\n]+"', page.read_text("utf-8"))
+    )
     if "…" not in command
 ]
 QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""`journeyman replay` and `journeyman diff`."""
+"""`journeywork replay` and `journeywork diff`."""
 
 from __future__ import annotations
 

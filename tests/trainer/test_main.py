@@ -1,4 +1,4 @@
-"""The trainer's processes: `python -m trainer` under a supervisor, and `journeyman train`."""
+"""The trainer's processes: `python -m trainer` under a supervisor, and `journeywork train`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_train_does_not_run_beside_the_trainer_of_up(
     with pytest.raises(SystemExit) as error:
         train.main(["--run-dir", str(tmp_path), "--nats-url", "nats://127.0.0.1:1"])
     assert error.value.code == 2
-    assert f"`journeyman up` trains there already, as process {os.getpid()}" in capsys.readouterr().err
+    assert f"`journeywork up` trains there already, as process {os.getpid()}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""`journeyman check-model MODEL`: says whether a base model trains right on this machine, how, and how much memory a
+"""`journeywork check-model MODEL`: says whether a base model trains right on this machine, how, and how much memory a
 step takes.
 
-    journeyman check-model Qwen/Qwen3-8B
-    journeyman check-model /models/gemma-3-4b --json --set trainer.lora.rank=16
+    journeywork check-model Qwen/Qwen3-8B
+    journeywork check-model /models/gemma-3-4b --json --set trainer.lora.rank=16
 
 The model is loaded as the trainer would load it, and what a training pass computes is compared with the model's
 own forward pass (see `trainer.engine.verify`). Exits 0 where it trains right, 1 where it is refused, 2 on bad
@@ -93,7 +93,7 @@ def report(found: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
-        prog="journeyman check-model", description="Say whether a base model trains right on this machine."
+        prog="journeywork check-model", description="Say whether a base model trains right on this machine."
     )
     out.add_argument("model", help="folder or hub name of the base model")
     out.add_argument("--json", action="store_true", help="print the findings as JSON, memory in bytes")

@@ -40,8 +40,8 @@ def run(name: str, command: Callable[[], None]) -> None:
     try:
         command()
     except (ConfigError, UsageError) as error:
-        sys.stderr.write(f"journeyman {name}: {error}\n")
+        sys.stderr.write(f"journeywork {name}: {error}\n")
         raise SystemExit(2) from error
     except (CheckpointError, BrokerError, FailedError, OSError) as error:
-        sys.stderr.write(f"journeyman {name}: {error}\n")
+        sys.stderr.write(f"journeywork {name}: {error}\n")
         raise SystemExit(1) from error

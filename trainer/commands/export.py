@@ -1,7 +1,7 @@
-"""`journeyman export`: writes a trained policy into a folder that other programs load.
+"""`journeywork export`: writes a trained policy into a folder that other programs load.
 
-    journeyman export OUT                        the newest checkpoint of the newest run, as a PEFT adapter
-    journeyman export OUT --step best --merged   the best by validation, merged into the base model's weights
+    journeywork export OUT                        the newest checkpoint of the newest run, as a PEFT adapter
+    journeywork export OUT --step best --merged   the best by validation, merged into the base model's weights
 
 A checkpoint that is no longer on disk is read from the log's object store, if `--nats-url` names the log.
 """
@@ -30,7 +30,7 @@ from trainer.commands import cli
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="journeyman export", description="Write an adapter or merged weights into a folder."
+        prog="journeywork export", description="Write an adapter or merged weights into a folder."
     )
     made.add_argument("out", type=Path, help="folder to write; must not exist")
     cli.add_run_arguments(made)

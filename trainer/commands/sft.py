@@ -1,7 +1,7 @@
-"""`journeyman sft`: supervised fine-tuning as a warm start, with TRL's SFTTrainer.
+"""`journeywork sft`: supervised fine-tuning as a warm start, with TRL's SFTTrainer.
 
-    journeyman sft OUT --base MODEL --data chats.jsonl           one {"messages": [...]} a line, perhaps with "tools"
-    journeyman sft OUT --base MODEL --from-run runs/x --top 200  the best trajectories of a run's store
+    journeywork sft OUT --base MODEL --data chats.jsonl           one {"messages": [...]} a line, perhaps with "tools"
+    journeywork sft OUT --base MODEL --from-run runs/x --top 200  the best trajectories of a run's store
 
 It writes a model folder: the base with the trained adapter merged in, and the tokenizer. Set `models.base` to it
 to start reinforcement learning from it. Only the assistant's turns are trained. Chats are rendered with the
@@ -48,7 +48,7 @@ def _share(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="journeyman sft",
+        prog="journeywork sft",
         description="Supervised warm start from chats or from a run's best trajectories.",
     )
     made.add_argument("out", type=Path, help="model folder to write; must not exist")
@@ -158,7 +158,7 @@ def _rows(exchanges: Sequence[ExchangeRecorded]) -> list[Row]:
 
 
 def rows_of_run(run_dir: Path, top: int, minimum: float | None) -> list[Row]:
-    """The exact tokens of a run's best training trajectories, read through `journeyman sql`.
+    """The exact tokens of a run's best training trajectories, read through `journeywork sql`.
 
     `top` is their greatest number (0: all), `minimum` their lowest reward. Raises `UsageError` where the store
     does not answer."""

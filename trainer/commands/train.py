@@ -1,6 +1,6 @@
-"""`journeyman train`: the trainer alone, on a log that runs elsewhere.
+"""`journeywork train`: the trainer alone, on a log that runs elsewhere.
 
-    journeyman train --config settings.toml --set nats.url=nats://host:4222
+    journeywork train --config settings.toml --set nats.url=nats://host:4222
 
 Every start resumes from the newest committed step. Several GPUs: the same under
 `accelerate launch -m trainer.commands.train`. Ctrl-C stops it between steps.
@@ -24,7 +24,7 @@ from trainer.first import import_first
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="journeyman train", description="Run the trainer alone.")
+    made = argparse.ArgumentParser(prog="journeywork train", description="Run the trainer alone.")
     cli.add_run_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     return made
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("nats.url: name the log with --nats-url")
         if pid := service_pid(config, "trainer"):
             raise ConfigError(
-                f"{config.run_dir}: `journeyman up` trains there already, as process {pid}: stop it first, or start it "
+                f"{config.run_dir}: `journeywork up` trains there already, as process {pid}: stop it, or start it "
                 "with --services and without the service trainer"
             )
         os.umask(0o077)  # the files of a run are readable by their owner only

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import FULL, AttentionSpan, Layout
 
-FLEX = "journeyman_flex"
+FLEX = "journeywork_flex"
 """The name under which `_attend` is registered with transformers."""
 
 

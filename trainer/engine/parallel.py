@@ -37,7 +37,7 @@ log = get_logger("trainer.engine.parallel")
 
 T = TypeVar("T")
 
-LAUNCHER = "JOURNEYMAN_LAUNCHER"
+LAUNCHER = "JOURNEYWORK_LAUNCHER"
 """Environment variable with the process id of the launcher, which has the supervisor's file descriptors."""
 _JOB_TIMEOUT = timedelta(days=365)
 """How long a worker waits for the next job. It comes only when enough groups were scored, so the limit is generous."""

@@ -1,4 +1,4 @@
-"""`journeyman judge eval`."""
+"""`journeywork judge eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journeyman rejudge`: history is scored again, on another branch."""
+"""`journeywork rejudge`: history is scored again, on another branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journeyman scenarios`: training tasks from a description."""
+"""`journeywork scenarios`: training tasks from a description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journeyman judge score`: one group from a file."""
+"""`journeywork judge score`: one group from a file."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def named(name: str) -> list[psutil.Process]:
 @pytest.fixture
 def name() -> Iterator[str]:
     """A process name of this test alone."""
-    unique = f"jm{os.getpid()}"
+    unique = f"jw{os.getpid()}"
     yield unique
     for left in named(unique):
         left.kill()
@@ -82,7 +82,7 @@ async def test_a_function_reaches_no_network_and_no_file(tmp_path: Path) -> None
 @needs_bubblewrap
 @pytest.mark.parametrize("kind", ["path", "abstract"])
 async def test_a_function_reaches_no_unix_socket(tmp_path: Path, kind: str) -> None:
-    address = str(tmp_path / "s") if kind == "path" else f"@journeyman-{os.getpid()}"
+    address = str(tmp_path / "s") if kind == "path" else f"@journeywork-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address.replace("@", "\0"))
         server.listen()

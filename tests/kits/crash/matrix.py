@@ -5,7 +5,7 @@ at which stop point of `pipeline/crash.py` to die, and at which passage; the ser
 inference server is a small one in this process that speaks vLLM's API: it stays up, so that what it answers can be
 compared with what was recorded.
 
-As under `journeyman up`, every service has its own NATS user with the rights of `pipeline/security/users.py`, the
+As under `journeywork up`, every service has its own NATS user with the rights of `pipeline/security/users.py`, the
 trainer signs its checkpoints and the gateway serves no others."""
 
 from __future__ import annotations

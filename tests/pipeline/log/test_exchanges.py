@@ -191,7 +191,7 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
 
 
 async def test_what_was_put_back_whole_is_continued(nats_config: NatsConfig) -> None:
-    """`journeyman replay` publishes exchanges from the store, whole."""
+    """`journeywork replay` publishes exchanges from the store, whole."""
     async with Broker.connect(nats_config) as broker:
         trajectory = await opened(registry(broker))
         recorded = await record(trajectory, growing(4))

@@ -254,7 +254,7 @@ async def test_a_log_of_an_earlier_version_has_one_partition(
     nats_config: NatsConfig, divided_config: NatsConfig
 ) -> None:
     async with Broker.connect(nats_config) as broker:
-        assert not (await broker.stream_info("DEAD")).config.metadata.get("journeyman.partitions")
+        assert not (await broker.stream_info("DEAD")).config.metadata.get("journeywork.partitions")
     with pytest.raises(BrokerError, match=r"has 1 partition, and nats\.partitions is 4"):
         async with Broker.connect(divided_config):
             pass

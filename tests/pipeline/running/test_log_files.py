@@ -1,4 +1,4 @@
-"""`journeyman logs`: lines of several services in the order of time, also while files are rotated."""
+"""`journeywork logs`: lines of several services in the order of time, also while files are rotated."""
 
 from __future__ import annotations
 

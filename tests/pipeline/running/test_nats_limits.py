@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 @contextlib.contextmanager
 def log_server(run_dir: Path, max_bytes: int) -> Iterator[NatsConfig]:
-    """The log's server as `journeyman up` starts it; yields the settings of its clients."""
+    """The log's server as `journeywork up` starts it; yields the settings of its clients."""
     port = free_port()
     settings = NatsConfig(url=f"nats://127.0.0.1:{port}", max_bytes=max_bytes)
     spec = nats_command(Config(run_dir=str(run_dir), nats=settings), port)

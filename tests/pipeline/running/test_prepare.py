@@ -1,4 +1,4 @@
-"""`journeyman prepare` makes what containers need, and a second run changes nothing."""
+"""`journeywork prepare` makes what containers need, and a second run changes nothing."""
 
 from __future__ import annotations
 

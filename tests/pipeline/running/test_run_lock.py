@@ -27,7 +27,7 @@ main(["up", "--services", "store", "--run-dir", sys.argv[1]])
 
 
 def start(run_dir: Path) -> subprocess.Popen[str]:
-    """A `journeyman up` that is ready: the NATS server and the store."""
+    """A `journeywork up` that is ready: the NATS server and the store."""
     process = subprocess.Popen([sys.executable, "-c", UP, str(run_dir)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert any(line.startswith("ready") for line in process.stdout), "it ended before it was ready"
@@ -70,12 +70,12 @@ def test_a_run_directory_in_use_is_refused_and_not_touched(
             main(["up", "--services", "store", "--run-dir", str(tmp_path)])
         assert caught.value.code == 2
         said = (
-            f"{tmp_path} is in use: journeyman up runs there as process {process.pid}; "
+            f"{tmp_path} is in use: journeywork up runs there as process {process.pid}; "
             "stop it first or choose another run_dir"
         )
-        assert capsys.readouterr().err == f"journeyman: {said}\n"
+        assert capsys.readouterr().err == f"journeywork: {said}\n"
         outside = ["nats.url=nats://127.0.0.1:1", 'vllm.urls=["http://127.0.0.1:1"]']
-        with pytest.raises(RunInUseError, match=f"journeyman up runs there as process {process.pid};"):
+        with pytest.raises(RunInUseError, match=f"journeywork up runs there as process {process.pid};"):
             prepare(load(None, [f"run_dir={tmp_path}", *outside]))
         command = ["exec", "nats", "--config", str(tmp_path / "config.toml"), "--port", "0"]
         with pytest.raises(SystemExit) as caught:
@@ -124,11 +124,11 @@ def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_i
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as servers:
         assert servers.stdout is not None
         assert servers.stdout.readline() == b"held\n"
-        refused = pytest.raises(RunInUseError, match=f"journeyman exec runs there as process {servers.pid};")
+        refused = pytest.raises(RunInUseError, match=f"journeywork exec runs there as process {servers.pid};")
         with refused, run_lock.hold(tmp_path):
             pass
         again = subprocess.run([*command[:4], "nats"], capture_output=True, text=True)
-        assert f"journeyman exec nats runs there as process {servers.pid};" in again.stderr
+        assert f"journeywork exec nats runs there as process {servers.pid};" in again.stderr
         servers.communicate()
     with run_lock.hold(tmp_path):
         pass

@@ -23,7 +23,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(folder: Path, *, settings: str = "", address: str = "") -> Path:
-    """A run directory with the given settings, and with the address of a log that `journeyman up` started."""
+    """A run directory with the given settings, and with the address of a log that `journeywork up` started."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(settings)
     if address:
@@ -69,7 +69,7 @@ def test_a_stopped_run_has_no_address(runs: Path) -> None:
         log_of(run_settings("runs/a"))
     assert log_of(run_settings("runs/a", nats_url="nats://given:1")).url == "nats://given:1"
     with pytest.raises(
-        ConfigError, match="runs/a is stopped, or has no gateway: start it with `journeyman up`"
+        ConfigError, match="runs/a is stopped, or has no gateway: start it with `journeywork up`"
     ):
         connect(argparse.Namespace(url="", run_dir="runs/a", key=""))
     services["nats"]["state"] = services["gateway"]["state"] = "ready"

@@ -171,7 +171,7 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
 def test_a_plan_has_several_judges_with_numbers_of_their_own(tmp_path: Path) -> None:
     settings = [f"run_dir={tmp_path}", "judge.processes=3", 'nats.url="nats://elsewhere:4222"']
     _, specs = make_plan(load(None, settings), ("judge", "store"))
-    assert [(s.name, s.kind, s.env.get("JOURNEYMAN_PROCESS", "1")) for s in specs] == [
+    assert [(s.name, s.kind, s.env.get("JOURNEYWORK_PROCESS", "1")) for s in specs] == [
         ("judge", "judge", "1"), ("judge-2", "judge", "2"), ("judge-3", "judge", "3"), ("store", "store", "1"),
     ]  # fmt: skip
     assert len({s.argv for s in specs}) == 2

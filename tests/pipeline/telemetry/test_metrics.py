@@ -61,10 +61,10 @@ async def test_a_service_counts_what_it_does_with_the_log(nats_config: NatsConfi
             await taken[0].ack()
         after = read(port)
     grown = {key: after[key] - before.get(key, 0) for key in after if key[0].endswith("_total")}
-    assert grown["journeyman_events_published_total", "rollout.opened"] == 3
-    assert grown["journeyman_events_taken_total", "telemetry-rollouts"] == 3
-    assert grown["journeyman_events_done_total", "telemetry-rollouts"] == 1
-    assert after["journeyman_events_pending", "telemetry-rollouts"] == 0
+    assert grown["journeywork_events_published_total", "rollout.opened"] == 3
+    assert grown["journeywork_events_taken_total", "telemetry-rollouts"] == 3
+    assert grown["journeywork_events_done_total", "telemetry-rollouts"] == 1
+    assert after["journeywork_events_pending", "telemetry-rollouts"] == 0
 
 
 def test_a_service_that_is_not_named_has_no_page() -> None:
@@ -110,16 +110,16 @@ def queries() -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="process_* comes from /proc")
 async def test_the_dashboard_asks_for_metrics_that_exist_and_for_all_of_ours() -> None:
     asked = {
-        name for query in queries() for name in re.findall(r"\b(?:journeyman|process|python)_\w+", query)
+        name for query in queries() for name in re.findall(r"\b(?:journeywork|process|python)_\w+", query)
     }
     assert asked <= offered()
-    ours = {name for name in offered() if name.startswith("journeyman_")}
+    ours = {name for name in offered() if name.startswith("journeywork_")}
     # A histogram's sum and count, and when a counter was made, are in no panel.
     assert {n for n in ours if not n.endswith(("_sum", "_count", "_created"))} == {
-        n for n in asked if n.startswith("journeyman_")
+        n for n in asked if n.startswith("journeywork_")
     }
     text = OPERATIONS.read_text()
-    assert [n for n in asked if n.startswith("journeyman_") and n.removesuffix("_bucket") not in text] == []
+    assert [n for n in asked if n.startswith("journeywork_") and n.removesuffix("_bucket") not in text] == []
 
 
 def test_the_dashboards_panels_do_not_overlap() -> None:

@@ -93,7 +93,7 @@ async def test_the_tree_is_the_documented_one(
             assert KINDS[span.kind] == span_kind, row
             calls_own = [(AGENTS_TRACE, f"{position + 1:016x}")] if row == "call" and agents else []
             assert sorted(span.links) == expected_links.get(row, calls_own), row
-            assert span.resource["service.name"] == "journeyman"
+            assert span.resource["service.name"] == "journeywork"
     assert [len(found[row]) for row in NAMES] == [1, 2, 1, 1, 1, 1, 1, 1, 1]
     assert (run.start, run.end) == (START * 1000, (START + 30_000_000) * 1000)
 

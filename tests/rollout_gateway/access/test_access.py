@@ -51,7 +51,7 @@ class Caller:
         return [
             self.status("GET", f"/v1/trajectories/{run}"),
             self.call(f"/t/{run}/v1/chat/completions"),
-            self.call(**{"x-journeyman-trajectory": run}),
+            self.call(**{"x-journeywork-trajectory": run}),
             self.status("POST", "/v1/groups/g/complete", {"trajectories": [{"id": run}]}),
             self.status("POST", f"/v1/trajectories/{run}/complete", {"reward": 1}),
         ]
@@ -69,8 +69,8 @@ def test_without_a_good_key_all_runs_look_alike(start_front: StartGateway) -> No
     alice = Caller(gateway, "alice")
     runs = {name: alice.open(id=name, group="g") for name in ("open", "completed")}
     assert alice.status("POST", "/v1/trajectories/completed/complete", {}) == 200
-    unknown = "jmt-dW5rbm93bg." + "A" * 32
-    keys = ("", "wrong", "jmt-", "jmt-%.", unknown, *(forged(run["api_key"]) for run in runs.values()))
+    unknown = "jwr-dW5rbm93bg." + "A" * 32
+    keys = ("", "wrong", "jwr-", "jwr-%.", unknown, *(forged(run["api_key"]) for run in runs.values()))
     said = set()
     for key in keys:
         for run in (*runs, "unknown", "%00"):
@@ -90,7 +90,7 @@ def test_a_forged_key_reads_nothing_from_the_log(start_front: StartGateway, nats
     nats_server.kill()
     try:
         for run in ("run", "unknown"):
-            for key in (forged(opened["api_key"]), "jmt-bm9uZQ." + "B" * 32):
+            for key in (forged(opened["api_key"]), "jwr-bm9uZQ." + "B" * 32):
                 assert Caller(gateway, key).about(run)[:3] == [401] * 3
     finally:
         nats_server.start()
@@ -146,7 +146,7 @@ def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
         "none", "a1"
     )
     # Naming a group does not take a run over either: it would be opened, and is there.
-    assert bob.call(**{"x-journeyman-trajectory": "a1", "x-journeyman-group": "g"}) == 409
+    assert bob.call(**{"x-journeywork-trajectory": "a1", "x-journeywork-group": "g"}) == 409
     assert bob.status("POST", "/v1/trajectories", {"model": "tictactoe", "id": "a1", "group": "g"}) == 409
     assert [len(c.ask("GET", "/v1/trajectories").json()["data"]) for c in (alice, bob, boss)] == [3, 0, 3]
     # After a restart, and at another replica.
@@ -206,7 +206,7 @@ def test_a_key_for_calls_only_makes_calls_only(start_front: StartGateway) -> Non
     assert agent.status("GET", "/v1/policies") == 403
     assert agent.status("GET", "/v1/models") == 200
     # A run that a call names is opened, and completed with the other key of the name.
-    assert agent.call(**{"x-journeyman-trajectory": "a2", "x-journeyman-group": "g"}) == LET_IN
+    assert agent.call(**{"x-journeywork-trajectory": "a2", "x-journeywork-group": "g"}) == LET_IN
     assert alice.status("POST", "/v1/trajectories/a2/complete", {}) == 200
 
 

@@ -135,8 +135,8 @@ async def test_groups_lists_metrics(gateway: GatewayProcess) -> None:
         wrong = get.post("/v1/groups/g1/complete", json={"trajectories": [{"id": "m0"}]})
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "wrong_group")
         text = get.get("/metrics").text
-        assert 'journeyman_calls_total{endpoint="/v1/chat/completions",status="200"} 1' in text
-        assert "journeyman_replica_ready" in text
+        assert 'journeywork_calls_total{endpoint="/v1/chat/completions",status="200"} 1' in text
+        assert "journeywork_replica_ready" in text
         assert get.get("/v1/models/tictactoe@0").json()["id"] == "tictactoe@0"
         assert get.get("/v1/models/nope").status_code == 404
         assert (

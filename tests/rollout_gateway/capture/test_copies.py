@@ -28,7 +28,7 @@ BATCH = {"id": "b1", "groups": ["g1", "g2"], "learning_rate": 0.5}
 
 def reference(choice: Any) -> dict[str, Any]:
     """What a completion names a choice of an answer by."""
-    return {**choice.journeyman, "choice": choice.index}
+    return {**choice.journeywork, "choice": choice.index}
 
 
 def complete_group(
@@ -78,8 +78,8 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(
 
 async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:
     choice = gateway.agent(gateway.open()).chat.completions.create(**ASK).choices[0]
-    assert not hasattr(choice, "journeyman")
-    assert not hasattr(gateway.client().chat.completions.create(**ASK).choices[0], "journeyman")
+    assert not hasattr(choice, "journeywork")
+    assert not hasattr(gateway.client().chat.completions.create(**ASK).choices[0], "journeywork")
 
 
 async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> None:

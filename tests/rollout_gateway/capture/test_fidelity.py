@@ -180,7 +180,7 @@ async def test_a_token_inside_a_character_is_recorded(shared_gateway: GatewayPro
 async def test_side_calls_are_kept_and_marked(shared_gateway: GatewayProcess) -> None:
     opened = shared_gateway.open()
     client = shared_gateway.agent(opened)
-    client.chat.completions.create(**ASK, extra_headers={"x-journeyman-side-call": "1"})
+    client.chat.completions.create(**ASK, extra_headers={"x-journeywork-side-call": "1"})
     client.chat.completions.create(**ASK)
     async with Broker.connect(shared_gateway.config.nats) as broker:
         assert [e.side_call for e in await exchanges(broker, opened["id"])] == [True, False]

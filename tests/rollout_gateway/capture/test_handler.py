@@ -117,7 +117,7 @@ async def test_identity_by_key_by_url_and_by_header(gateway: GatewayProcess, nat
     opened = gateway.open(id="who")
     gateway.client(api_key=opened["api_key"]).chat.completions.create(**ASK)
     gateway.client(base_url=opened["base_url"]).chat.completions.create(**ASK)
-    gateway.client(default_headers={"x-journeyman-trajectory": "who"}).chat.completions.create(**ASK)
+    gateway.client(default_headers={"x-journeywork-trajectory": "who"}).chat.completions.create(**ASK)
     gateway.client().chat.completions.create(**ASK)  # no one's: answered, not recorded
     other = gateway.open(id="other")
     with pytest.raises(openai.PermissionDeniedError):

@@ -61,16 +61,16 @@ async def test_a_call_may_name_and_open_its_trajectory(
 ) -> None:
     gateway = start_gateway()
     headers = {
-        "x-journeyman-trajectory": "h1", "x-journeyman-group": "g", "x-journeyman-attempt": "2"
+        "x-journeywork-trajectory": "h1", "x-journeywork-group": "g", "x-journeywork-attempt": "2"
     }  # fmt: skip
     client = gateway.client(default_headers=headers)
     client.chat.completions.create(**ASK)
     client.chat.completions.create(**ASK)
     gateway.client().chat.completions.create(
-        **ASK, metadata={"journeyman_trajectory": "b1", "journeyman_group": "g"}
+        **ASK, metadata={"journeywork_trajectory": "b1", "journeywork_group": "g"}
     )
     with pytest.raises(openai.NotFoundError):
-        gateway.client().chat.completions.create(**ASK, metadata={"journeyman_trajectory": "b2"})
+        gateway.client().chat.completions.create(**ASK, metadata={"journeywork_trajectory": "b2"})
     async with Broker.connect(nats_config) as broker:
         assert [e.seq for e in await exchanges(broker, "h1")] == [0, 1]
         assert [e.group for e in await exchanges(broker, "b1")] == ["g"]

@@ -39,7 +39,7 @@ def test_a_trajectory_key_is_known_by_its_signature() -> None:
             TrajectoryTokens(b"1" * 32, "test").issue(name), TrajectoryTokens(b"0" * 32, "other").issue(name),
         ):  # fmt: skip
             assert TOKENS.verify(other) is None, other
-    for other in ("", "jmt-", "jmt-.", "jmt-!!.x", "jmt-" + "A" * 5, "none", "jmt-\xff.ü"):
+    for other in ("", "jwr-", "jwr-.", "jwr-!!.x", "jwr-" + "A" * 5, "none", "jwr-\xff.ü"):
         assert TOKENS.verify(other) is None
 
 

@@ -95,7 +95,7 @@ def test_a_foreign_page_is_refused(head: dict[str, str], status: int) -> None:
     assert checked(LOOPBACK, host="localhost:8700", **head) == status
 
 
-PUBLIC = "https://gw.example/jm"
+PUBLIC = "https://gw.example/jw"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`journeyman policy` against a gateway."""
+"""`journeywork policy` against a gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("JOURNEYMAN_URL", "JOURNEYMAN_API_KEY"):
+    for name in ("JOURNEYWORK_URL", "JOURNEYWORK_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -68,16 +68,16 @@ def test_what_cannot_be_done_is_told(
         assert main([*arguments, "--url", gateway.url]) == code
         return capsys.readouterr().err
 
-    assert "Give an operator's key with --key or JOURNEYMAN_API_KEY" in fails("list")
+    assert "Give an operator's key with --key or JOURNEYWORK_API_KEY" in fails("list")
     assert "operator" in fails("pin", "chess@0", "--key", "agent")
-    monkeypatch.setenv("JOURNEYMAN_API_KEY", "op")
+    monkeypatch.setenv("JOURNEYWORK_API_KEY", "op")
     assert "unknown" in fails("pin", "nope@1").lower() or "nope" in fails("pin", "nope@1")
     assert "serves no model 'nope'" in fails("list", "nope")
     assert "<model>@<step>" in fails("pin", "chess", code=2)
     assert main(["list", "--url", "chess"]) == 2
     assert main(["list", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
-    assert "is `journeyman up` running?" in capsys.readouterr().err
-    monkeypatch.setenv("JOURNEYMAN_URL", gateway.url)
+    assert "is `journeywork up` running?" in capsys.readouterr().err
+    monkeypatch.setenv("JOURNEYWORK_URL", gateway.url)
     assert main(["list"]) == 0
     assert "chess: chess@0" in capsys.readouterr().out
 
@@ -89,7 +89,7 @@ def test_the_gateway_and_the_key_of_a_run_are_found(
     run = tmp_path / "other"
     (run / "keys").mkdir(parents=True)
     assert main(["list", "--run-dir", str(run)]) == 2
-    assert "start it with `journeyman up`" in capsys.readouterr().err
+    assert "start it with `journeywork up`" in capsys.readouterr().err
     (run / STATE).write_text(json.dumps({"urls": {"gateway": gateway.url}}))
     (run / "keys" / "operator.key").write_text("op\n")
     assert main(["list", "chess", "--run-dir", str(run)]) == 0

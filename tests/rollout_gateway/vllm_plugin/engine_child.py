@@ -83,7 +83,7 @@ def worst_layer() -> float:
             wrapper.update_metadata(mapping, [*range(1, adapters + 1), None], adapters + 1, 100)
         dtype = rng.choice((torch.float32, torch.bfloat16))
         widths = rng.choice(((6,), (6, 4, 4)))
-        # The last slot is the one that `journeyman up` leaves empty.
+        # The last slot is the one that `journeywork up` leaves empty.
         used = torch.tensor([1.0] * adapters + [0.0], dtype=dtype)[:, None, None, None]
         a, b = (
             tuple(

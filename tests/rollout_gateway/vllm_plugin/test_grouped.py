@@ -131,7 +131,7 @@ def test_columns_that_only_one_side_has_are_left_alone(kernels: ModuleType) -> N
 
 
 def test_a_row_without_adapter_does_not_get_the_adapter_of_the_last_slot(kernels: ModuleType) -> None:
-    """vLLM's kernels take slot -1 for the last one. That is why `journeyman up` leaves one slot empty on CPU."""
+    """vLLM's kernels take slot -1 for the last one. That is why `journeywork up` leaves one slot empty on CPU."""
     batch = Batch.draw(0, torch.float32)
     slots = torch.tensor([-1, 1])
     x, y = torch.ones(2, 4), torch.zeros(2, 3)

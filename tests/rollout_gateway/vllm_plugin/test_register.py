@@ -14,7 +14,7 @@ from rollout_gateway.vllm_plugin import register as plugin
 
 def test_vllm_finds_the_plugin_in_this_environment() -> None:
     """An editable install has the entry point only after it is made again: `pip install --no-deps -e .`."""
-    (found,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="journeyman_cpu_lora")
+    (found,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="journeywork_cpu_lora")
     assert found.value == f"{plugin.__name__}:{plugin.register.__name__}"
 
 

@@ -1,4 +1,4 @@
-"""`journeyman up` with `gateway.workers = 2`: calls while a worker is killed, and while one hangs."""
+"""`journeywork up` with `gateway.workers = 2`: calls while a worker is killed, and while one hangs."""
 
 from __future__ import annotations
 

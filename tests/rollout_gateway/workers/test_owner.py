@@ -90,13 +90,13 @@ async def test_a_killed_worker_loses_no_acknowledged_call_and_the_other_goes_on(
                 for run in runs:
                     tg.start_soon(agent, run)
                 await enough.wait()
-                taken = await figures(gateway, "journeyman_calls_total")
+                taken = await figures(gateway, "journeywork_calls_total")
                 os.kill(workers(gateway)[1], signal.SIGKILL)
                 killed.set()
-            while (await figures(gateway, "journeyman_worker_up")) != {"1": 1, "2": 1}:
+            while (await figures(gateway, "journeywork_worker_up")) != {"1": 1, "2": 1}:
                 await anyio.sleep(0.05)  # until the owner has started it again
         assert min(taken["1"], taken["2"]) >= 4 * 5  # connections are divided evenly
-        assert await figures(gateway, "journeyman_worker_restarts_total") == {"1": 1, "2": 0}
+        assert await figures(gateway, "journeywork_worker_restarts_total") == {"1": 1, "2": 0}
         async with Broker.connect(nats_config) as broker:
             for run in runs:
                 recorded = await exchanges(broker, run)
@@ -120,7 +120,7 @@ async def test_calls_of_one_run_may_come_to_any_worker(
             for number in range(10):
                 replies = await asyncio.gather(call(a, "one", f"a{number}"), call(b, "one", f"b{number}"))
                 assert [r.status_code for r in replies] == [200, 200], [r.text for r in replies]
-            assert min((await figures(gateway, "journeyman_calls_total")).values()) >= 10
+            assert min((await figures(gateway, "journeywork_calls_total")).values()) >= 10
             listed = [(await client.get("/v1/trajectories")).json() for client in (a, b)]
             assert listed[0] == listed[1]
             assert [(t["id"], t["exchanges"]) for t in listed[0]["data"]] == [("one", 20)]
@@ -153,7 +153,7 @@ async def test_a_call_in_flight_is_not_recorded_after_another_worker_completed_i
             gateway_run = (await b.post("/v1/trajectories", json={"model": "tictactoe"})).json()["id"]
             held = asyncio.ensure_future(call(a, gateway_run, "hold"))
             with anyio.fail_after(60):
-                while sum((await figures(gateway, "journeyman_replica_calls")).values()) < 1:
+                while sum((await figures(gateway, "journeywork_replica_calls")).values()) < 1:
                     await anyio.sleep(0.02)  # until the server has it
                 done = await b.post(f"/v1/trajectories/{gateway_run}/complete", json={"reward": 1.0})
                 assert done.json()["exchanges"] == 0
@@ -211,7 +211,7 @@ async def test_stopping_the_gateway_lets_the_calls_of_every_worker_end(
                 for client in (a, b)
             ]
             with anyio.fail_after(60):
-                while sum((await figures(gateway, "journeyman_replica_calls")).values()) < 2:
+                while sum((await figures(gateway, "journeywork_replica_calls")).values()) < 2:
                     await anyio.sleep(0.02)  # until the server has both
             gateway.process.terminate()
             async with httpx.AsyncClient(base_url=server.url, trust_env=False) as direct:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from journeyman.art.training import METRICS
+from journeywork.art.training import METRICS
 from pipeline.config import Config, CurvesConfig, NatsConfig
 from pipeline.log.broker import Broker
 from store.curves.history import NAME, History

@@ -37,7 +37,7 @@ def test_a_missing_library_names_the_extra(
     name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"curves\.trackers.*journeyman\[{name}\]"):
+    with pytest.raises(ConfigError, match=rf"curves\.trackers.*journeywork\[{name}\]"):
         check_trackers(Config(curves=CurvesConfig(trackers=(name,))))
     check_trackers(Config(curves=CurvesConfig(trackers=(name,), enabled=False)))
 

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from pipeline.config import ConfigError
 from tests.store.dashboard.conftest import URL, Open
 
-OPERATOR, AGENT, EXPIRED = "jm-operator", "jm-agent", "jm-expired"
+OPERATOR, AGENT, EXPIRED = "jw-operator", "jw-agent", "jw-expired"
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_revoked_key_ends_its_sessions(client: TestClient, run_dir: Path) -> N
 
 
 def test_without_keys_only_the_loopback_interface_is_served(open_dashboard: Open) -> None:
-    with pytest.raises(ConfigError, match="journeyman keys add"):
+    with pytest.raises(ConfigError, match="journeywork keys add"):
         open_dashboard("0.0.0.0")
 
 
@@ -100,6 +100,6 @@ def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
         ("/label/g0", {"score:t0": "1"}),
     ):
         answer = client.post(path, data=form, headers={"origin": URL})
-        assert (answer.status_code, "journeyman up" in answer.text) == (503, True)
+        assert (answer.status_code, "journeywork up" in answer.text) == (503, True)
     assert client.post("/policies/m", data={"action": "x"}, headers={"origin": URL}).status_code == 400
     assert client.post("/label/g0", data={"score:t0": "2"}, headers={"origin": URL}).status_code == 400

@@ -1,4 +1,4 @@
-"""The dashboard as a process: under `journeyman up`, and as `journeyman ui`."""
+"""The dashboard as a process: under `journeywork up`, and as `journeywork ui`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_command_says_that_an_address_is_taken(run_dir: Path) -> None:
         port = other.getsockname()[1]
         ended = subprocess.run([*command, str(port)], capture_output=True, text=True)
     assert ended.returncode == 1
-    said = f"journeyman ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
+    said = f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
     assert ended.stderr.startswith(said)
     assert "--port; 0: any free one" in ended.stderr
 

@@ -1,4 +1,4 @@
-"""`journeyman trajectory show` and `journeyman group show`: from the store, else from the gateway."""
+"""`journeywork trajectory show` and `journeywork group show`: from the store, else from the gateway."""
 
 from __future__ import annotations
 
@@ -168,6 +168,6 @@ def test_what_is_nowhere_is_one_line(run: Path, gateway: str, capsys: pytest.Cap
     assert "There is no trajectory 'no'" in (told := capsys.readouterr().err)
     assert "does not know it either: unknown here" in told
     assert group(["show", "no", "--run-dir", str(run)]) == 1
-    assert "start it with `journeyman up`" in capsys.readouterr().err
+    assert "start it with `journeywork up`" in capsys.readouterr().err
     assert group(["show", "no", "--run-dir", str(run / "nowhere")]) == 2
     assert "is no run" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def events(steps: int = 30) -> list[Event]:
 
 
 def make_run(folder: Path, made: list[Event], **state: Any) -> Config:
-    """A run directory with these events, as `journeyman up` leaves it while it runs as this process."""
+    """A run directory with these events, as `journeywork up` leaves it while it runs as this process."""
     config = Config(
         run_dir=str(folder), models=(ModelConfig(name="m"),), vllm=VllmConfig(urls=(f"http://{REPLICA}",))
     )

@@ -1,4 +1,4 @@
-"""`journeyman watch` and the view of `journeyman up` in a real terminal, and their lines without one."""
+"""`journeywork watch` and the view of `journeywork up` in a real terminal, and their lines without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kits.tmux import Terminal, needs_tmux
 from tests.store.kit import fill
 from tests.store.watch.kit import events, loaded, make_run, step
 
-JOURNEYMAN = [sys.executable, "-m", "pipeline"]
+JOURNEYWORK = [sys.executable, "-m", "pipeline"]
 
 
 @needs_tmux
@@ -23,11 +23,11 @@ JOURNEYMAN = [sys.executable, "-m", "pipeline"]
 def test_the_view_is_live_in_a_terminal(width: int, height: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, events())
-    command = [*JOURNEYMAN, "watch", "--every", "0.2", "--run-dir", str(run)]
+    command = [*JOURNEYWORK, "watch", "--every", "0.2", "--run-dir", str(run)]
     with Terminal(tmp_path, width, height, command) as terminal:
         shown = terminal.until(lambda text: "\ndashboard http://127.0.0.1:8701" in text)
         assert len(shown) == height
-        assert shown[0].startswith("journeyman ")
+        assert shown[0].startswith("journeywork ")
         assert "/run" in shown[0]
         told = "\n".join(shown)
         for part in (
@@ -57,7 +57,7 @@ def test_the_view_is_live_in_a_terminal(width: int, height: int, tmp_path: Path)
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
 def test_up_shows_the_view_and_gives_the_screen_back(width: int, height: int, tmp_path: Path) -> None:
     command = [
-        *JOURNEYMAN,
+        *JOURNEYWORK,
         "up",
         "--services",
         "store",
@@ -78,7 +78,7 @@ def test_up_shows_the_view_and_gives_the_screen_back(width: int, height: int, tm
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
     make_run(tmp_path, events())
-    command = [*JOURNEYMAN, "watch", "--every", "0.1", "--run-dir", str(tmp_path)]
+    command = [*JOURNEYWORK, "watch", "--every", "0.1", "--run-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         told = [process.stdout.readline() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""`journeyman check-model`: whether a base trains right here, and what memory a step takes."""
+"""`journeywork check-model`: whether a base trains right here, and what memory a step takes."""
 
 from __future__ import annotations
 

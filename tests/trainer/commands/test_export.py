@@ -1,4 +1,4 @@
-"""`journeyman export` writes folders that other programs load."""
+"""`journeywork export` writes folders that other programs load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journeyman sft` trains the assistant's turns, and the model gets better at them."""
+"""`journeywork sft` trains the assistant's turns, and the model gets better at them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_source_that_is_not_there_fails_with_a_line(
     with pytest.raises(SystemExit) as error:
         sft.main([str(tmp_path / "out"), "--base", str(BASE), *args])
     assert error.value.code in (1, 2)
-    assert "journeyman sft:" in capsys.readouterr().err
+    assert "journeywork sft:" in capsys.readouterr().err
 
 
 @pytest.mark.anyio

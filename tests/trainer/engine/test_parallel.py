@@ -91,7 +91,7 @@ def test_two_processes_drop_the_sequence_that_fits_in_neither(tiny_base: str, tm
 async def test_the_service_runs_as_two_processes_and_stops_as_one(
     tiny_base: str, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
-    """`trainer.processes = 2`, as `journeyman up` starts it; then the same groups by one process from another log."""
+    """`trainer.processes = 2`, as `journeywork up` starts it; then the same groups by one process from another log."""
     several = with_many_loras(
         settings(
             tiny_base,

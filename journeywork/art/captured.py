@@ -1,0 +1,81 @@
+"""From an ART trajectory to the recorded calls that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypedDict
+
+from openai.types.chat.chat_completion import Choice
+
+from journeywork.art.trajectories import Trajectory
+
+REFERENCE = "journeywork"
+"""Field of a choice that the gateway adds: which recorded call the choice is of."""
+
+
+class Reference(TypedDict):
+    """Names one choice of a recorded call."""
+
+    trajectory: str
+    reply: str
+    choice: int
+
+
+class NotCapturedError(Exception):
+    """A trajectory holds a choice that no recorded call returned."""
+
+
+def references_of(trajectory: Trajectory, where: str) -> list[Reference]:
+    """Return the recorded calls of a trajectory's choices: of the main conversation, then of the further ones.
+
+    `where` names the trajectory in the error. Raises `NotCapturedError` for a choice without a recorded call, and for a
+    trajectory without any choice."""
+    found: list[Reference] = []
+    for name, item in _choices(trajectory):
+        reference = _reference(item)
+        if reference is None:
+            raise NotCapturedError(
+                f"{where}: {name} names no recorded call, so there are no sampled tokens to train. Make the call with "
+                "`model.openai_client()` (or any client with `model.inference_base_url` and "
+                "`model.inference_api_key`, read after `model.register`) and append the `Choice` of its answer as it "
+                "is. Append a reply that must not be trained as a dictionary: "
+                '{"role": "assistant", "content": ...}.'
+            )
+        if reference not in found:
+            found.append(reference)
+    if not found:
+        raise NotCapturedError(
+            f"{where} holds no `Choice`, so there is nothing to train. Append `completion.choices[0]` to "
+            "`messages_and_choices`, not only its message."
+        )
+    return found
+
+
+def is_captured(trajectory: Trajectory) -> bool:
+    """Whether a trajectory has choices, and each of them names a recorded call."""
+    choices = [_reference(item) for _, item in _choices(trajectory)]
+    return bool(choices) and None not in choices
+
+
+def _choices(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
+    """Yield the choices, each with its place."""
+    conversations = [("messages_and_choices", trajectory.messages_and_choices)]
+    for number, history in enumerate(trajectory.additional_histories):
+        conversations.append(
+            (f"additional_histories[{number}].messages_and_choices", history.messages_and_choices)
+        )
+    for name, conversation in conversations:
+        for position, item in enumerate(conversation):
+            # A trajectory that was read from JSON holds its choices as dictionaries.
+            if isinstance(item, Choice) or "finish_reason" in item:
+                yield f"{name}[{position}]", item
+
+
+def _reference(item: Any) -> Reference | None:
+    fields = item if isinstance(item, dict) else {"index": item.index, **(item.model_extra or {})}
+    named = fields.get(REFERENCE)
+    if not isinstance(named, dict) or not {"trajectory", "reply"} <= named.keys():
+        return None
+    return Reference(
+        trajectory=str(named["trajectory"]), reply=str(named["reply"]), choice=int(fields.get("index", 0))
+    )

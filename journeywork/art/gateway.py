@@ -1,0 +1,79 @@
+"""The gateway's API for runs that are made of recorded calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NotRequired, TypedDict
+from urllib.parse import quote
+
+import httpx
+
+from journeywork.art.captured import Reference
+from journeywork.client import AsyncJourneywork
+
+_COMPLETE_S = 600.0
+"""Seconds that the gateway may take to copy the calls of a group."""
+
+
+class Batch(TypedDict):
+    """Groups that are trained in one step."""
+
+    id: str
+    groups: list[str]
+    learning_rate: NotRequired[float]
+
+
+class Member(TypedDict):
+    """A trajectory of a group, with its result."""
+
+    id: str
+    exchanges: list[Reference]
+    reward: float
+    metrics: dict[str, float]
+    metadata: dict[str, Any]
+    batch: NotRequired[Batch]
+
+
+class Gateway(AsyncJourneywork):
+    """A client of one gateway."""
+
+    async def __aenter__(self) -> Gateway:
+        return self
+
+    async def complete_group(
+        self, group: str, model: str, members: Sequence[Member], *, task: str = "", split: str = "train"
+    ) -> None:
+        """Make the trajectories of a group from recorded calls. Calling it again has no effect."""
+        self._http.timeout = httpx.Timeout(_COMPLETE_S)
+        body = {"model": model, "task": task, "split": split, "trajectories": list(members)}
+        await self._request("POST", f"/v1/groups/{quote(group, safe='')}/complete", body)
+
+    async def group_state(self, group: str, model: str) -> dict[str, Any]:
+        """Return whether a group was trained or discarded."""
+        return await self._request("GET", f"/v1/groups/{quote(group, safe='')}?model={quote(model, safe='')}")
+
+    async def policy(self, model: str) -> dict[str, Any]:
+        """Return what the gateway serves for a model. Raises `LookupError` if it does not serve the model."""
+        served = await self.policies()
+        for policy in served:
+            if policy["model"] == model:
+                return policy
+        names = ", ".join(repr(policy["model"]) for policy in served) or "none"
+        raise LookupError(
+            f"the gateway at {self.url} serves no model {model!r}, but: {names}. Give the `TrainableModel` one of "
+            "these names, or start an installation with `models.0.name` set to its name."
+        )
+
+    async def watch(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield at once, at each event about versions and groups, and about every 15 seconds.
+
+        Ends when the gateway closes the connection. Raises `httpx.TransportError` when the connection breaks."""
+        timeout = httpx.Timeout(60)
+        async with self._http.stream("GET", "/v1/policies/events", timeout=timeout) as reply:
+            reply.raise_for_status()
+            async for line in reply.aiter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line[6:])
+                elif line.startswith(":"):
+                    yield {}

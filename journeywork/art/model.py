@@ -1,0 +1,292 @@
+"""Models: prompted ones, and those that are trained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Never, cast
+
+import pydantic
+from openai import AsyncOpenAI
+from typing_extensions import TypeVar
+
+from journeywork.art.backend import Backend, UnsupportedError
+from journeywork.art.records import RunFolder, merge
+from journeywork.art.trajectories import Trajectory, TrajectoryGroup
+from journeywork.art.types import TrainConfig, TrainSFTConfig
+
+if TYPE_CHECKING:
+    from journeywork.art.dev import InternalModelConfig
+    from journeywork.art.dev import TrainSFTConfig as DevTrainSFTConfig
+
+log = logging.getLogger("journeywork.art")
+
+ModelConfig = TypeVar("ModelConfig", bound="pydantic.BaseModel | None")
+StateType = TypeVar("StateType", bound="dict[str, Any]", default="dict[str, Any]")
+
+_TIMEOUT_S = 1200.0
+"""A call may wait for an inference server that starts."""
+_RETRIES = 8
+"""Enough to survive a restart of the gateway."""
+
+
+class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
+    """A model that a rollout calls. This class is for prompted models, with an OpenAI-compatible URL and its key."""
+
+    name: str
+    project: str
+    entity: str | None = None
+    id: str | None = None
+    run_id: str | None = None
+    config: ModelConfig
+    trainable: bool = False
+    inference_api_key: str | None = None
+    inference_base_url: str | None = None
+    inference_model_name: str | None = None
+    base_path: str = ".art"
+    report_metrics: list[str] | None = None
+
+    _backend: Any = None
+    _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        project: str,
+        entity: str | None = None,
+        id: str | None = None,  # noqa: A002 - ART's name
+        config: ModelConfig | None = None,
+        inference_api_key: str | None = None,
+        inference_base_url: str | None = None,
+        inference_model_name: str | None = None,
+        base_path: str = ".art",
+        report_metrics: list[str] | None = None,
+        **kwargs: Never,
+    ) -> None:
+        super().__init__(
+            name=name, project=project, entity=entity, id=id, config=config,
+            inference_api_key=inference_api_key, inference_base_url=inference_base_url,
+            inference_model_name=inference_model_name, base_path=base_path, report_metrics=report_metrics,
+            **kwargs,
+        )  # fmt: skip
+
+    # -- inference -------------------------------------------------------------------------------------------------
+
+    def openai_client(self) -> AsyncOpenAI:
+        """Return an OpenAI client for the model. The calls of a trainable model are recorded.
+
+        Raises `ValueError` if URL or key are not known."""
+        if self.inference_base_url is None or self.inference_api_key is None:
+            if self.trainable:
+                raise ValueError(
+                    f"model {self.name!r} has no inference server yet: call `await model.register(backend)` first"
+                )
+            raise ValueError(
+                f"model {self.name!r} needs an `inference_base_url` and an `inference_api_key` for its OpenAI client"
+            )
+        try:
+            loop: Any = asyncio.get_running_loop()  # connections belong to an event loop
+        except RuntimeError:
+            loop = Model
+        client = self._clients.get(loop)
+        if client is None or (str(client.base_url).rstrip("/"), client.api_key) != self._address():
+            if client is not None:  # with the same connections
+                client = client.with_options(base_url=self.inference_base_url, api_key=self.inference_api_key)
+            else:
+                client = AsyncOpenAI(
+                    base_url=self.inference_base_url, api_key=self.inference_api_key, max_retries=_RETRIES,
+                    timeout=_TIMEOUT_S,
+                )  # fmt: skip
+            self._clients[loop] = client
+        return client
+
+    async def close_client(self) -> None:
+        """Close the client of `openai_client` in the running event loop. The next call of it makes a new one."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
+
+    def _address(self) -> tuple[str, str | None]:
+        return (self.inference_base_url or "").rstrip("/"), self.inference_api_key
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """Return the name for `model` in requests: of the newest version, or of the one of `step`."""
+        name = self.inference_model_name or self.name
+        return name if step is None else f"{name}@{step}"
+
+    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
+        """Return arguments for `litellm.completion`."""
+        name = self.get_inference_name(step)
+        return {
+            "model": f"hosted_vllm/{name}" if self.trainable else name,
+            "base_url": self.inference_base_url,
+            "api_key": self.inference_api_key,
+            "temperature": 1,
+        }
+
+    # -- state and logs --------------------------------------------------------------------------------------------
+
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(Path(self.base_path) / self.project / "models" / self.name)
+
+    def overwrite_state(self, state: StateType) -> None:
+        """Replace the state that is kept with the model, a JSON object."""
+        self._folder.write_state(state)
+
+    def write_state(self, state: StateType) -> None:
+        """The same as `overwrite_state`."""
+        self.overwrite_state(state)
+
+    def merge_state(self, state: dict[str, Any]) -> StateType:
+        """Merge an object into the kept state, at every depth. Returns the new state."""
+        merged = cast(StateType, merge(self.read_state() or {}, state))
+        self.overwrite_state(merged)
+        return merged
+
+    def read_state(self) -> StateType | None:
+        """Return the kept state, or `None` if there is none."""
+        return cast("StateType | None", self._folder.read_state())
+
+    async def log(
+        self,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] | None = None,
+        split: str = "val",
+        *,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Append trajectories and metrics to the files of the model's folder.
+
+        Rows of `history.jsonl` hold the means of rewards and metrics by `<split>/<name>`. Captured trajectories of a
+        trainable model are also recorded on the log as validation runs, unless `split` is `train`: then `train` records
+        them."""
+        at = step if step is not None else await self.get_step()
+        row = dict(metrics or {})
+        if trajectories is not None:
+            groups = _as_groups(trajectories)
+            row |= self._folder.write_trajectories(groups, split, at)
+            if self.trainable and self._backend is not None and split != "train":
+                await self._backend.log_validation(self, groups, split)
+        if row:
+            self._folder.append_metrics(row, at)
+
+    # -- backend ---------------------------------------------------------------------------------------------------
+
+    def backend(self) -> Backend:
+        """Return the backend that the model is registered with. Raises `ValueError` if there is none."""
+        if self._backend is None:
+            raise ValueError(
+                f"model {self.name!r} has no backend: call `await model.register(backend)` first"
+            )
+        return cast("Backend", self._backend)
+
+    async def register(self, backend: Backend) -> None:
+        """Connect the model with a backend."""
+        self._backend = backend
+        await backend.register(self)
+
+    async def get_step(self) -> int:
+        """Return the step of the newest version; 0 for a model that is not trainable."""
+        return await self.backend().get_step(cast(Any, self)) if self.trainable else 0
+
+    def safe_model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return `model_dump` without the value of `config`."""
+        return {**self.model_dump(*args, **kwargs), "config": None}
+
+
+class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateType]):
+    """A policy. `name` is the name of the model in the installation's settings."""
+
+    base_model: str
+    trainable: bool = True
+    _internal_config: Any = None
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        project: str,
+        entity: str | None = None,
+        id: str | None = None,  # noqa: A002 - ART's name
+        run_id: str | None = None,
+        config: ModelConfig | None = None,
+        base_model: str,
+        base_path: str = ".art",
+        report_metrics: list[str] | None = None,
+        _internal_config: InternalModelConfig | None = None,
+        **kwargs: Never,
+    ) -> None:
+        pydantic.BaseModel.__init__(
+            self, name=name, project=project, entity=entity, id=id, run_id=run_id, config=config, base_model=base_model,
+            base_path=base_path, report_metrics=report_metrics, **kwargs,
+        )  # fmt: skip
+        self._internal_config = _internal_config
+
+    async def register(self, backend: Backend, _openai_client_config: dict[str, Any] | None = None) -> None:
+        """Connect the model with a backend. `_openai_client_config` has no effect: the inference server is the
+        installation's."""
+        if _openai_client_config:
+            log.warning("_openai_client_config has no effect: set vllm.* of the installation (docs/art.md)")
+        await super().register(backend)
+
+    async def train(
+        self,
+        trajectory_groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        _config: dict[str, Any] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Log the groups and train one step on them. Returns once the new version is served.
+
+        Fields of `config` that are not given are the installation's settings. Raises as `backend.train` does."""
+        groups = list(trajectory_groups)
+        given = config.model_dump(exclude_unset=True) if config is not None else {}
+        result = await self.backend().train(self, groups, verbose=verbose, **{**given, **(_config or {})})
+        await self.log(groups, split="train", metrics=result.metrics, step=result.step)
+
+    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
+        """Nothing: the trainer deletes old checkpoints by itself, and keeps the newest and the best.
+
+        Raises `UnsupportedError` for another metric than `val/reward`."""
+        await cast(Any, self.backend()).delete_checkpoints(self, best_checkpoint_metric)
+
+    async def train_sft(
+        self,
+        trajectories: Iterable[Trajectory],
+        config: TrainSFTConfig | None = None,
+        _config: DevTrainSFTConfig | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Fine-tune the base model on the assistant's messages of trajectories, before the first call of `train`.
+
+        With `LocalBackend`, which starts the installation anew from the fine-tuned model. `learning_rate` is the first
+        one; it falls linearly to 0 over one epoch. Raises as `backend.train_sft` does, and `UnsupportedError` for a
+        list of learning rates."""
+        chats: list[dict[str, Any]] = []
+        for trajectory in trajectories:
+            further = ((history.messages(), history.tools) for history in trajectory.additional_histories)
+            for messages, tools in ((trajectory.messages(), trajectory.tools), *further):
+                chats.append({"messages": messages, **({"tools": tools} if tools else {})})
+        chosen = config or TrainSFTConfig()
+        if isinstance(chosen.learning_rate, list):
+            raise UnsupportedError(
+                "train_sft: a list of learning rates is not supported; give the first one, from which it falls to 0"
+            )
+        options = ["--learning-rate", str(chosen.learning_rate)]
+        if chosen.batch_size != "auto":
+            options += ["--batch-size", str(chosen.batch_size)]
+        await cast(Any, self.backend()).train_sft(self, chats, options)
+
+
+def _as_groups(
+    trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
+) -> list[TrajectoryGroup]:
+    """Return groups as they are, and put single trajectories into one group each, so that none are compared."""
+    return [item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in trajectories]

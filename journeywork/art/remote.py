@@ -1,0 +1,174 @@
+"""A running installation as ART's backend, by the URL of its gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from journeywork.art.backend import AnyModel, AnyTrainableModel, UnsupportedError
+from journeywork.art.gateway import Gateway
+from journeywork.art.model import TrainableModel
+from journeywork.art.training import StepResult, record_groups, train_groups
+from journeywork.art.trajectories import TrajectoryGroup
+from journeywork.art.types import ServerlessTrainResult, TrainResult
+
+_DEFAULTS: dict[str, Any] = {
+    "loss_fn": "cispo", "loss_fn_config": None, "normalize_advantages": True, "adam_params": None,
+    "kl_penalty_coef": 0.0, "kl_penalty_reference_step": None, "kl_ref_adapter_path": None, "ppo": False,
+    "epsilon": None, "epsilon_high": None, "advantage_balance": 0.0, "scale_rewards": True,
+    "importance_sampling_level": "token", "max_negative_advantage_importance_sampling_weight": None,
+    "mask_prob_ratio": False, "kimi_k2_tau": None, "truncated_importance_sampling": None,
+    "scale_learning_rate_by_reward_std_dev": False, "num_trajectories_learning_rate_multiplier_power": 0.0,
+    "allow_training_without_logprobs": False,
+}  # fmt: skip
+"""Options of ART that change what is learned. Only the default is taken: an installation's settings decide."""
+_SETTINGS = {
+    "loss_fn": "trainer.loss.type", "ppo": "trainer.loss.type", "kl_penalty_coef": "trainer.loss.beta",
+    "epsilon": "trainer.loss.epsilon", "epsilon_high": "trainer.loss.epsilon_high",
+    "normalize_advantages": "trainer.loss.advantage_scaling", "scale_rewards": "trainer.loss.advantage_scaling",
+    "importance_sampling_level": "trainer.loss.importance_level",
+    "truncated_importance_sampling": "trainer.loss.importance_clip", "adam_params": "trainer.optimizer",
+}  # fmt: skip
+"""The setting that does what an option asks for."""
+_IGNORED = frozenset(
+    ("grad_accumulation_sequences", "precalculate_logprobs", "plot_tensors", "logprob_calculation_chunk_size",
+     "packed_sequence_length", "save_checkpoint", "verbose", "moe_routing_replay_path",
+     "moe_routing_replay_strict", "moe_routing_replay_bundle")
+)  # fmt: skip
+"""Options that change how much memory or time a step takes, or what is shown."""
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for an option that this backend can't honour, and `TypeError` for an unknown one."""
+    for name, value in options.items():
+        if name in _IGNORED:
+            continue
+        if name not in _DEFAULTS:
+            raise TypeError(f"train() has no option {name!r}")
+        if value != _DEFAULTS[name]:
+            setting = _SETTINGS.get(name)
+            do = f"set {setting} of the installation instead" if setting else "leave it out"
+            raise UnsupportedError(
+                f"train(): {name}={value!r} can't be chosen for a single step; {do} (docs/art.md)"
+            )
+
+
+class RemoteBackend:
+    """The installation whose gateway is at `url` (default: $JOURNEYWORK_URL). `api_key` is a key of role `agent` if the
+    gateway has keys (default: $JOURNEYWORK_API_KEY); steps with a learning rate of their own need one of role
+    `operator`."""
+
+    def __init__(self, url: str | None = None, *, api_key: str | None = None) -> None:
+        self._url = url or os.environ.get("JOURNEYWORK_URL", "")
+        self._api_key = api_key if api_key is not None else os.environ.get("JOURNEYWORK_API_KEY", "")
+        self._models: list[AnyTrainableModel] = []
+
+    async def url_of(self, model: AnyModel) -> str:
+        """Return the URL of the gateway that serves a model. Raises `ValueError` if none is known."""
+        if not self._url:
+            raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYWORK_URL")
+        return self._url
+
+    async def _gateway(self, model: AnyModel) -> Gateway:
+        return Gateway(await self.url_of(model), api_key=self._api_key)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the clients of the registered models. The installation keeps running."""
+        for model in self._models:
+            await model.close_client()
+
+    async def register(self, model: AnyModel) -> None:
+        """Connect a model. The calls of a trainable model are recorded from now on.
+
+        Raises `LookupError` if the installation does not serve a model of that name."""
+        if not isinstance(model, TrainableModel):
+            return
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        async with await self._gateway(model) as gateway:
+            await gateway.policy(model.name)
+            await self._open_calls(gateway, model)
+
+    async def _open_calls(self, gateway: Gateway, model: AnyTrainableModel) -> None:
+        """Open the trajectory that records the model's next calls.
+
+        Each step gets a new one, so that none grows without bound. Clients that still use the one before continue to
+        be recorded."""
+        # They are validation runs, which are never trained: what is trained are the runs made of them.
+        calls = await gateway.open(
+            model.name, split="val", references=True, metadata={"art": "calls", "project": model.project}
+        )
+        model.inference_base_url, model.inference_api_key = calls.base_url, calls.api_key
+
+    async def get_step(self, model: AnyTrainableModel) -> int:
+        """Return the step of the newest version of a model."""
+        async with await self._gateway(model) as gateway:
+            newest = str((await gateway.policy(model.name))["newest"])
+        return int(newest.rpartition("@")[2])
+
+    async def _train(
+        self,
+        model: AnyTrainableModel,
+        groups: Iterable[TrajectoryGroup],
+        learning_rate: float | None,
+        options: dict[str, Any],
+    ) -> StepResult:
+        check_options(options)
+        async with await self._gateway(model) as gateway:
+            result = await train_groups(gateway, model.name, list(groups), learning_rate)
+            await self._open_calls(gateway, model)
+        return result
+
+    async def train(
+        self,
+        model: AnyTrainableModel,
+        trajectory_groups: Iterable[TrajectoryGroup],
+        *,
+        learning_rate: float | None = None,
+        **options: Any,
+    ) -> TrainResult:
+        """Train one step on the groups, and return once the new version is served.
+
+        `learning_rate` holds for this step; `None`: the installation's. `options` are ART's. Those that change what is
+        learned take their defaults only: the installation's settings decide. Raises `UnsupportedError`,
+        `NotCapturedError` and `TrainingError`."""
+        result = await self._train(model, trajectory_groups, learning_rate, options)
+        return ServerlessTrainResult(result.step, result.metrics, result.version if result.trained else None)
+
+    async def log_validation(
+        self, model: AnyTrainableModel, trajectory_groups: Iterable[TrajectoryGroup], split: str
+    ) -> None:
+        """Record groups as validation runs, which count for the best checkpoint."""
+        async with await self._gateway(model) as gateway:
+            await record_groups(gateway, model.name, trajectory_groups)
+
+    async def train_sft(
+        self, model: AnyTrainableModel, chats: Iterable[Mapping[str, Any]], options: Sequence[str]
+    ) -> None:
+        """Not possible: raises `UnsupportedError`, which says how a model is fine-tuned before its training."""
+        raise UnsupportedError(
+            "train_sft: a running installation keeps its base model. Write the conversations as lines "
+            f'{{"messages": [...]}} to chats.jsonl, run `journeywork sft OUT --base {model.base_model} --data '
+            "chats.jsonl`, and start the installation with `models.0.base` at OUT; or use LocalBackend (docs/art.md)"
+        )
+
+    async def delete_checkpoints(self, model: AnyTrainableModel, best_checkpoint_metric: str) -> None:
+        """Nothing for `val/reward`: the trainer keeps the newest checkpoints and the best one by itself.
+
+        Raises `UnsupportedError` for another metric."""
+        if best_checkpoint_metric != "val/reward":
+            raise UnsupportedError(
+                f"delete_checkpoints: the trainer keeps the newest trainer.keep_checkpoints and the best by "
+                f"validation reward, and can't rank by {best_checkpoint_metric!r}. Leave the metric out, and record "
+                'validation runs with model.log(..., split="val") (docs/art.md)'
+            )

@@ -1,0 +1,216 @@
+"""One training step of a backend: groups to the gateway, and the wait until the step is served."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import httpx
+
+from journeywork.art.captured import is_captured, references_of
+from journeywork.art.gateway import Batch, Gateway, Member
+from journeywork.art.trajectories import Trajectory, TrajectoryGroup
+from journeywork.trajectory import finite_number
+from journeywork.transport import RETRIED_STATUSES, GatewayUnavailableError, JourneyworkError, plain_errors
+
+log = logging.getLogger("journeywork.art")
+
+_EQUAL = 1e-6
+"""Rewards that differ by no more than this train nothing."""
+_CONCURRENT = 8
+"""Groups that are sent at the same time."""
+_PAUSE_S = 0.5
+"""Before a broken connection is made again."""
+
+METRICS = {
+    "loss": "loss/train",
+    "entropy": "loss/entropy",
+    "kl": "loss/kl_div",
+    "grad_norm": "loss/grad_norm",
+    "learning_rate": "loss/learning_rate",
+    "step_s": "time/step_trainer_s",
+    "tokens": "data/step_trainer_tokens",
+    "trajectories": "data/step_num_trajectories",
+    "groups": "data/step_num_groups_trainable",
+}
+"""ART's names of the trainer's metrics. The others are called `trainer/<name>`."""
+
+
+class TrainingError(Exception):
+    """The groups were not trained, or the new version can't be served."""
+
+
+@dataclass
+class StepResult:
+    """What became of the groups."""
+
+    step: int
+    version: str
+    trained: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def trains(group: TrajectoryGroup) -> bool:
+    """Whether a group has something to compare: two trajectories or more, with different rewards."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return len(rewards) > 1 and max(rewards) - min(rewards) > _EQUAL
+
+
+def _member(trajectory: Trajectory, name: str, where: str) -> Member:
+    """Return a trajectory as the gateway takes it. `where` names it in errors. Raises `NotCapturedError`, and
+    `ValueError` for a reward or metric that is not finite."""
+    metadata: dict[str, Any] = dict(trajectory.metadata)
+    if trajectory.logs:
+        metadata["logs"] = list(trajectory.logs)
+    return Member(
+        id=name,
+        exchanges=references_of(trajectory, where),
+        reward=finite_number(f"{where}: reward", trajectory.reward),
+        metrics={
+            metric: finite_number(f"{where}: metrics[{metric!r}]", value)
+            for metric, value in trajectory.metrics.items()
+        },
+        metadata=metadata,
+    )
+
+
+async def _send(
+    gateway: Gateway, model: str, groups: dict[str, list[Member]], tasks: dict[str, str], split: str
+) -> None:
+    """Complete groups of trajectories by name. Raises `TrainingError` if the gateway refuses one."""
+    limiter = anyio.CapacityLimiter(_CONCURRENT)
+
+    async def one(name: str, members: list[Member]) -> None:
+        async with limiter:
+            try:
+                await gateway.complete_group(name, model, members, task=tasks[name], split=split)
+            except GatewayUnavailableError:
+                raise
+            except JourneyworkError as error:
+                where = f"group {name.rpartition('-')[2]}"
+                for at, member in enumerate(members):
+                    if repr(member["id"]) in str(error):
+                        where = f"trajectory {at} of {where}"
+                raise TrainingError(f"the gateway refused {where}: {error}") from error
+
+    with plain_errors(Exception):
+        async with anyio.create_task_group() as sending:
+            for name, members in groups.items():
+                sending.start_soon(one, name, members)
+
+
+async def train_groups(
+    gateway: Gateway, model: str, groups: Sequence[TrajectoryGroup], learning_rate: float | None
+) -> StepResult:
+    """Train one step on `groups`, and return once the new version is served.
+
+    Groups without two different rewards are recorded and not trained. If no other is left, no step is taken.
+    Raises `NotCapturedError` and `ValueError` (a reward or metric that is not finite) before anything is sent, and
+    `TrainingError`, also for a group that the gateway refuses, such as for a reward out of its range."""
+    batch_id = f"art-{secrets.token_hex(6)}"
+    members: dict[str, list[Member]] = {}
+    tasks: dict[str, str] = {}
+    batch = Batch(id=batch_id, groups=[])
+    if learning_rate is not None:
+        batch["learning_rate"] = learning_rate
+    for number, group in enumerate(groups):
+        if not group.trajectories:
+            continue
+        name = f"{batch_id}-{number}"
+        tasks[name] = str(group.metadata.get("scenario_id", ""))
+        members[name] = [
+            _member(trajectory, f"{name}-{at}", f"trajectory {at} of group {number}")
+            for at, trajectory in enumerate(group.trajectories)
+        ]
+        if trains(group):
+            batch["groups"].append(name)
+    for name in batch["groups"]:
+        for member in members[name]:
+            member["batch"] = batch
+    await _send(gateway, model, members, tasks, "train")
+    policy = await gateway.policy(model)
+    if not batch["groups"]:
+        log.warning("no step was trained: %s", _why_nothing_trains(groups))
+        return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
+    return await _served(gateway, model, batch["groups"])
+
+
+def _why_nothing_trains(groups: Sequence[TrajectoryGroup]) -> str:
+    if not groups:
+        return "there are no groups"
+    if not any(group.trajectories for group in groups):
+        return f"the {len(groups)} groups hold no trajectories, only exceptions"
+    return f"no group has two trajectories with different rewards ({len(groups)} groups were given)"
+
+
+async def record_groups(gateway: Gateway, model: str, groups: Iterable[TrajectoryGroup]) -> None:
+    """Record groups as validation runs. Trajectories with calls that were not recorded are left out."""
+    prefix = f"art-{secrets.token_hex(6)}"
+    members: dict[str, list[Member]] = {}
+    for number, group in enumerate(groups):
+        name = f"{prefix}-{number}"
+        captured = [t for t in group.trajectories if is_captured(t)]
+        if captured:
+            members[name] = [
+                _member(t, f"{name}-{at}", f"trajectory {at} of group {number}")
+                for at, t in enumerate(captured)
+            ]
+    await _send(gateway, model, members, dict.fromkeys(members, ""), "val")
+
+
+async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepResult:
+    """Wait until every group was trained or discarded, and until the version that it was trained into is served."""
+    waiting = set(groups)
+    trained: dict[str, Any] = {}
+    reasons: list[str] = []
+    loaded: list[bool] = []
+
+    async def settled() -> StepResult | None:
+        for name in sorted(waiting):
+            state = await gateway.group_state(name, model)
+            if state["status"] == "waiting":
+                continue
+            waiting.discard(name)
+            if state["status"] == "trained":
+                trained.update(state)
+            elif state["status"] == "dead":
+                raise TrainingError(
+                    f"the trainer could not train group {name}: {state['reason']}: {state['detail']}. The groups are "
+                    "dead letters now (`journeywork dead`)"
+                )
+            else:
+                reasons.append(f"{state['reason']}: {state['detail']}")
+        if waiting:
+            return None
+        policy = await gateway.policy(model)
+        if not trained:
+            log.warning("no step was trained, because every group was discarded: %s", "; ".join(reasons))
+            return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
+        version = str(trained["version"])
+        if version in policy["refused"]:
+            raise TrainingError(f"{version} was trained and can't be served: {policy['refused'][version]}")
+        step = int(version.rpartition("@")[2])
+        if int(policy["step"]) < step:
+            # Several servers load one after the other. A name that is pinned to an older version stays there.
+            loaded.append(version in policy["loaded"])
+            if not all(loaded[-2:]) or len(loaded) < 2:
+                return None
+        metrics = {METRICS.get(n, f"trainer/{n}"): float(v) for n, v in trained.get("metrics", {}).items()}
+        return StepResult(step, version, trained=True, metrics=metrics)
+
+    while True:
+        try:
+            async for _ in gateway.watch():
+                if result := await settled():
+                    return result
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in RETRIED_STATUSES:
+                raise TrainingError(f"whether the groups were trained is not known: {error}") from error
+            log.info("the gateway is overloaded: %s", error)
+        except (httpx.HTTPError, GatewayUnavailableError) as error:
+            log.info("the connection to %s broke: %s", gateway.url, error)
+        await anyio.sleep(_PAUSE_S)

@@ -1,0 +1,280 @@
+"""Trajectories and groups of them, as the agent builds them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import inspect
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import datetime
+from types import TracebackType
+from typing import Any, TypeGuard, cast, overload
+
+import pydantic
+from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat.chat_completion import Choice
+
+from journeywork.art.gathering import current_gathering
+from journeywork.art.types import Messages, MessagesAndChoices, MetadataValue, Tools
+
+
+class PydanticException(pydantic.BaseModel):
+    """An exception as a value that can be serialised."""
+
+    type: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> PydanticException:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        return cls(type=str(type(error)), message=str(error), traceback="".join(lines))
+
+
+class History(pydantic.BaseModel):
+    """A further conversation of a trajectory, such as one of a sub-agent."""
+
+    messages_and_choices: MessagesAndChoices
+    tools: Tools | None = None
+
+    def messages(self) -> Messages:
+        """Return the conversation as a request takes it."""
+        return get_messages(self.messages_and_choices)
+
+
+class Trajectory(pydantic.BaseModel):
+    """One attempt of the agent at a task."""
+
+    messages_and_choices: MessagesAndChoices = []
+    tools: Tools | None = None
+    additional_histories: list[History] = []
+    """Further conversations of the attempt. They are trained with the same advantage."""
+    reward: float = 0.0
+    initial_policy_version: int | None = None
+    final_policy_version: int | None = None
+    metrics: dict[str, float | int | bool] = {}
+    metadata: dict[str, MetadataValue] = {}
+    logs: list[str] = []
+    start_time: datetime = pydantic.Field(default_factory=datetime.now, exclude=True)
+
+    def log(self, message: str) -> None:
+        """Add a line to `logs`."""
+        self.logs.append(message)
+
+    def finish(self) -> Trajectory:
+        """Set the metric `duration` to the seconds since the trajectory was made, and return the trajectory."""
+        self.metrics["duration"] = (datetime.now() - self.start_time).total_seconds()
+        return self
+
+    @asynccontextmanager
+    async def track_duration(self, metric_name: str) -> AsyncIterator[None]:
+        """Add the seconds that the block takes to the metric `<metric_name>_duration`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            name = f"{metric_name}_duration"
+            self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
+
+    def messages(self) -> Messages:
+        """Return the conversation as a request takes it."""
+        return get_messages(self.messages_and_choices)
+
+    def for_logging(self) -> dict[str, Any]:
+        """Return the trajectory as JSON can hold it, with `trainable` for each message."""
+        shown: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("reward", "initial_policy_version", "final_policy_version", "metrics", "metadata")
+        }
+        shown["messages"] = [
+            {**message, "content": item.message.content, "trainable": True}
+            if isinstance(item, Choice)
+            else {**message, "trainable": False}
+            for message, item in zip(self.messages(), self.messages_and_choices, strict=True)
+        ]
+        return {**shown, "tools": self.tools, "logs": self.logs}
+
+    def __str__(self) -> str:
+        return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
+
+
+def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
+    """Return the messages of a conversation: those of the choices, without their empty fields, and the others."""
+    return [_message(item) for item in messages_and_choices]
+
+
+def _message(item: Any) -> ChatCompletionMessageParam:
+    if not isinstance(item, Choice):
+        return cast(ChatCompletionMessageParam, item)
+    message = item.message
+    shown: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.tool_calls:
+        shown["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+    return cast(ChatCompletionMessageParam, shown)
+
+
+class PendingGroup(Coroutine[Any, Any, "TrajectoryGroup"]):
+    """A group whose trajectories are still being played. Awaiting it plays them concurrently."""
+
+    def __init__(self, trajectories: list[Awaitable[Trajectory]], fields: dict[str, Any]) -> None:
+        self.size = len(trajectories)
+        """Number of trajectories."""
+        self._trajectories = trajectories
+        self._run = _play(trajectories, fields)
+
+    def __await__(self) -> Generator[Any, Any, TrajectoryGroup]:
+        return self._run.__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._run.send(value)
+
+    def throw(
+        self,
+        typ: Any,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+    ) -> Any:
+        error = typ if val is None else val
+        return self._run.throw(cast(BaseException, error))
+
+    def close(self) -> None:
+        """Drop the group. If it was never awaited, its coroutines are closed too, so that Python does not warn of
+        them."""
+        self._run.close()
+        for trajectory in self._trajectories:
+            if isinstance(trajectory, Coroutine):
+                trajectory.close()
+
+
+class TrajectoryGroup(pydantic.BaseModel):
+    """Trajectories of one task, which are compared with each other.
+
+    Built from trajectories (and exceptions, which are kept as such), or from awaitables of trajectories: then it has to
+    be awaited, and an exception of one of them is raised, unless `gather_trajectory_groups` allows it."""
+
+    trajectories: list[Trajectory]
+    exceptions: list[PydanticException] = []
+    metadata: dict[str, MetadataValue] = {}
+    metrics: dict[str, float | int | bool] = {}
+    logs: list[str] = []
+
+    @overload
+    def __new__(
+        cls,
+        trajectories: Iterable[Trajectory | BaseException],
+        *,
+        exceptions: list[BaseException] = ...,
+        metadata: dict[str, MetadataValue] | None = ...,
+        metrics: dict[str, float | int | bool] | None = ...,
+        logs: list[str] | None = ...,
+    ) -> TrajectoryGroup: ...
+
+    @overload
+    def __new__(  # type: ignore[misc]  # awaitables make an awaitable, as ART's interface has it
+        cls,
+        trajectories: Iterable[Awaitable[Trajectory]],
+        *,
+        exceptions: list[BaseException] = ...,
+        metadata: dict[str, MetadataValue] | None = ...,
+        metrics: dict[str, float | int | bool] | None = ...,
+        logs: list[str] | None = ...,
+    ) -> Awaitable[TrajectoryGroup]: ...
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[Awaitable[Trajectory]] = (),
+        *,
+        exceptions: list[BaseException] | None = None,
+        metadata: dict[str, MetadataValue] | None = None,
+        metrics: dict[str, float | int | bool] | None = None,
+        logs: list[str] | None = None,
+    ) -> TrajectoryGroup | Awaitable[TrajectoryGroup]:
+        items = list(trajectories)
+        if _are_awaitables(items):
+            fields = {"exceptions": exceptions, "metadata": metadata, "metrics": metrics, "logs": logs}
+            return PendingGroup(items, fields)
+        group = super().__new__(cls)
+        # A generator can be read once only: `__init__` gets what was read here.
+        object.__setattr__(group, "_given", items)
+        return group
+
+    def __init__(
+        self,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[Awaitable[Trajectory]] = (),
+        *,
+        exceptions: list[BaseException] | None = None,
+        metadata: dict[str, MetadataValue] | None = None,
+        metrics: dict[str, float | int | bool] | None = None,
+        logs: list[str] | None = None,
+    ) -> None:
+        items = self.__dict__.pop("_given", None)
+        if items is None:
+            items = list(trajectories)
+        raised = [*(item for item in items if isinstance(item, BaseException)), *(exceptions or ())]
+        super().__init__(
+            trajectories=[item for item in items if not isinstance(item, BaseException)],
+            exceptions=[e if isinstance(e, PydanticException) else PydanticException.of(e) for e in raised],
+            metadata=metadata or {},
+            metrics=metrics or {},
+            logs=logs or [],
+        )
+
+    def log(self, message: str) -> None:
+        """Add a line to `logs`."""
+        self.logs.append(message)
+
+    def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]  # of trajectories, as ART's interface has it
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __copy__(self) -> TrajectoryGroup:
+        return self._copy_with(list(self.trajectories))
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> TrajectoryGroup:
+        return self._copy_with([t.model_copy(deep=True) for t in self.trajectories])
+
+    def _copy_with(self, trajectories: list[Trajectory]) -> TrajectoryGroup:
+        """Return a copy of this group that holds `trajectories`. The copy has its own metadata, metrics and logs."""
+        copied = TrajectoryGroup(
+            trajectories, metadata=dict(self.metadata), metrics=dict(self.metrics), logs=list(self.logs)
+        )
+        copied.exceptions = list(self.exceptions)
+        return copied
+
+
+def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:
+    return any(inspect.isawaitable(item) for item in items)
+
+
+async def _play(trajectories: list[Awaitable[Trajectory]], fields: Mapping[str, Any]) -> TrajectoryGroup:
+    gathering = current_gathering()
+    tasks = [asyncio.ensure_future(t) for t in trajectories]
+    played: dict[asyncio.Future[Trajectory], Trajectory | BaseException] = {}
+    try:
+        for finished in asyncio.as_completed(tasks):
+            try:
+                trajectory = await finished
+            except Exception as error:
+                if gathering is None or not gathering.allow(error):
+                    raise
+                continue
+            if gathering is not None:
+                gathering.count(trajectory)
+        for task in tasks:
+            played[task] = task.exception() or task.result()
+    finally:
+        await cancel_all(tasks)
+    return TrajectoryGroup(list(played.values()), **fields)
+
+
+async def cancel_all(tasks: collections.abc.Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks that still run, and wait until they have ended."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

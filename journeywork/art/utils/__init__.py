@@ -1,0 +1,30 @@
+"""Helpers for rollouts and training loops.
+
+| module | contents |
+| --- | --- |
+| `retry` | repeat a function that failed |
+| `iterate_dataset` | batches of a data set over several epochs |
+| `limit_concurrency` | limit how many calls run at the same time |
+| `sft` | supervised fine-tuning on a file |
+| `format_message` | a message as text |
+| `log_http_errors` | logs the body of a refused request |
+| `get_model_step` | the newest step of a model in a folder |
+| `litellm` | choices of litellm as those of OpenAI's client |
+"""
+
+from journeywork.art.utils.format_message import format_message
+from journeywork.art.utils.get_model_step import get_model_step
+from journeywork.art.utils.iterate_dataset import DatasetBatch, iterate_dataset
+from journeywork.art.utils.limit_concurrency import limit_concurrency
+from journeywork.art.utils.log_http_errors import log_http_errors
+from journeywork.art.utils.retry import retry
+
+__all__ = [
+    "DatasetBatch",
+    "format_message",
+    "get_model_step",
+    "iterate_dataset",
+    "limit_concurrency",
+    "log_http_errors",
+    "retry",
+]

@@ -1,0 +1,24 @@
+"""Choices of litellm as those of OpenAI's client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai.types.chat.chat_completion import Choice
+
+from journeywork.art.captured import REFERENCE
+
+
+def convert_litellm_choice_to_openai(litellm_choice: Any) -> Choice:
+    """Return a choice of `litellm.completion` as OpenAI's client returns it, with the reference to its recorded
+    call."""
+    fields: dict[str, Any] = litellm_choice.model_dump()
+    extra = fields.pop("provider_specific_fields", None) or {}
+    message = fields.get("message") or {}
+    message.pop("provider_specific_fields", None)
+    if REFERENCE in extra:
+        fields[REFERENCE] = extra[REFERENCE]
+    logprobs = fields.get("logprobs")
+    if logprobs is not None and not logprobs.get("content"):
+        fields["logprobs"] = None
+    return Choice.model_validate(fields)

@@ -1,0 +1,384 @@
+"""Open and complete trajectories over HTTP, blocking and asynchronous.
+
+Requests are retried for up to `wait_s` seconds while the gateway is unreachable or overloaded; after that they raise
+`GatewayUnavailableError`. A retry is safe: the client chooses the trajectory's id, so a repeated request opens or
+completes the same trajectory. If the gateway refuses a request, `JourneyworkError` is raised with the gateway's status,
+code and message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
+
+import anyio
+import anyio.from_thread
+import httpx
+from typing_extensions import Unpack
+
+from journeywork import gathering
+from journeywork.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
+from journeywork.trajectory import (
+    CompleteOptions,
+    OpenOptions,
+    Trajectory,
+    Usage,
+    checked_result,
+    parse_policy,
+)
+from journeywork.transport import (
+    CONFLICT,
+    RETRIED_STATUSES,
+    Backoff,
+    GatewayUnavailableError,
+    JourneyworkError,
+    authorization,
+    gateway_url,
+    read,
+    retry_after_s,
+    status_problem,
+    transport_problem,
+)
+
+Result = TypeVar("Result")
+
+
+def _new_id() -> str:
+    """Return a random trajectory id with the present time, by which a gateway recognises an expired trajectory."""
+    return f"t-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(10)}"
+
+
+def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
+    opening: dict[str, Any] = {"model": model, "id": _new_id(), **options}
+    if pinned := options.get("pinned"):
+        opening["pinned"] = parse_policy(pinned)[1] or pinned
+    return opening
+
+
+def _opened(body: Mapping[str, Any]) -> Trajectory:
+    try:
+        return Trajectory(**{name: body[name] for name in ("id", "model", "group", "base_url", "api_key")})
+    except KeyError as missing:
+        raise JourneyworkError(
+            f"the answer to opening a trajectory lacks {missing}: is this the gateway's URL?"
+        ) from None
+
+
+def _note(failure: BaseException, error: JourneyworkError) -> None:
+    """Tell of a completion that failed after `failure`, which stays the exception that the caller sees."""
+    failure.add_note(f"its trajectory could not be completed as no_result: {error}")
+
+
+def _leaves_open(failure: Exception) -> bool:
+    """Whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
+
+    It did not if another result was accepted before (409). While the gateway is unreachable, this is not known."""
+    if isinstance(failure, JourneyworkError):
+        return failure.status != CONFLICT and not isinstance(failure, GatewayUnavailableError)
+    return True
+
+
+def _path(trajectory: str, action: str = "") -> str:
+    """Return the path of a trajectory. Raises `ValueError` for an empty id, whose path is that of the list."""
+    if not trajectory:
+        raise ValueError("the id of the trajectory is empty")
+    return f"/v1/trajectories/{quote(trajectory, safe='')}{action}"
+
+
+def _group_path(group: str, model: str) -> str:
+    return f"/v1/groups/{quote(group, safe='')}" + (f"?model={quote(model, safe='')}" if model else "")
+
+
+class Journeywork:
+    """A blocking client of one gateway. `url` defaults to $JOURNEYWORK_URL. White space around `api_key` is removed.
+
+    Raises `ValueError` for a URL without a scheme, and for a key that no HTTP header can hold."""
+
+    def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
+        self.url, self._api_key, self._wait_s = gateway_url(url), api_key, wait_s
+        self._http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=60)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Journeywork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
+        """Open a trajectory of `model`. Raises `JourneyworkError` when the gateway refuses it."""
+        return _opened(self._request("POST", "/v1/trajectories", _opening(model, options)))
+
+    def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
+        """Complete a trajectory. A second call with the same result has no effect; another result raises
+        `JourneyworkError` (409). Raises `TypeError` or `ValueError` for a result that cannot be sent."""
+        return self._request("POST", _path(trajectory, "/complete"), {**checked_result(result)})
+
+    def get(self, trajectory: str) -> dict[str, Any]:
+        return self._request("GET", _path(trajectory))
+
+    def group(self, group: str, model: str = "") -> dict[str, Any]:
+        """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
+        is one only."""
+        return self._request("GET", _group_path(group, model))
+
+    def policies(self) -> list[dict[str, Any]]:
+        """For each model: the version its name currently resolves to, and the loaded versions."""
+        return list(self._request("GET", "/v1/policies")["data"])
+
+    def models(self) -> list[str]:
+        """Names that `model` of a call may hold: models, and their versions."""
+        return [found["id"] for found in self._request("GET", "/v1/models")["data"]]
+
+    def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in
+        docs/events.md. Recording them again has no effect."""
+        return self._request("POST", "/v1/evaluations", result)
+
+    def gather(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        group_size: int = 8,
+        split: Literal["train", "val"] = "train",
+        pinned: str = "",
+        **options: Unpack[GatherOptions],
+    ) -> list[TaskGroup[Task]]:
+        """Run `group_size` attempts per task concurrently. See `journeywork.gathering.gather`."""
+        return self._in_loop(
+            gathering.gather,
+            model,
+            tasks,
+            rollout,
+            group_size=group_size,
+            split=split,
+            pinned=pinned,
+            **options,
+        )
+
+    def evaluate(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Evaluation:
+        """Score a model or version on held-out tasks. See `journeywork.gathering.evaluate`."""
+        return self._in_loop(gathering.evaluate, model, tasks, rollout, attempts=attempts, **options)
+
+    def compare(
+        self,
+        first: str,
+        second: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Comparison:
+        """Evaluate two models or versions on the same tasks. See `journeywork.gathering.compare`."""
+        return self._in_loop(gathering.compare, first, second, tasks, rollout, attempts=attempts, **options)
+
+    def _in_loop(self, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
+        """Run a coroutine function of `journeywork.gathering` in an event loop in another thread.
+
+        The calling thread may have a running event loop already, for example in a notebook."""
+
+        async def run() -> Result:
+            async with AsyncJourneywork(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
+                return await function(client, *args, **options)
+
+        with anyio.from_thread.start_blocking_portal() as portal:
+            return portal.call(run)
+
+    @contextmanager
+    def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
+        """Open a trajectory, and complete it when the `with` block ends.
+
+        If the block raises, or the gateway refuses the result, the trajectory is completed with the outcome `no_result`
+        and the exception is re-raised. `GatewayUnavailableError` at the block's end leaves the trajectory as it is:
+        `complete(run.id, **run.result())` completes it later."""
+        run = self.open(model, **options)
+        try:
+            yield run
+        except BaseException as failure:
+            self._give_up(run, failure)
+            raise
+        try:
+            run.usage = Usage.of_completion(self.complete(run.id, **run.result()))
+        except Exception as failure:
+            if _leaves_open(failure):
+                self._give_up(run, failure)
+            raise
+
+    def _give_up(self, run: Trajectory, failure: BaseException) -> None:
+        run.outcome = "no_result"
+        try:
+            self.complete(run.id, outcome="no_result")
+        except JourneyworkError as error:
+            _note(failure, error)
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
+
+        Raises `GatewayUnavailableError` if this lasts longer than `wait_s`, and `JourneyworkError` if the gateway
+        refuses the request."""
+        backoff = Backoff(self._wait_s)
+        while True:
+            pause_s = 0.0
+            try:
+                reply = self._http.request(method, path, json=body)
+            except httpx.TransportError as error:
+                last_problem = transport_problem(error)
+                backoff.unreachable(self.url, last_problem)
+            else:
+                if reply.status_code not in RETRIED_STATUSES:
+                    return read(reply)
+                last_problem, pause_s = status_problem(reply), retry_after_s(reply)
+            time.sleep(backoff.next_pause(last_problem, pause_s))
+
+
+class AsyncJourneywork:
+    """`Journeywork` for asyncio or trio, with the same methods as coroutines."""
+
+    def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
+        self.url, self._wait_s = gateway_url(url), wait_s
+        self._http = httpx.AsyncClient(base_url=self.url, headers=authorization(api_key), timeout=60)
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncJourneywork:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
+        """Open a trajectory of `model`. Raises `JourneyworkError` when the gateway refuses it."""
+        return _opened(await self._request("POST", "/v1/trajectories", _opening(model, options)))
+
+    async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
+        """Complete a trajectory. A second call with the same result has no effect; another result raises
+        `JourneyworkError` (409). Raises `TypeError` or `ValueError` for a result that cannot be sent."""
+        return await self._request("POST", _path(trajectory, "/complete"), {**checked_result(result)})
+
+    async def get(self, trajectory: str) -> dict[str, Any]:
+        return await self._request("GET", _path(trajectory))
+
+    async def group(self, group: str, model: str = "") -> dict[str, Any]:
+        """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
+        is one only."""
+        return await self._request("GET", _group_path(group, model))
+
+    async def policies(self) -> list[dict[str, Any]]:
+        """For each model: the version its name currently resolves to, and the loaded versions."""
+        return list((await self._request("GET", "/v1/policies"))["data"])
+
+    async def models(self) -> list[str]:
+        """Names that `model` of a call may hold: models, and their versions."""
+        return [found["id"] for found in (await self._request("GET", "/v1/models"))["data"]]
+
+    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of one entrant of an evaluation on the log. See `Journeywork.record_evaluation`."""
+        return await self._request("POST", "/v1/evaluations", result)
+
+    async def gather(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        group_size: int = 8,
+        split: Literal["train", "val"] = "train",
+        pinned: str = "",
+        **options: Unpack[GatherOptions],
+    ) -> list[TaskGroup[Task]]:
+        """Run `group_size` attempts per task concurrently. See `journeywork.gathering.gather`."""
+        return await gathering.gather(
+            self, model, tasks, rollout, group_size=group_size, split=split, pinned=pinned, **options
+        )
+
+    async def evaluate(
+        self,
+        model: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Evaluation:
+        """Score a model or version on held-out tasks. See `journeywork.gathering.evaluate`."""
+        return await gathering.evaluate(self, model, tasks, rollout, attempts=attempts, **options)
+
+    async def compare(
+        self,
+        first: str,
+        second: str,
+        tasks: Iterable[Task],
+        rollout: Rollout[Task],
+        *,
+        attempts: int = 1,
+        **options: Unpack[GatherOptions],
+    ) -> Comparison:
+        """Evaluate two models or versions on the same tasks. See `journeywork.gathering.compare`."""
+        return await gathering.compare(self, first, second, tasks, rollout, attempts=attempts, **options)
+
+    @asynccontextmanager
+    async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
+        """As `Journeywork.trajectory`."""
+        options = {**options, "id": options.get("id") or _new_id()}
+        try:
+            run = await self.open(model, **options)
+        except anyio.get_cancelled_exc_class():
+            # The gateway may have opened it already. If it did not, there is nothing to complete.
+            with anyio.CancelScope(shield=True), contextlib.suppress(JourneyworkError):
+                await self.complete(options["id"], outcome="no_result")
+            raise
+        try:
+            yield run
+        except BaseException as failure:
+            await self._give_up(run, failure)
+            raise
+        try:
+            with anyio.CancelScope(shield=True):  # the run is over: its result is not lost to a cancellation
+                run.usage = Usage.of_completion(await self.complete(run.id, **run.result()))
+        except Exception as failure:
+            if _leaves_open(failure):
+                await self._give_up(run, failure)
+            raise
+
+    async def _give_up(self, run: Trajectory, failure: BaseException) -> None:
+        run.outcome = "no_result"
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.complete(run.id, outcome="no_result")
+            except JourneyworkError as error:
+                _note(failure, error)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As `Journeywork._request`."""
+        backoff = Backoff(self._wait_s)
+        while True:
+            pause_s = 0.0
+            try:
+                reply = await self._http.request(method, path, json=body)
+            except httpx.TransportError as error:
+                last_problem = transport_problem(error)
+                backoff.unreachable(self.url, last_problem)
+            else:
+                if reply.status_code not in RETRIED_STATUSES:
+                    return read(reply)
+                last_problem, pause_s = status_problem(reply), retry_after_s(reply)
+            await anyio.sleep(backoff.next_pause(last_problem, pause_s))

@@ -1,0 +1,204 @@
+"""`journeywork eval`: play held-out tasks with policy versions and other models, and report with intervals.
+
+    journeywork eval support@0 support@12 litellm:openai/gpt-5-mini --rollout my.agent:play --scenarios held_out.jsonl
+
+An entrant is `<model>` (the version served now), `<model>@<step>` (`@0` or `@base`: the base model),
+`litellm:<provider>/<model>`, or `<base URL>#<model>` of an OpenAI-compatible server. The first one is the baseline: the
+differences of the others are paired by task. The rollout is called as `rollout(run, task)`, as by `gather`. The results
+go to the log (view `evaluations`) and into two pages, report.md and report.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from journeywork.client import AsyncJourneywork
+from journeywork.command_line import at_least_one, exit_status, not_negative
+from journeywork.evaluation.entrants import Entrant, parse_entrant, parse_price
+from journeywork.evaluation.loading import load_rollout, load_scenarios
+from journeywork.evaluation.playing import play, with_settings
+from journeywork.evaluation.report import html_page, markdown_page, text_table
+from journeywork.evaluation.results import EvaluationReport
+from journeywork.gathering import TooManyExceptionsError
+from journeywork.transport import JourneyworkError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 1 if the evaluation failed or an entrant has no reward, 2 if an argument is unusable."""
+    args = _parser().parse_args(argv)
+    with exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)):
+        entrants = _entrants(args)
+        rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
+        if args.out:
+            _make_folder(Path(args.out))
+        url = (
+            _gateway(args)
+            if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
+            else ""
+        )
+        report = anyio.run(_run, args, entrants, rollout, tasks, url)
+    folder = Path(args.out or f"evaluations/{report.id}")
+    folder.mkdir(parents=True, exist_ok=True)  # a folder given with --out was made before
+    (folder / "report.md").write_text(markdown_page(report), "utf-8")
+    (folder / "report.html").write_text(html_page(report), "utf-8")
+    if args.json:
+        events = [report.event(position) for position in range(len(report.entrants))]
+        sys.stdout.write(
+            json.dumps({"evaluation": report.id, "report": str(folder), "entrants": events}) + "\n"
+        )
+    else:
+        recorded = "recorded on the log" if url and not args.no_record else "not recorded"
+        sys.stdout.write(
+            f"{text_table(report)}\n\n{folder}/report.md, report.html; {report.id}, {recorded}\n"
+        )
+    if empty := [result.entrant.name for result in report.entrants if result.unrewarded == len(result.tasks)]:
+        sys.stderr.write(
+            f"journeywork: no task has a reward for {', '.join(empty)}: the rollout must return the reward, or set "
+            "run.reward\n"
+        )
+        raise SystemExit(1)
+
+
+async def _run(
+    args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any], url: str
+) -> EvaluationReport:
+    options: dict[str, Any] = {
+        "attempts": args.attempts,
+        "concurrency": args.concurrency,
+        "max_exceptions": args.max_exceptions,
+        "usd_per_hour": args.usd_per_hour,
+        "progress": not args.json,
+        "scenarios": args.scenarios,
+        "rollout_name": args.rollout,
+        "record": not args.no_record,
+    }
+    if not url:
+        return await play(None, entrants, tasks, rollout, **options)
+    async with AsyncJourneywork(url, api_key=os.environ.get(args.api_key_env, "")) as client:
+        return await play(client, entrants, tasks, rollout, **options)
+
+
+def _entrants(args: argparse.Namespace) -> list[Entrant]:
+    """Return the entrants with their settings. Raises `ValueError` or `OSError`."""
+    prices = dict(parse_price(text) for text in args.price)
+    prompt = _read_prompt(args.prompt) if args.prompt else ""
+    if args.key_env and not os.environ.get(args.key_env):
+        raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
+    found = [parse_entrant(text) for text in args.entrants]
+    if unknown := prices.keys() - {entrant.name for entrant in found}:
+        raise ValueError(f"--price names no entrant: {', '.join(sorted(unknown))}")
+    return [
+        with_settings(e, price=prices.get(e.name), system_prompt=prompt, key_env=args.key_env) for e in found
+    ]
+
+
+def _read_prompt(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {error.strerror}") from error
+
+
+def _gateway(args: argparse.Namespace) -> str:
+    """Return the gateway's URL: the one given, else that of the run. Raises `ValueError`."""
+    if args.url or (not args.run_dir and "JOURNEYWORK_URL" in os.environ):
+        return str(args.url or os.environ["JOURNEYWORK_URL"])
+    if args.run_dir:
+        state = Path(args.run_dir) / "state.json"
+    else:
+        states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        if not states:
+            raise ValueError(
+                "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`; "
+                "models that no gateway serves can be played with --no-record"
+            )
+        state = states[-1]
+    try:
+        found = json.loads(state.read_text("utf-8"))
+        url = str(found["urls"]["gateway"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{state} names no gateway: {error}") from error
+    if found.get("services", {}).get("gateway", {}).get("state") == "stopped":
+        # Another run may have its port now.
+        raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
+    return url
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeywork eval",
+        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
+    add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one task: rollout(run, task)")
+    add(
+        "--scenarios",
+        required=True,
+        metavar="MODULE:NAME|FILE",
+        help="a list, a function that returns one, or JSONL",
+    )
+    add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
+    add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
+    add("--concurrency", type=at_least_one, default=64, help="runs at once (default: 64)")
+    add(
+        "--max-exceptions",
+        type=not_negative,
+        default=0.1,
+        help="count, or share below 1, of runs that may raise",
+    )
+    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
+    add("--run-dir", default="", help="a run of `journeywork up`; default: the newest under runs/")
+    add(
+        "--api-key-env",
+        default="JOURNEYWORK_API_KEY",
+        metavar="NAME",
+        help="variable with the gateway's API key",
+    )
+    add(
+        "--key-env",
+        default="",
+        metavar="NAME",
+        help="variable with the API key of <base URL>#<model> entrants",
+    )
+    add(
+        "--prompt",
+        default="",
+        metavar="FILE",
+        help="system prompt of entrants that the gateway does not serve",
+    )
+    add(
+        "--price",
+        action="append",
+        default=[],
+        metavar="ENTRANT=PROMPT/COMPLETION",
+        help="USD per million tokens",
+    )
+    add(
+        "--usd-per-hour", type=not_negative, default=0.0, help="price of the machine that serves the policies"
+    )
+    add("--out", default="", metavar="DIR", help="where the pages go; default: evaluations/<id>")
+    add("--no-record", action="store_true", help="send no results to the log")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Who takes part in an evaluation.
+
+| text | entrant |
+| --- | --- |
+| `support` | the version that the model's name stands for when the evaluation begins |
+| `support@12` | a version |
+| `support@0`, `support@base` | the base model |
+| `litellm:openai/gpt-5-mini` | a model that litellm reaches, with the key that litellm takes from the environment |
+| `https://host/v1#name` | the model `name` of an OpenAI-compatible server |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from journeywork.trajectory import parse_policy
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars per million tokens."""
+
+    prompt: float
+    completion: float
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A policy version, or a model that the gateway does not serve."""
+
+    name: str
+    """As it was given. Unique in an evaluation."""
+    kind: Literal["policy", "external"]
+    model: str
+    """Serving name of the policy; for an external entrant, the model's name at its provider."""
+    version: str = ""
+    """Policy version to pin. Empty: the one that the model's name stands for."""
+    url: str = ""
+    """Base URL of an OpenAI-compatible server, up to `/v1`. Empty: litellm finds the provider."""
+    key_env: str = ""
+    """Environment variable that holds the server's API key."""
+    system_prompt: str = ""
+    """Text that goes before each conversation of an external entrant."""
+    price: Price | None = None
+    """`None`: litellm's price, where it knows one."""
+
+
+def parse_entrant(text: str) -> Entrant:
+    """Return the entrant that `text` names. Raises `ValueError` that says what is wrong."""
+    if text.startswith("litellm:"):
+        model = text.removeprefix("litellm:")
+        if not model:
+            raise ValueError(f"{text!r} names no model: write litellm:<provider>/<model>")
+        return Entrant(text, "external", model)
+    if text.startswith(("http://", "https://")):
+        url, mark, model = text.partition("#")
+        if not (mark and model):
+            raise ValueError(f"{text!r} names no model: write {url}#<model>")
+        return Entrant(text, "external", model, url=url.rstrip("/"))
+    try:
+        return Entrant(text, "policy", *parse_policy(text))
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no entrant: write <model>, <model>@<step>, litellm:<provider>/<model> or <url>#<model>"
+        ) from None
+
+
+def parse_price(text: str) -> tuple[str, Price]:
+    """Return entrant and price of `NAME=PROMPT/COMPLETION`. Raises `ValueError`."""
+    name, _, prices = text.rpartition("=")
+    prompt, _, completion = prices.partition("/")
+    try:
+        price = Price(float(prompt), float(completion))
+        if not all(0 <= dollars < math.inf for dollars in (price.prompt, price.completion)):
+            raise ValueError
+        return name, price
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no price: write ENTRANT=PROMPT/COMPLETION in USD per million tokens, such as m@0=0.1/0.4"
+        ) from None

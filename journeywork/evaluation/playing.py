@@ -1,0 +1,173 @@
+"""Every entrant plays the same tasks, one entrant after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Generic, TypedDict
+
+from typing_extensions import Unpack
+
+from journeywork import gathering
+from journeywork.client import AsyncJourneywork
+from journeywork.evaluation.endpoint import ExternalClient
+from journeywork.evaluation.entrants import Entrant, parse_entrant
+from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
+from journeywork.gathering import Rollout, Task, TaskGroup
+from journeywork.trajectory import Trajectory
+from journeywork.versions import resolve
+
+_MAX_GROUP = 190
+"""Characters of a group's name; the gateway takes 200."""
+
+
+class PlayOptions(TypedDict, total=False):
+    """Options of `play`."""
+
+    concurrency: int
+    max_exceptions: float
+    progress: bool
+
+
+async def play(
+    client: AsyncJourneywork | None,
+    entrants: Sequence[Entrant | str],
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    *,
+    attempts: int = 1,
+    name: Callable[[Any], str] | None = None,
+    scenarios: str = "",
+    rollout_name: str = "",
+    usd_per_hour: float = 0.0,
+    record: bool = True,
+    baseline: EntrantResult | None = None,
+    **options: Unpack[PlayOptions],
+) -> EvaluationReport:
+    """Let every entrant play `attempts` runs of each task, and return the results.
+
+    The first entrant is the baseline of the differences. A policy plays with one version: the one that is named, or the
+    one that the model's name stood for when the evaluation began, however long others play before it. `client` may be
+    `None` if no entrant is a policy. `name` returns the name of a task (default: `task_name`). `scenarios` and
+    `rollout_name` are recorded. `usd_per_hour` is the price of the machine that serves the policies. `record` sends the
+    results of each entrant to the log, if there is a client. `baseline` is an entrant that has played these tasks
+    before: it is entrant 0 and does not play again.
+    Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
+    gateway has no such model or version; `TooManyExceptionsError` and `JourneyworkError` as `gather`."""
+    listed, played = list(tasks), [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
+    given = [entrant.name for entrant in played]
+    if not played or len(set(given)) < len(given):
+        raise ValueError(f"an evaluation needs entrants with different names, not {given}")
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, not {attempts}")
+    if not listed:
+        raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
+    if client is None and any(entrant.kind == "policy" for entrant in played):
+        raise ValueError("a policy is played through a gateway: name the gateway's URL")
+    evaluation = f"e-{secrets.token_hex(6)}"
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    names = [name(task) if name else task_name(task, n) for n, task in enumerate(listed)]
+    versions = await _versions(client, played)
+    results: list[EntrantResult] = [] if baseline is None else [baseline]
+    if baseline is not None and [task.task for task in baseline.tasks] != names:
+        raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
+    for position, (entrant, version) in enumerate(zip(played, versions, strict=True), len(results)):
+        numbered = _Tasks(listed, names, f"{evaluation}-{position}")
+        groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
+        results.append(result_of(entrant, version, groups, names, wall_s, usd_per_hour))
+    report = EvaluationReport(
+        evaluation,
+        scenarios,
+        rollout_name,
+        tuple(results),
+        began,
+        {"attempts": attempts, "tasks": len(listed)},
+    )
+    if record and client is not None:
+        for position in range(len(results)):
+            await client.record_evaluation(report.event(position))
+    return report
+
+
+@dataclass(frozen=True)
+class _Tasks(Generic[Task]):
+    """Tasks by number, since equal tasks may occur twice."""
+
+    tasks: Sequence[Task]
+    names: Sequence[str]
+    prefix: str
+
+    def group(self, number: int) -> str:
+        return f"{self.prefix}-{number}-{self.names[number]}"[:_MAX_GROUP]
+
+    def rollout(self, rollout: Rollout[Task]) -> Rollout[int]:
+        if inspect.iscoroutinefunction(rollout):
+
+            async def play(run: Trajectory, number: int) -> float | None:
+                found: float | None = await rollout(run, self.tasks[number])
+                return found
+
+            return play
+        return lambda run, number: rollout(run, self.tasks[number])
+
+
+async def _play(
+    client: AsyncJourneywork | None,
+    entrant: Entrant,
+    version: str,
+    tasks: _Tasks[Task],
+    rollout: Rollout[Task],
+    attempts: int,
+    options: PlayOptions,
+) -> tuple[list[TaskGroup[int]], float]:
+    """Return the groups that an entrant played, and the seconds that it took."""
+
+    async def gather(by: gathering.Client) -> tuple[list[TaskGroup[int]], float]:
+        start = time.monotonic()
+        groups = await gathering.gather(
+            by, entrant.model, range(len(tasks.tasks)), tasks.rollout(rollout), group_size=attempts, split="val",
+            pinned=version, name=tasks.group, describe=tasks.names.__getitem__, **options,
+        )  # fmt: skip
+        return groups, time.monotonic() - start
+
+    if entrant.kind == "policy":
+        assert client is not None
+        return await gather(client)
+    external = ExternalClient(entrant)
+    with external.serving():
+        return await gather(external)
+
+
+async def _versions(client: AsyncJourneywork | None, entrants: Sequence[Entrant]) -> list[str]:
+    """Return the version that each entrant plays with; empty for one that is no policy.
+
+    Raises `ValueError` if the gateway does not have a model or a version."""
+    policies = [entrant.version or entrant.model for entrant in entrants if entrant.kind == "policy"]
+    if client is None or not policies:
+        return [""] * len(entrants)
+    versions = iter(await resolve(client, policies))
+    return [next(versions) if entrant.kind == "policy" else "" for entrant in entrants]
+
+
+def task_name(task: object, number: int) -> str:
+    """Return a text's first line, the `id` of a mapping or object, or the task's number."""
+    if isinstance(task, str):
+        found: object = task.strip().partition("\n")[0]
+    else:
+        found = task.get("id") if isinstance(task, dict) else getattr(task, "id", None)
+    text = "" if found is None else "".join(c for c in str(found) if c.isprintable())
+    return text[:120] or str(number)
+
+
+def with_settings(entrant: Entrant, **settings: Any) -> Entrant:
+    """Return the entrant with other settings; what does not apply to a policy is left out."""
+    if entrant.kind == "policy":
+        settings = {k: v for k, v in settings.items() if k == "price"}
+    if not entrant.url:
+        settings.pop("key_env", None)
+    return dataclasses.replace(entrant, **settings)

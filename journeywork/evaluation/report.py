@@ -1,0 +1,234 @@
+"""The report of an evaluation: one Markdown page, and one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from journeywork.evaluation.plots import bar_plot, interval_plot, scatter_plot
+from journeywork.evaluation.results import EntrantResult, EvaluationReport
+from journeywork.statistics import Estimate
+
+_MOVED = 10
+"""Tasks that the report names on either side: those whose value rose or fell most."""
+_ERRORS = 5
+
+Table = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
+
+
+def markdown_page(report: EvaluationReport) -> str:
+    """Return the report in Markdown."""
+    parts = [f"# Evaluation {report.id}", _summary(report)]
+    for title, text, table in _sections(report):
+        parts += [f"## {title}", text] if text else [f"## {title}"]
+        parts.append(_markdown_table(table))
+    return "\n\n".join(parts) + "\n"
+
+
+def html_page(report: EvaluationReport) -> str:
+    """Return the report in HTML, with plots as inline SVG. Names of tasks and entrants are escaped."""
+    parts = [f"<h1>Evaluation {escape(report.id)}</h1>", f"<p>{escape(_summary(report))}</p>"]
+    plots = _plots(report)
+    for title, text, table in _sections(report):
+        parts.append(f"<h2>{escape(title)}</h2>")
+        if text:
+            parts.append(f"<p>{escape(text)}</p>")
+        parts += plots.get(title, [])
+        parts.append(_html_table(table))
+    title = f"Evaluation {report.id}"
+    return _PAGE.format(title=escape(title), body="\n".join(parts))
+
+
+def text_table(report: EvaluationReport) -> str:
+    """Return the means and differences for a terminal."""
+    head, rows = _means(report)
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]
+    return "\n".join([*(line.rstrip() for line in lines), *unrewarded(report)])
+
+
+def unrewarded(report: EvaluationReport) -> list[str]:
+    """Return one sentence for each entrant that has tasks without a reward."""
+    return [
+        f"{result.entrant.name}: {missing:,} of {len(result.tasks):,} tasks {'has' if missing == 1 else 'have'} "
+        "no reward; the mean reward leaves out such tasks."
+        for result in report.entrants
+        if (missing := result.unrewarded)
+    ]
+
+
+def _summary(report: EvaluationReport) -> str:
+    settings = report.settings
+    return (
+        f"{settings.get('tasks', 0):,} tasks of {report.scenarios or 'a list'}, "
+        f"{settings.get('attempts', 1)} attempts each, played by {report.rollout or 'a function'}; "
+        f"begun {report.began}. Intervals are 95 %. Differences are to "
+        + " ".join([f"{report.entrants[0].entrant.name}, paired by task.", *unrewarded(report)])
+    )
+
+
+def _sections(report: EvaluationReport) -> list[tuple[str, str, Table]]:
+    sections = [("Results", "", _means(report)), ("Cost and latency", _cost_note(report), _costs(report))]
+    for position in range(1, len(report.entrants)):
+        name = report.entrants[position].entrant.name
+        title = f"Tasks: {report.entrants[0].entrant.name} to {name}"
+        sections.append(
+            (
+                title,
+                f"The {_MOVED} tasks that rose most, and the {_MOVED} that fell most.",
+                _moved(report, position),
+            )
+        )
+    errors = [
+        (result.entrant.name, str(result.errors.count(error)), error)
+        for result in report.entrants
+        for error in list(dict.fromkeys(result.errors))[:_ERRORS]
+    ]
+    if errors:
+        sections.append(("Failed runs", "", (("entrant", "runs", "error"), errors)))
+    return sections
+
+
+def _means(report: EvaluationReport) -> Table:
+    rows = []
+    for measure in report.measures:
+        for position, result in enumerate(report.entrants):
+            change = _signed(report.difference(position, measure)) if position else "baseline"
+            rows.append((measure, _shown(result), _interval(result.estimate(measure)), change))
+    return ("measure", "entrant", "mean [95 % interval] over tasks", "difference"), rows
+
+
+def _shown(result: EntrantResult) -> str:
+    name = result.entrant.name
+    return f"{name} ({result.version})" if result.version and result.version != name else name
+
+
+def _costs(report: EvaluationReport) -> Table:
+    head = ("entrant", "runs", "failed", "calls", "prompt tokens", "sampled tokens", "s per call", "s per run, p50",
+            "s per run, p95", "s in all", "cost, USD")  # fmt: skip
+    rows = [
+        (
+            result.entrant.name, f"{result.runs:,}", f"{result.failed:,}", f"{result.usage.calls:,}",
+            f"{result.usage.prompt_tokens:,}", f"{result.usage.completion_tokens:,}", _number(result.call_s),
+            _number(result.quantile_s(0.5)), _number(result.quantile_s(0.95)), _number(result.wall_s),
+            _number(result.usage.cost_usd, "unknown"),
+        )
+        for result in report.entrants
+    ]  # fmt: skip
+    return head, rows
+
+
+def _cost_note(report: EvaluationReport) -> str:
+    if any(result.usage.cost_usd is None for result in report.entrants):
+        return (
+            "A cost is unknown without --price, or --usd-per-hour for the machine that serves the policies."
+        )
+    return ""
+
+
+def _moved(report: EvaluationReport, position: int) -> Table:
+    measure = report.measures[0] if report.measures else ""
+    pairs = sorted(report.pairs(position, measure), key=lambda pair: pair[1] - pair[2])
+    rose = [pair for pair in pairs[:_MOVED] if pair[2] > pair[1]]
+    fell = [pair for pair in pairs[::-1][:_MOVED] if pair[2] < pair[1]]
+    rows = [(task, f"{a:.3g}", f"{b:.3g}", f"{b - a:+.3g}") for task, a, b in (*rose, *fell)]
+    return ("task", f"{measure} before", f"{measure} after", "difference"), rows
+
+
+def _plots(report: EvaluationReport) -> dict[str, list[str]]:
+    """Return the plots of each section, by its title."""
+    measures = report.measures
+    found: dict[str, list[str]] = {"Results": [], "Cost and latency": []}
+    others = range(1, len(report.entrants))
+    for measure in measures[:3]:
+        means = [(r.entrant.name, r.estimate(measure)) for r in report.entrants]
+        found["Results"].append(_figure(f"Mean {measure}", interval_plot(f"Mean {measure}", means)))
+        if others:
+            changes = [(report.entrants[p].entrant.name, report.difference(p, measure)) for p in others]
+            title = f"Difference of {measure} to {report.entrants[0].entrant.name}"
+            found["Results"].append(_figure(title, interval_plot(title, changes, zero=True)))
+    calls = [(r.entrant.name, r.call_s) for r in report.entrants if r.call_s is not None]
+    if calls:
+        found["Cost and latency"].append(
+            _figure("Mean seconds of a call", bar_plot("Mean seconds of a call", calls, "s"))
+        )
+    for position in others:
+        first, name = report.entrants[0].entrant.name, report.entrants[position].entrant.name
+        if measures and (pairs := report.pairs(position, measures[0])):
+            title = f"{measures[0].capitalize()} of each task"
+            found[f"Tasks: {first} to {name}"] = [_figure(title, scatter_plot(title, pairs, first, name))]
+    return found
+
+
+def _figure(caption: str, svg: str) -> str:
+    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _interval(estimate: Estimate) -> str:
+    if not estimate.count:
+        return "no value"
+    return f"{estimate.mean:.3f} [{_end(estimate.low)}, {_end(estimate.high)}] over {estimate.count:,}"
+
+
+def _signed(estimate: Estimate) -> str:
+    if not estimate.count:
+        return "no pairs"
+    sure = "" if estimate.low <= 0 <= estimate.high else " *"
+    return f"{estimate.mean:+.3f} [{_end(estimate.low, '+')}, {_end(estimate.high, '+')}] over {estimate.count:,}{sure}"
+
+
+def _end(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if math.isfinite(value) else "?"
+
+
+def _number(value: float | None, missing: str = "") -> str:
+    return missing if value is None else f"{value:.4g}"
+
+
+def _markdown_table(table: Table) -> str:
+    head, rows = table
+    if not rows:
+        return "None."
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _markdown_cell(text: str) -> str:
+    plain = " ".join(text.split())
+    for mark in "\\|`*_<>":
+        plain = plain.replace(mark, f"\\{mark}")
+    return plain
+
+
+def _html_table(table: Table) -> str:
+    head, rows = table
+    if not rows:
+        return "<p>None.</p>"
+    heads = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --ink: light-dark(#1b1f24, #e6e6e6); --faint: light-dark(#d5d9de, #3a4048);
+  --mark: light-dark(#0b62a8, #69b1f0); }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
+th, td {{ text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--faint); }}
+figure {{ margin: 1rem 0; }} figcaption {{ font-size: 13px; opacity: .75; }}
+svg {{ width: 100%; height: auto; }} svg text {{ font-size: 12px; fill: var(--ink); }}
+.axis, .zero {{ stroke: var(--ink); }} .zero {{ stroke-dasharray: 4 3; opacity: .6; }} .grid {{ stroke: var(--faint); }}
+.interval {{ stroke: var(--mark); stroke-width: 3; }} .point, .bar {{ fill: var(--mark); }}
+.task {{ fill: var(--mark); fill-opacity: .45; }}
+</style></head><body>
+{body}
+<p>A star marks an interval that does not contain 0.</p>
+</body></html>
+"""

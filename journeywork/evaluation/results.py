@@ -1,0 +1,209 @@
+"""Results of an evaluation: means with intervals, paired differences, cost and latency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from journeywork.evaluation.entrants import Entrant
+from journeywork.gathering import TaskGroup
+from journeywork.statistics import Estimate, mean_of_share, paired_difference
+from journeywork.trajectory import Trajectory, Usage
+
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The attempts of one entrant at one task."""
+
+    task: str
+    values: dict[str, float]
+    """Means over the attempts, by measure; a measure without a value is missing."""
+    attempts: int
+    failed: int
+    trajectories: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EntrantResult:
+    """What one entrant achieved, and what that took."""
+
+    entrant: Entrant
+    version: str
+    tasks: tuple[TaskResult, ...]
+    usage: Usage
+    """Of all runs. `cost_usd` is `None` if no price is known."""
+    runs_s: tuple[float, ...]
+    """Seconds of each run, in ascending order."""
+    wall_s: float
+    errors: tuple[str, ...] = ()
+    """What failed runs raised."""
+
+    @property
+    def failed(self) -> int:
+        return sum(task.failed for task in self.tasks)
+
+    @property
+    def unrewarded(self) -> int:
+        """Number of tasks without a reward, which the mean reward leaves out."""
+        return sum(REWARD not in task.values for task in self.tasks)
+
+    @property
+    def runs(self) -> int:
+        return sum(task.attempts for task in self.tasks)
+
+    @property
+    def call_s(self) -> float | None:
+        return self.usage.calls_s / self.usage.calls if self.usage.calls else None
+
+    def quantile_s(self, share: float) -> float | None:
+        """Return a quantile of the seconds of a run."""
+        if not self.runs_s:
+            return None
+        return self.runs_s[min(int(len(self.runs_s) * share), len(self.runs_s) - 1)]
+
+    def estimate(self, measure: str) -> Estimate:
+        """Return the mean over the tasks that have a value."""
+        return mean_of_share([t.values[measure] for t in self.tasks if measure in t.values])
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Entrants that played the same tasks. The first one is the baseline of the differences."""
+
+    id: str
+    scenarios: str
+    rollout: str
+    entrants: tuple[EntrantResult, ...]
+    began: str
+    """When the evaluation began, ISO 8601, UTC."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def measures(self) -> list[str]:
+        """The reward, then every metric by name."""
+        found = {name for e in self.entrants for t in e.tasks for name in t.values}
+        return [name for name in (REWARD, *sorted(found - {REWARD})) if name in found]
+
+    def pairs(self, position: int, measure: str) -> list[tuple[str, float, float]]:
+        """Return task, the baseline's value and the entrant's value, for the tasks for which both have one."""
+        both = zip(self.entrants[0].tasks, self.entrants[position].tasks, strict=True)
+        return [
+            (a.task, a.values[measure], b.values[measure])
+            for a, b in both
+            if measure in a.values and measure in b.values
+        ]
+
+    def difference(self, position: int, measure: str) -> Estimate:
+        """Return the mean over tasks of the entrant's value minus the baseline's, with the interval of pairs."""
+        pairs = self.pairs(position, measure)
+        return paired_difference([a for _, a, _ in pairs], [b for _, _, b in pairs])
+
+    def event(self, position: int) -> dict[str, Any]:
+        """Return the results of an entrant as `POST /v1/evaluations` takes them."""
+        result = self.entrants[position]
+        return {
+            "evaluation": self.id,
+            "entrant": result.entrant.name,
+            "position": position,
+            "kind": result.entrant.kind,
+            "model": result.entrant.model if result.entrant.kind == "policy" else result.entrant.name,
+            "version": result.version,
+            "scenarios": self.scenarios,
+            "rollout": self.rollout,
+            "measures": [self._measure(position, name) for name in self.measures],
+            "tasks": [
+                {
+                    "task": task.task,
+                    "reward": task.values.get(REWARD),
+                    "metrics": {k: v for k, v in task.values.items() if k != REWARD},
+                    "attempts": task.attempts,
+                    "failed": task.failed,
+                    "trajectories": task.trajectories,
+                }
+                for task in result.tasks
+            ],
+            "runs": result.runs,
+            "failed": result.failed,
+            "calls": result.usage.calls,
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+            "call_s": result.call_s,
+            "run_p50_s": result.quantile_s(0.5),
+            "run_p95_s": result.quantile_s(0.95),
+            "wall_s": result.wall_s,
+            "cost_usd": result.usage.cost_usd,
+        }
+
+    def _measure(self, position: int, name: str) -> dict[str, Any]:
+        found = self.entrants[position].estimate(name)
+        measure = {
+            "name": name,
+            "mean": found.mean if found.count else 0.0,
+            "low": finite(found.low),
+            "high": finite(found.high),
+            "count": found.count,
+        }
+        if position:
+            change = self.difference(position, name)
+            measure |= {
+                "difference": finite(change.mean),
+                "difference_low": finite(change.low),
+                "difference_high": finite(change.high),
+                "pairs": change.count,
+            }
+        return measure
+
+
+def finite(value: float) -> float | None:
+    """Return `value`, or `None` if it is NaN or infinite, which JSON does not know."""
+    return value if math.isfinite(value) else None
+
+
+def result_of(
+    entrant: Entrant,
+    version: str,
+    groups: Sequence[TaskGroup[int]],
+    names: Sequence[str],
+    wall_s: float,
+    usd_per_hour: float = 0.0,
+) -> EntrantResult:
+    """Return the result of the groups that an entrant played; a group's task is its number in `names`."""
+    runs = [run for group in groups for run in group.trajectories]
+    usages = [run.usage for run in runs if run.usage is not None]
+    costs = [u.cost_usd for u in usages if u.cost_usd is not None]
+    prompt, completion = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
+    cost = sum(costs) if costs else None
+    if entrant.price is not None:
+        cost = (prompt * entrant.price.prompt + completion * entrant.price.completion) / 1e6
+    elif entrant.kind == "policy" and usd_per_hour:
+        cost = wall_s / 3600 * usd_per_hour
+    usage = Usage(sum(u.calls for u in usages), prompt, completion, sum(u.calls_s for u in usages), cost)
+    tasks = tuple(_task_result(entrant, group, names[group.task]) for group in groups)
+    errors = tuple(f"{type(e).__name__}: {e}" for group in groups for e in group.exceptions)
+    seconds = tuple(sorted(run.duration_s for run in runs if run.duration_s is not None))
+    return EntrantResult(entrant, version, tasks, usage, seconds, wall_s, errors)
+
+
+def _task_result(entrant: Entrant, group: TaskGroup[int], name: str) -> TaskResult:
+    scored = [run for run in group.trajectories if run.outcome == "scored"]
+    values: dict[str, list[float]] = {}
+    for run in scored:
+        for measure, value in _values(run).items():
+            values.setdefault(measure, []).append(value)
+    return TaskResult(
+        name,
+        {measure: math.fsum(found) / len(found) for measure, found in values.items()},
+        max(len(group.trajectories), len(group.exceptions)),
+        len(group.exceptions),
+        tuple(run.id for run in group.trajectories) if entrant.kind == "policy" else (),
+    )
+
+
+def _values(run: Trajectory) -> dict[str, float]:
+    result = run.result()
+    reward = result.get("reward")
+    return {**result.get("metrics", {}), **({} if reward is None else {REWARD: reward})}

@@ -1,0 +1,299 @@
+"""Run several attempts per task concurrently, and compare policy versions on held-out tasks.
+
+A rollout is a function that you write: it takes an open `Trajectory` and a task, runs your agent, and returns the
+reward. It may instead set `trajectory.reward`, or do neither and leave the reward to the judge. If a rollout raises,
+its trajectory is completed with the outcome `no_result` and gets no reward; the exception is kept in the `TaskGroup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import operator
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
+
+import anyio
+from typing_extensions import Unpack
+
+from journeywork.statistics import Estimate, mean_of_share, paired_difference
+from journeywork.trajectory import OpenOptions, Trajectory
+from journeywork.versions import Versions, resolve
+
+Task = TypeVar("Task")
+Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
+
+
+class Client(Protocol):
+    """The part of `AsyncJourneywork` that this module uses."""
+
+    def trajectory(
+        self, model: str, **options: Unpack[OpenOptions]
+    ) -> contextlib.AbstractAsyncContextManager[Trajectory]:
+        """Open a trajectory that is completed when the `with` block ends."""
+
+
+class EvaluationClient(Client, Versions, Protocol):
+    """The part of `AsyncJourneywork` that evaluations use."""
+
+
+class GatherOptions(TypedDict, total=False):
+    """Options of `gather` that `evaluate` and `compare` accept too."""
+
+    concurrency: int
+    max_exceptions: float
+    name: Callable[[Any], str] | None
+    describe: Callable[[Any], str] | None
+    progress: bool
+
+
+class TooManyExceptionsError(Exception):
+    """More rollouts raised than `max_exceptions` allows. `exceptions` holds all exceptions; the first is the cause."""
+
+    def __init__(self, exceptions: Sequence[Exception], done: int, allowed: float) -> None:
+        super().__init__(
+            f"{len(exceptions)} of {done} rollouts raised, but max_exceptions allows {allowed:g}; "
+            f"the first exception: {type(exceptions[0]).__name__}: {exceptions[0]}"
+        )
+        self.exceptions = tuple(exceptions)
+
+
+@dataclass
+class TaskGroup(Generic[Task]):
+    """The attempts at one task."""
+
+    task: Task
+    name: str
+    """The group's name on the log."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """In the order of the attempt numbers."""
+    exceptions: list[Exception] = field(default_factory=list)
+    """Exceptions raised by rollouts of this task. Their trajectories have the outcome `no_result`."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the attempts that have one."""
+        return [t.reward for t in self.trajectories if t.outcome == "scored" and t.reward is not None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards of one model or policy version on a list of tasks."""
+
+    model: str
+    score: Estimate
+    """Mean over the tasks that have a reward, of the mean reward of each task."""
+    rewards: tuple[float | None, ...]
+    """Mean reward of each task, in the order of the tasks; `None` if no attempt at the task has a reward."""
+    failed: int
+    """Number of attempts that raised."""
+    version: str = ""
+    """The policy version that played all tasks."""
+
+    @property
+    def unrewarded(self) -> int:
+        """Number of tasks without a reward, for whatever reason. `score` leaves them out."""
+        return sum(reward is None for reward in self.rewards)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations on the same tasks."""
+
+    first: Evaluation
+    second: Evaluation
+    difference: Estimate
+    """Mean of (second minus first), over the tasks for which both evaluations have a reward."""
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each rollout. The bar is on standard error, and only if that is a terminal; the
+    package rich draws it where it is installed."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        done = itertools.count(1)
+        yield lambda: sys.stderr.write(f"\r{label} {next(done)}/{total}")
+        sys.stderr.write("\n")
+        return
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        counter = bar.add_task(label, total=total)
+        yield lambda: bar.advance(counter)
+
+
+async def call_rollout(
+    rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
+) -> float | None:
+    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`.
+
+    Raises what the rollout raises, and `RuntimeError` if it calls `sys.exit`."""
+    try:
+        if inspect.iscoroutinefunction(rollout):
+            reward: float | None = await rollout(run, task)
+            return reward
+        found = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
+        raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
+
+
+async def gather(
+    client: Client,
+    model: str,
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    *,
+    group_size: int = 8,
+    concurrency: int = 64,
+    max_exceptions: float = 0.1,
+    name: Callable[[Task], str] | None = None,
+    describe: Callable[[Task], str] | None = None,
+    split: Literal["train", "val"] = "train",
+    pinned: str = "",
+    progress: bool = True,
+) -> list[TaskGroup[Task]]:
+    """Run `group_size` attempts per task, at most `concurrency` at a time. Returns one `TaskGroup` per task, in order.
+
+    `rollout` is a coroutine function, or a plain function, which runs in a thread; a plain function that is cancelled
+    goes on in its thread until it returns. `name` returns the group name of a task; by default the name is random. A
+    group that was scored takes no more runs, so give each pass over the tasks names of its own. `describe` returns the
+    description of a task that the judge reads. `pinned` is the policy version that answers every call. `max_exceptions`
+    is a count (1 or more) or a share of all attempts (below 1). If more rollouts raise, the others are cancelled and
+    completed as `no_result`, and `TooManyExceptionsError` is raised. Raises `ValueError` if `group_size` or
+    `concurrency` is below 1, `max_exceptions` below 0, or two tasks have one name, and `TypeError` for a rollout that
+    is no function and for numbers that are not whole."""
+    try:
+        group_size, concurrency = operator.index(group_size), operator.index(concurrency)
+    except TypeError:
+        told = f"group_size and concurrency must be whole numbers, not {group_size!r} and {concurrency!r}"
+        raise TypeError(told) from None
+    if group_size < 1 or concurrency < 1:
+        raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
+    if max_exceptions < 0:
+        raise ValueError(f"max_exceptions must be at least 0, not {max_exceptions:g}")
+    prefix = f"g-{secrets.token_hex(5)}"
+    groups = [TaskGroup(task, name(task) if name else f"{prefix}-{n}") for n, task in enumerate(tasks)]
+    if len({group.name for group in groups}) < len(groups):
+        twice = Counter(group.name for group in groups).most_common(1)[0][0]
+        raise ValueError(f"`name` returns {twice!r} for several tasks; each task needs a group of its own")
+    if not callable(rollout):
+        raise TypeError(f"rollout must be a function of a trajectory and a task, not {rollout!r}")
+    total = len(groups) * group_size
+    allowed = max_exceptions if max_exceptions >= 1 else max_exceptions * total
+    opened: list[dict[int, Trajectory]] = [{} for _ in groups]
+    raised: list[Exception] = []
+    done, slots = 0, anyio.Semaphore(concurrency)
+    limiter = anyio.CapacityLimiter(concurrency)
+
+    async def attempt(at: int, number: int, count: Callable[[], object]) -> None:
+        nonlocal done
+        group = groups[at]
+        began = time.monotonic()
+        try:
+            async with client.trajectory(
+                model, group=group.name, group_size=group_size, attempt=number, split=split, pinned=pinned,
+                task=describe(group.task) if describe else "",
+            ) as run:  # fmt: skip
+                opened[at][number] = run
+                reward = await call_rollout(rollout, run, group.task, limiter)
+                if reward is not None:
+                    run.reward = reward
+            run.duration_s = time.monotonic() - began
+        except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
+            group.exceptions.append(error)
+            raised.append(error)
+            if number in opened[at]:
+                opened[at][number].outcome = "no_result"
+        finally:
+            slots.release()
+        done += 1
+        count()
+        if len(raised) > allowed:
+            scope.cancel()
+
+    with progress_bar(total, f"{model} {split}", progress) as count:
+        async with anyio.create_task_group() as running:
+            scope = running.cancel_scope
+            for at in range(len(groups)):
+                for number in range(group_size):
+                    await slots.acquire()
+                    running.start_soon(attempt, at, number, count)
+    for group, runs in zip(groups, opened, strict=True):
+        group.trajectories = [run for _, run in sorted(runs.items())]
+    if len(raised) > allowed:
+        raise TooManyExceptionsError(raised, done, int(allowed)) from raised[0]
+    return groups
+
+
+async def evaluate(
+    client: EvaluationClient,
+    model: str,
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    *,
+    attempts: int = 1,
+    **options: Unpack[GatherOptions],
+) -> Evaluation:
+    """Run held-out tasks with one version of a model: the one that is named (`support@12`; `support@0` or
+    `support@base` is the base model), or the one that the model's name stands for when the evaluation begins, also if
+    the name moves on while it runs.
+
+    The trajectories have the split `val`, so they are never trained on. `options` are those of `gather`. Raises as
+    `gather` does, and `ValueError` for a model or version that the gateway does not have, or `attempts` below 1."""
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, not {attempts}")
+    (version,) = await resolve(client, [model])
+    return await _evaluate(client, model, version, tasks, rollout, attempts, options)
+
+
+async def _evaluate(
+    client: EvaluationClient,
+    model: str,
+    version: str,
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    attempts: int,
+    options: GatherOptions,
+) -> Evaluation:
+    name = version.rpartition("@")[0]
+    groups = await gather(
+        client, name, tasks, rollout, group_size=attempts, split="val", pinned=version, **options
+    )
+    means = tuple(sum(g.rewards) / len(g.rewards) if g.rewards else None for g in groups)
+    failed = sum(len(g.exceptions) for g in groups)
+    return Evaluation(model, mean_of_share([m for m in means if m is not None]), means, failed, version)
+
+
+async def compare(
+    client: EvaluationClient,
+    first: str,
+    second: str,
+    tasks: Iterable[Task],
+    rollout: Rollout[Task],
+    *,
+    attempts: int = 1,
+    **options: Unpack[GatherOptions],
+) -> Comparison:
+    """Evaluate two models or versions on the same tasks. The interval of the difference is paired by task.
+
+    Both play with the versions that they name, or that their names stand for at the beginning. Raises as `evaluate`."""
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, not {attempts}")
+    listed = list(tasks)
+    versions = await resolve(client, [first, second])
+    one = await _evaluate(client, first, versions[0], listed, rollout, attempts, options)
+    two = await _evaluate(client, second, versions[1], listed, rollout, attempts, options)
+    pairs = [(a, b) for a, b in zip(one.rewards, two.rewards, strict=True) if a is not None and b is not None]
+    return Comparison(one, two, paired_difference([a for a, _ in pairs], [b for _, b in pairs]))

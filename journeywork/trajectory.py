@@ -1,0 +1,166 @@
+"""A trajectory (one agent run) as the client sees it, and the options for opening and completing it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, get_args
+
+Outcome = Literal["scored", "no_result", "masked"]
+
+
+class OpenOptions(TypedDict, total=False):
+    """Options of `open` and `trajectory`. docs/gateway.md describes each."""
+
+    id: str
+    """Id of the trajectory. By default the client chooses a random one."""
+    group: str
+    """Rewards are compared within a group. A trajectory opened without a group forms a group of one."""
+    group_size: int
+    """Number of trajectories in the group; the judge waits for that many before it scores the group."""
+    attempt: int
+    """Number of the attempt within the group, from 1."""
+    task: str
+    """Description of the task that the judge reads."""
+    split: Literal["train", "val"]
+    """`val` trajectories are recorded but never trained on. Default: `train`."""
+    metadata: dict[str, Any]
+    pinned: str
+    """A policy version that answers every call of the trajectory, such as `support@12`."""
+    key_completes: bool
+    """Whether the API key of the trajectory may complete it, and so set its reward. Default: false."""
+    references: bool
+    """Whether every choice of an answer names its recorded call in `journeywork`. Default: false."""
+
+
+class CompleteOptions(TypedDict, total=False):
+    """Options of `complete`: the result of a trajectory."""
+
+    reward: float | None
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    metadata: dict[str, Any]
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the model calls of a run took."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    calls_s: float = 0.0
+    """Seconds, added up over the calls."""
+    cost_usd: float | None = None
+    """`None` if no price is known."""
+
+    @classmethod
+    def of_completion(cls, answer: Mapping[str, Any]) -> Usage:
+        """Return what the gateway's answer to a completion says."""
+        return cls(
+            int(answer.get("calls", 0)),
+            int(answer.get("prompt_tokens", 0)),
+            int(answer.get("sampled_tokens", 0)),
+            float(answer.get("calls_s", 0.0)),
+        )
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Trajectory:
+    """One agent run. Call the model with any OpenAI client at `base_url` with `api_key`, then set the result.
+
+    Setting an attribute that a run does not have raises `AttributeError`, so that a misspelt `reward` is not lost."""
+
+    id: str
+    model: str
+    group: str
+    base_url: str
+    api_key: str = field(repr=False)
+    reward: float | None = None
+    """`None` lets the judge assign the reward."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    outcome: Outcome = "scored"
+    """`no_result`: the infrastructure failed, so the run does not reflect the policy. `masked`: keep the run, but do
+    not train on it."""
+    usage: Usage | None = None
+    """Known once the trajectory is completed."""
+    duration_s: float | None = None
+    """Seconds from opening to completing, in a trajectory that `gather` played."""
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """Arguments for `openai.OpenAI(**run.openai)`, with enough retries to survive a restart of the gateway."""
+        return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 8}
+
+    def result(self) -> CompleteOptions:
+        """Return how the run went, as `complete` takes it. Numbers may be bools or NumPy scalars.
+
+        Raises `TypeError` or `ValueError` for a reward or metric that is no finite number, and for metadata that JSON
+        cannot hold."""
+        return checked_result(
+            {
+                "reward": self.reward,
+                "rewards": self.rewards,
+                "metrics": self.metrics,
+                "metadata": self.metadata,
+                "outcome": self.outcome,
+            }
+        )
+
+
+def checked_result(result: CompleteOptions) -> CompleteOptions:
+    """Return a result with all numbers as floats. Raises `TypeError` or `ValueError` that names the field."""
+    checked: CompleteOptions = {**result}
+    if (outcome := result.get("outcome", "scored")) not in get_args(Outcome):
+        raise ValueError(f"outcome must be one of {', '.join(get_args(Outcome))}, not {outcome!r}")
+    if (reward := result.get("reward")) is not None:
+        checked["reward"] = finite_number("reward", reward)
+    if "rewards" in result:
+        checked["rewards"] = _numbers("rewards", result["rewards"], "; the reward of the run is `reward`")
+    if "metrics" in result:
+        checked["metrics"] = _numbers("metrics", result["metrics"])
+    if "metadata" in result:
+        try:
+            json.dumps(result["metadata"], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"metadata must be what JSON can hold: {error}") from error
+    return checked
+
+
+def _numbers(field: str, values: object, hint: str = "") -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{field} must be a dict of numbers by name, not {values!r}{hint}")
+    for name in values:
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise ValueError(f"a name in {field} must be printable text, not {name!r}")
+    return {name: finite_number(f"{field}[{name!r}]", value) for name, value in values.items()}
+
+
+def parse_policy(text: str) -> tuple[str, str]:
+    """Return the model that `<model>` or `<model>@<step>` names, and the policy version or an empty string.
+
+    `<model>@base` is the base model, as `<model>@0` is. Raises `ValueError` for any other step."""
+    model, at, step = text.rpartition("@")
+    if not at:
+        model, step = text, ""
+    if step == "base":
+        step = "0"
+    if not model or (at and not (step.isascii() and step.isdigit())):
+        raise ValueError(f"{text!r} is no policy: write <model>, <model>@<step> or <model>@base")
+    return model, f"{model}@{step}" if at else ""
+
+
+def finite_number(where: str, value: object) -> float:
+    """Return `value` as a float. Raises `TypeError` or `ValueError`, which names it as `where`."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{where} must be a number, not {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{where} must be finite, not {value!r}")
+    return number

@@ -1,0 +1,49 @@
+"""Which policy version a name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from journeywork.trajectory import parse_policy
+
+_SHOWN = 12
+"""Versions that an error message names."""
+
+
+class Versions(Protocol):
+    """The part of `AsyncJourneywork` that this module uses."""
+
+    async def policies(self) -> list[dict[str, Any]]:
+        """For each model: the version that its name stands for."""
+
+    async def models(self) -> list[str]:
+        """Names of the models and of their versions."""
+
+
+async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
+    """Return the version of each policy: the one that it names (`support@12`, `support@base`), or the one that the
+    model's name stands for now.
+
+    Raises `ValueError` for a text that is no policy, and for a model or a version that the gateway does not have; the
+    message says which it has. Raises `JourneyworkError` if the gateway refuses to tell."""
+    parsed = [parse_policy(policy) for policy in policies]
+    served = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
+    for model, _ in parsed:
+        if model not in served:
+            raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}")
+    if any(version for _, version in parsed):
+        known = await client.models()
+        for model, version in parsed:
+            if version and version not in known:
+                raise ValueError(f"the gateway has no version {version!r}; it has: {_listed(model, known)}")
+    return [version or served[model] for model, version in parsed]
+
+
+def _listed(model: str, known: Sequence[str]) -> str:
+    """Return the versions of a model as a text: all, or the first one and the latest."""
+    versions = [name for name in known if name.rpartition("@")[0] == model]
+    versions.sort(key=lambda name: int(name.rpartition("@")[2]))
+    if len(versions) > _SHOWN:
+        versions = [versions[0], "…", *versions[1 - _SHOWN :]]
+    return ", ".join(versions)

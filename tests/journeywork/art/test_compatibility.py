@@ -1,0 +1,1230 @@
+"""The public interface of openpipe-art 0.5, as programs use it.
+
+The same file runs against `journeywork.art` and, in an environment of its own, against `art` itself: see docs/art.md.
+So it imports nothing of this repository and uses no fixture of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from pydantic import BaseModel, ValidationError
+
+NAME = os.environ.get("ART_UNDER_TEST", "journeywork.art")
+art: Any = importlib.import_module(NAME)
+
+
+def part(path: str) -> Any:
+    return importlib.import_module(f"{NAME}.{path}")
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str | None, **fields: Any) -> Choice:
+    message = ChatCompletionMessage(role="assistant", content=text, **fields)
+    return Choice(finish_reason="stop", index=0, message=message)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": 1}'}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def played(reward: float, delay_s: float = 0.0, **fields: Any) -> Any:
+    await asyncio.sleep(delay_s)
+    return art.Trajectory(reward=reward, **fields)
+
+
+async def failed(message: str = "boom") -> Any:
+    raise RuntimeError(message)
+
+
+def gathered(groups: Any, **options: Any) -> Any:
+    async def run() -> Any:
+        made = groups() if callable(groups) else groups
+        return await art.gather_trajectory_groups(made, **options)
+
+    return asyncio.run(run())
+
+
+def rewards(group: Any) -> list[float]:
+    return sorted(trajectory.reward for trajectory in group)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Model", "TrainableModel", "Trajectory", "TrajectoryGroup", "gather_trajectories", "gather_trajectory_groups",
+        "trajectory_group_batches", "TrainConfig", "TrainSFTConfig", "TrainResult", "LocalTrainResult",
+        "ServerlessTrainResult", "ServerlessBackend", "Backend", "Messages", "MessagesAndChoices", "Tools", "retry",
+        "auto_trajectory", "capture_auto_trajectory", "yield_trajectory", "capture_yielded_trajectory", "dev",
+    ],
+)  # fmt: skip
+def test_the_package_has(name: str) -> None:
+    assert hasattr(art, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("trajectories", "History"), ("trajectories", "get_messages"), ("rewards", "ruler"),
+        ("rewards", "ruler_score_group"), ("utils", "retry"), ("utils", "iterate_dataset"),
+        ("utils", "limit_concurrency"), ("utils", "format_message"), ("utils", "log_http_errors"),
+        ("utils", "get_model_step"), ("utils.sft", "train_sft_from_file"),
+        ("utils.litellm", "convert_litellm_choice_to_openai"),
+        ("serverless.backend", "ServerlessBackend"), ("mcp", "generate_scenarios"), ("mcp", "MCPTool"),
+        ("mcp", "complete_task_tool"), ("dev", "InternalModelConfig"), ("dev", "TrainConfig"),
+    ],
+)  # fmt: skip
+def test_a_module_has(module: str, name: str) -> None:
+    assert hasattr(part(module), name)
+
+
+# -- trajectories --------------------------------------------------------------------------------------------------
+
+
+def test_a_trajectory_has_defaults() -> None:
+    made = art.Trajectory()
+    assert (made.messages_and_choices, made.reward, made.metrics, made.metadata) == ([], 0.0, {}, {})
+    assert (made.logs, made.tools, made.additional_histories) == ([], None, [])
+    assert (made.initial_policy_version, made.final_policy_version) == (None, None)
+
+
+def test_trajectories_do_not_share_their_defaults() -> None:
+    one, other = art.Trajectory(), art.Trajectory()
+    one.metrics["a"] = 1
+    one.messages_and_choices.append(user("x"))
+    one.log("line")
+    assert (other.metrics, other.messages_and_choices, other.logs) == ({}, [], [])
+
+
+def test_messages_are_those_of_dictionaries_and_choices() -> None:
+    made = art.Trajectory(
+        messages_and_choices=[{"role": "system", "content": "s"}, user("u"), said("hi"), user("v")]
+    )
+    assert made.messages() == [
+        {"role": "system", "content": "s"}, user("u"), {"role": "assistant", "content": "hi"}, user("v")
+    ]  # fmt: skip
+
+
+def test_a_choice_with_a_tool_call_becomes_its_message() -> None:
+    made = art.Trajectory(messages_and_choices=[user("u"), said(None, tool_calls=[CALL])], tools=[TOOL])
+    message = made.messages()[1]
+    assert (message["role"], message["content"]) == ("assistant", "")
+    (call,) = message["tool_calls"]
+    assert (call["id"], call["type"], call["function"]) == ("c1", "function", CALL["function"])
+    assert made.tools == [TOOL]
+
+
+def test_a_message_without_content_has_empty_content() -> None:
+    assert art.Trajectory(messages_and_choices=[said(None)]).messages() == [
+        {"role": "assistant", "content": ""}
+    ]
+
+
+def test_choices_stay_the_objects_that_they_are() -> None:
+    choice = said("x")
+    assert art.Trajectory(messages_and_choices=[choice]).messages_and_choices[0] is choice
+
+
+def test_a_list_of_messages_is_copied() -> None:
+    given = [user("u")]
+    made = art.Trajectory(messages_and_choices=given)
+    made.messages_and_choices.append(said("x"))
+    assert given == [user("u")]
+
+
+@pytest.mark.parametrize("value", ["text", 3, 2.5, True, None])
+def test_metadata_holds_plain_values(value: object) -> None:
+    assert art.Trajectory(metadata={"a": value}).metadata == {"a": value}
+
+
+def test_metadata_holds_no_lists() -> None:
+    with pytest.raises(ValidationError):
+        art.Trajectory(metadata={"a": [1]})
+
+
+def test_a_reward_is_a_number() -> None:
+    assert art.Trajectory(reward=1).reward == 1.0
+    with pytest.raises(ValidationError):
+        art.Trajectory(reward="much")
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True])
+def test_metrics_are_numbers(value: object) -> None:
+    assert art.Trajectory(metrics={"a": value}).metrics == {"a": value}
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert not hasattr(art.Trajectory(rewrd=1), "rewrd")
+
+
+def test_a_subclass_may_have_more_fields() -> None:
+    class Own(art.Trajectory):  # type: ignore[misc, name-defined]
+        answer: str | None = None
+
+    made = Own(reward=1, answer="x", messages_and_choices=[user("u")])
+    assert (made.answer, made.reward) == ("x", 1.0)
+    assert isinstance(art.TrajectoryGroup([made]).trajectories[0], Own)
+
+
+def test_finish_notes_the_duration() -> None:
+    made = art.Trajectory()
+    assert made.finish() is made
+    assert made.metrics["duration"] >= 0
+
+
+def test_durations_are_tracked_and_added() -> None:
+    async def run() -> dict[str, float]:
+        made = art.Trajectory()
+        for _ in range(2):
+            async with made.track_duration("llm"):
+                await asyncio.sleep(0.01)
+        return dict(made.metrics)
+
+    (name,), (seconds,) = zip(*asyncio.run(run()).items(), strict=True)
+    assert name == "llm_duration"
+    assert seconds >= 0.015
+
+
+def test_the_duration_of_a_block_that_fails_is_tracked_too() -> None:
+    made = art.Trajectory()
+
+    async def run() -> None:
+        async with made.track_duration("llm"):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        asyncio.run(run())
+    assert "llm_duration" in made.metrics
+
+
+def test_the_text_of_a_trajectory_shows_its_result() -> None:
+    text = str(art.Trajectory(reward=1, metrics={"a": 2}, metadata={"b": "c"}))
+    assert all(piece in text for piece in ("reward=1.0", "'a': 2", "'b': 'c'"))
+
+
+def test_for_logging_marks_what_is_trained() -> None:
+    made = art.Trajectory(
+        messages_and_choices=[user("u"), said("x")], reward=0.5, metadata={"a": 1}, logs=["l"]
+    )
+    shown = made.for_logging()
+    assert [(m["role"], m["trainable"]) for m in shown["messages"]] == [("user", False), ("assistant", True)]
+    assert (shown["reward"], shown["metadata"], shown["logs"]) == (0.5, {"a": 1}, ["l"])
+
+
+def test_a_history_has_messages_of_its_own() -> None:
+    history = part("trajectories").History(messages_and_choices=[user("u"), said("x")], tools=[TOOL])
+    assert history.messages() == [user("u"), {"role": "assistant", "content": "x"}]
+    made = art.Trajectory(messages_and_choices=[user("a")], additional_histories=[history])
+    assert made.additional_histories[0].tools == [TOOL]
+    assert made.messages() == [user("a")]
+
+
+def test_a_trajectory_survives_json() -> None:
+    made = art.Trajectory(
+        messages_and_choices=[user("u")], reward=0.5, metrics={"a": 1}, metadata={"b": None}
+    )
+    again = art.Trajectory.model_validate_json(made.model_dump_json())
+    assert (again.messages(), again.reward, again.metrics, again.metadata) == (
+        [user("u")], 0.5, {"a": 1}, {"b": None}
+    )  # fmt: skip
+
+
+# -- groups --------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_holds_trajectories() -> None:
+    one, other = art.Trajectory(reward=1), art.Trajectory(reward=2)
+    group = art.TrajectoryGroup([one, other])
+    assert (len(group), list(group)) == (2, [one, other])
+    assert (group.exceptions, group.metadata, group.metrics, group.logs) == ([], {}, {}, [])
+
+
+def test_a_group_is_made_of_a_generator() -> None:
+    assert rewards(art.TrajectoryGroup(art.Trajectory(reward=n) for n in range(3))) == [0, 1, 2]
+
+
+def test_an_empty_group() -> None:
+    assert len(art.TrajectoryGroup([])) == 0
+
+
+def test_a_group_keeps_exceptions_as_values() -> None:
+    group = art.TrajectoryGroup([art.Trajectory(), ValueError("no")], exceptions=[KeyError("k")])
+    assert len(group) == 1
+    assert ["ValueError" in e.type for e in group.exceptions] == [True, False]
+    assert group.exceptions[0].message == "no"
+    assert "ValueError: no" in group.exceptions[0].traceback
+
+
+def test_a_group_has_metadata_metrics_and_logs() -> None:
+    group = art.TrajectoryGroup([], metadata={"a": "b"}, metrics={"c": 1}, logs=["d"])
+    group.log("e")
+    assert (group.metadata, group.metrics, group.logs) == ({"a": "b"}, {"c": 1}, ["d", "e"])
+
+
+def test_a_copy_of_a_group_has_a_list_of_its_own() -> None:
+    group = art.TrajectoryGroup([art.Trajectory(reward=1)], metadata={"a": 1})
+    shallow, deep = copy.copy(group), copy.deepcopy(group)
+    assert shallow.trajectories[0] is group.trajectories[0]
+    assert deep.trajectories[0] is not group.trajectories[0]
+    deep.trajectories[0].reward = 7
+    shallow.trajectories.append(art.Trajectory())
+    assert rewards(group) == [1]
+    assert (shallow.metadata, deep.metadata) == ({"a": 1}, {"a": 1})
+
+
+def test_a_group_of_coroutines_is_awaited() -> None:
+    async def run() -> Any:
+        return await art.TrajectoryGroup((played(n) for n in range(3)), metadata={"a": 1})
+
+    group = asyncio.run(run())
+    assert isinstance(group, art.TrajectoryGroup)
+    assert (rewards(group), group.metadata) == ([0, 1, 2], {"a": 1})
+
+
+def test_a_group_of_coroutines_plays_them_at_the_same_time() -> None:
+    inside = most = 0
+
+    async def one() -> Any:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.02)
+        inside -= 1
+        return art.Trajectory()
+
+    async def run() -> None:
+        await art.TrajectoryGroup(one() for _ in range(5))
+
+    asyncio.run(run())
+    assert most == 5
+
+
+def test_an_exception_in_a_group_that_is_awaited_alone_is_raised() -> None:
+    async def run() -> None:
+        await art.TrajectoryGroup([played(1), failed()])
+
+    with pytest.raises(RuntimeError, match="boom"):
+        asyncio.run(run())
+
+
+def test_groups_may_be_tasks() -> None:
+    async def run() -> Any:
+        return await asyncio.gather(*(art.TrajectoryGroup([played(n)]) for n in range(2)))
+
+    assert [rewards(group) for group in asyncio.run(run())] == [[0], [1]]
+
+
+# -- gathering -----------------------------------------------------------------------------------------------------
+
+
+def test_groups_come_in_their_order() -> None:
+    groups = gathered(lambda: [art.TrajectoryGroup([played(n, 0.03 - n / 100)]) for n in range(3)])
+    assert [rewards(group) for group in groups] == [[0], [1], [2]]
+
+
+def test_no_groups() -> None:
+    assert gathered([]) == []
+
+
+def test_groups_of_a_generator() -> None:
+    groups = gathered(lambda: (art.TrajectoryGroup(played(n) for _ in range(2)) for n in range(2)))
+    assert [rewards(group) for group in groups] == [[0, 0], [1, 1]]
+
+
+def test_the_first_exception_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="boom"):
+        gathered(lambda: [art.TrajectoryGroup([played(1), failed()])])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "good", "bad", "raised"),
+    [
+        (1, 2, 1, False), (1, 2, 2, True), (2, 2, 2, False), (0.5, 2, 2, False), (0.5, 1, 3, True),
+        (0.25, 3, 1, False), (0.1, 2, 1, True), (100, 0, 3, False),
+    ],
+)  # fmt: skip
+def test_so_many_exceptions_are_kept(allowed: float, good: int, bad: int, raised: bool) -> None:
+    def groups() -> list[Any]:
+        return [
+            art.TrajectoryGroup([*(played(1) for _ in range(good)), *(failed(f"no {n}") for n in range(bad))])
+        ]
+
+    if raised:
+        with pytest.raises(RuntimeError, match="no"):
+            gathered(groups, max_exceptions=allowed)
+        return
+    (group,) = gathered(groups, max_exceptions=allowed)
+    assert (len(group), len(group.exceptions)) == (good, bad)
+    assert {e.message for e in group.exceptions} == {f"no {n}" for n in range(bad)}
+
+
+def test_exceptions_are_counted_over_all_groups() -> None:
+    def groups() -> list[Any]:
+        return [art.TrajectoryGroup([played(1), failed()]) for _ in range(2)]
+
+    assert [len(g.exceptions) for g in gathered(groups, max_exceptions=2)] == [1, 1]
+    with pytest.raises(RuntimeError):
+        gathered(groups, max_exceptions=1)
+
+
+def test_after_each_may_change_a_group() -> None:
+    async def double(group: Any) -> Any:
+        for trajectory in group:
+            trajectory.reward *= 2
+        return group
+
+    groups = gathered(lambda: [art.TrajectoryGroup([played(n)]) for n in (1, 2)], after_each=double)
+    assert [rewards(group) for group in groups] == [[2], [4]]
+
+
+def test_after_each_may_leave_a_group_out() -> None:
+    async def odd(group: Any) -> Any:
+        return group if rewards(group)[0] % 2 else None
+
+    groups = gathered(lambda: [art.TrajectoryGroup([played(n)]) for n in range(4)], after_each=odd)
+    assert [rewards(group) for group in groups] == [[1], [3]]
+
+
+def test_after_each_may_return_several_groups() -> None:
+    async def twice(group: Any) -> Any:
+        return [group, copy.deepcopy(group)]
+
+    groups = gathered(lambda: [art.TrajectoryGroup([played(n)]) for n in range(2)], after_each=twice)
+    assert [rewards(group) for group in groups] == [[0], [0], [1], [1]]
+
+
+def test_an_exception_of_after_each_is_raised() -> None:
+    async def bad(group: Any) -> Any:
+        raise ValueError("after")
+
+    with pytest.raises(ValueError, match="after"):
+        gathered(lambda: [art.TrajectoryGroup([played(1)])], after_each=bad, max_exceptions=5)
+
+
+def test_an_awaitable_group_may_fail_itself() -> None:
+    async def broken() -> Any:
+        raise KeyError("group")
+
+    def groups() -> list[Any]:
+        return [broken(), art.TrajectoryGroup([played(2)])]
+
+    assert [rewards(group) for group in gathered(groups, max_exceptions=1)] == [[2]]
+    with pytest.raises(KeyError):
+        gathered(groups)
+
+
+def test_trajectories_come_in_their_order() -> None:
+    async def run() -> Any:
+        return await art.gather_trajectories([played(1, 0.03), played(2)])
+
+    assert [t.reward for t in asyncio.run(run())] == [1, 2]
+
+
+def test_several_trajectories_of_one_awaitable() -> None:
+    async def both() -> Any:
+        return [await played(1), await played(2)]
+
+    async def run() -> Any:
+        return await art.gather_trajectories([both(), both()], pbar_desc="play")
+
+    assert [[t.reward for t in pair] for pair in asyncio.run(run())] == [[1, 2], [1, 2]]
+
+
+def test_exceptions_stand_in_the_place_of_trajectories() -> None:
+    async def run(allowed: float) -> Any:
+        return await art.gather_trajectories([played(1), failed(), played(2)], max_exceptions=allowed)
+
+    one, error, other = asyncio.run(run(1))
+    assert (one.reward, type(error), other.reward) == (1, RuntimeError, 2)
+    with pytest.raises(RuntimeError):
+        asyncio.run(run(0))
+
+
+def test_the_progress_shows_metrics_and_tokens() -> None:
+    def groups() -> list[Any]:
+        return [art.TrajectoryGroup([played(1, metrics={"a": 1, "b": True})])]
+
+    (group,) = gathered(groups, pbar_desc="x", pbar_total_completion_tokens=True, max_metrics=1)
+    assert len(group) == 1
+
+
+# -- batches -------------------------------------------------------------------------------------------------------
+
+
+def batches(groups: Callable[[], Iterator[Any]], **options: Any) -> list[list[Any]]:
+    async def run() -> list[list[Any]]:
+        return [batch async for batch in art.trajectory_group_batches(groups(), **options)]
+
+    return asyncio.run(run())
+
+
+def singles(count: int) -> Callable[[], Iterator[Any]]:
+    return lambda: (art.TrajectoryGroup([played(n)]) for n in range(count))
+
+
+def test_batches_hold_every_group_once() -> None:
+    made = batches(singles(6), batch_size=2)
+    assert all(made)
+    assert sorted(t.reward for batch in made for group in batch for t in group) == list(range(6))
+
+
+def test_batches_can_be_skipped() -> None:
+    made = batches(singles(6), batch_size=2, skip_batches=1)
+    assert sorted(t.reward for batch in made for group in batch for t in group) == [2, 3, 4, 5]
+
+
+def test_batches_are_played_one_by_one_if_wanted() -> None:
+    assert len(batches(singles(4), batch_size=2, max_concurrent_batches=1, pbar_desc=None)) == 2
+
+
+def test_an_exception_in_a_batch_is_raised() -> None:
+    with pytest.raises(RuntimeError):
+        batches(lambda: (art.TrajectoryGroup([played(1), failed()]) for _ in range(4)), batch_size=2)
+
+
+def test_exceptions_of_batches_can_be_allowed() -> None:
+    made = batches(
+        lambda: (art.TrajectoryGroup([played(1), failed()]) for _ in range(4)),
+        batch_size=2,
+        max_batch_exceptions=100,
+    )
+    assert [[len(group.exceptions) for group in batch] for batch in made] == [[1, 1], [1, 1]]
+
+
+# -- captured trajectories -----------------------------------------------------------------------------------------
+
+
+class Server(BaseHTTPRequestHandler):
+    """A model behind OpenAI's API: it says how many messages it was sent, or what `content` says."""
+
+    content: Callable[[dict[str, Any]], str] | None = None
+    requests: list[tuple[dict[str, str], dict[str, Any]]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        cls = type(self)
+        cls.requests.append(({k.lower(): v for k, v in self.headers.items()}, body))
+        text = cls.content(body) if cls.content is not None else f"after {len(body['messages'])}"
+        logprobs = {"content": [{"token": "a", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+        self.send_response(200)
+        if body.get("stream"):
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            top = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
+            pieces = [
+                {"index": 0, "delta": {"role": "assistant", "content": piece}, "logprobs": logprobs}
+                for piece in (text[:3], text[3:])
+            ]
+            for choice in [*pieces, {"index": 0, "delta": {}, "finish_reason": "stop"}]:
+                self.wfile.write(f"data: {json.dumps({**top, 'choices': [choice]})}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+            return
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": logprobs}
+        top = {"id": "c", "object": "chat.completion", "created": 1, "model": body["model"]}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        data = json.dumps({**top, "choices": [choice], "usage": usage}).encode()
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+class Served:
+    def __init__(self, url: str, handler: type[Server]) -> None:
+        self.url, self._handler = url, handler
+
+    @property
+    def requests(self) -> list[tuple[dict[str, str], dict[str, Any]]]:
+        return self._handler.requests
+
+    def says(self, content: Callable[[dict[str, Any]], str]) -> None:
+        self._handler.content = staticmethod(content)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    handler = type("Handler", (Server,), {"requests": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield Served(f"http://127.0.0.1:{server.server_port}/v1", handler)
+    server.shutdown()
+    server.server_close()
+
+
+def capture(work: Callable[[], Any]) -> Any:
+    return asyncio.run(art.capture_auto_trajectory(work()))
+
+
+def test_the_calls_of_a_coroutine_become_a_trajectory(served: Served) -> None:
+    async def work() -> None:
+        async with AsyncOpenAI(base_url=served.url, api_key="k") as client:
+            messages: list[Any] = [user("a")]
+            for text in ("b", "c"):
+                reply = await client.chat.completions.create(model="m", messages=messages)
+                messages += [{"role": "assistant", "content": reply.choices[0].message.content}, user(text)]
+            art.auto_trajectory(required=True).reward = 3
+
+    made = capture(work)
+    assert made.messages() == [
+        user("a"), {"role": "assistant", "content": "after 1"}, user("b"), {"role": "assistant", "content": "after 3"}
+    ]  # fmt: skip
+    assert [isinstance(item, Choice) for item in made.messages_and_choices] == [False, True, False, True]
+    assert (made.reward, made.additional_histories) == (3, [])
+    assert "duration" in made.metrics
+
+
+def test_a_call_beside_the_conversation_becomes_an_additional_history(served: Served) -> None:
+    async def work() -> None:
+        async with AsyncOpenAI(base_url=served.url, api_key="k") as client:
+            for text in ("a", "b"):
+                await client.chat.completions.create(model="m", messages=[user(text)])
+
+    made = capture(work)
+    assert made.messages() == [user("a"), {"role": "assistant", "content": "after 1"}]
+    (history,) = made.additional_histories
+    assert history.messages() == [user("b"), {"role": "assistant", "content": "after 1"}]
+
+
+def test_streamed_calls_are_captured(served: Served) -> None:
+    async def work() -> None:
+        async with AsyncOpenAI(base_url=served.url, api_key="k") as client:
+            async for _ in await client.chat.completions.create(model="m", messages=[user("a")], stream=True):
+                pass
+
+    assert capture(work).messages() == [user("a"), {"role": "assistant", "content": "after 1"}]
+
+
+def test_calls_of_a_blocking_client_are_captured(served: Served) -> None:
+    def call() -> None:
+        with OpenAI(base_url=served.url, api_key="k") as client:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+
+    async def work() -> None:
+        await asyncio.to_thread(call)
+
+    assert capture(work).messages() == [user("a"), {"role": "assistant", "content": "after 1"}]
+
+
+def test_tools_of_captured_calls_are_kept(served: Served) -> None:
+    async def work() -> None:
+        async with AsyncOpenAI(base_url=served.url, api_key="k") as client:
+            tools: Any = [TOOL]
+            await client.chat.completions.create(model="m", messages=[user("a")], tools=tools)
+
+    assert capture(work).tools == [TOOL]
+
+
+def test_a_coroutine_without_calls_has_an_empty_trajectory() -> None:
+    async def work() -> None:
+        pass
+
+    assert capture(work).messages_and_choices == []
+
+
+def test_there_is_no_trajectory_outside() -> None:
+    assert art.auto_trajectory() is None
+    with pytest.raises(RuntimeError):
+        art.auto_trajectory(required=True)
+
+
+def test_captures_at_the_same_time_do_not_mix(served: Served) -> None:
+    async def work(text: str) -> None:
+        async with AsyncOpenAI(base_url=served.url, api_key="k") as client:
+            await client.chat.completions.create(model="m", messages=[user(text)])
+
+    async def run() -> Any:
+        return await asyncio.gather(*(art.capture_auto_trajectory(work(t)) for t in "abc"))
+
+    assert [made.messages()[0]["content"] for made in asyncio.run(run())] == ["a", "b", "c"]
+
+
+def test_a_trajectory_can_be_handed_over() -> None:
+    async def work() -> str:
+        art.yield_trajectory(art.Trajectory(reward=1))
+        art.yield_trajectory(art.Trajectory(reward=2))
+        return "something else"
+
+    assert asyncio.run(art.capture_yielded_trajectory(work())).reward == 2
+
+
+def test_none_was_handed_over() -> None:
+    async def work() -> None:
+        pass
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(art.capture_yielded_trajectory(work()))
+
+
+def test_handing_over_to_nobody_does_nothing() -> None:
+    art.yield_trajectory(art.Trajectory())
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompted_model() -> None:
+    model = art.Model(
+        name="gpt", project="p", inference_api_key="k", inference_base_url="http://127.0.0.1:9/v1"
+    )
+    assert (model.name, model.project, model.trainable, model.config) == ("gpt", "p", False, None)
+    assert model.get_inference_name() == "gpt"
+    assert asyncio.run(model.get_step()) == 0
+    client = model.openai_client()
+    assert (str(client.base_url).rstrip("/"), client.api_key) == ("http://127.0.0.1:9/v1", "k")
+    assert model.openai_client() is client
+
+
+def test_a_model_may_have_another_name_at_its_server() -> None:
+    model = art.Model(
+        name="gpt", project="p", inference_api_key="k", inference_base_url="http://x/v1",
+        inference_model_name="vendor/gpt",
+    )  # fmt: skip
+    assert (model.get_inference_name(), model.get_inference_name(3)) == ("vendor/gpt", "vendor/gpt@3")
+
+
+def test_the_arguments_for_litellm() -> None:
+    model = art.Model(name="gpt", project="p", inference_api_key="k", inference_base_url="http://x/v1")
+    assert model.litellm_completion_params() == {
+        "model": "gpt", "base_url": "http://x/v1", "api_key": "k", "temperature": 1
+    }  # fmt: skip
+
+
+def test_a_model_without_a_server_has_no_client() -> None:
+    with pytest.raises(ValueError, match="inference"):
+        art.Model(name="a", project="p").openai_client()
+
+
+def test_a_trainable_model() -> None:
+    model = art.TrainableModel(name="a", project="p", base_model="b")
+    assert (model.name, model.base_model, model.trainable, model.base_path) == ("a", "b", True, ".art")
+    assert (model.get_inference_name(), model.get_inference_name(4)) == ("a", "a@4")
+    assert model.litellm_completion_params()["model"] == "hosted_vllm/a"
+    assert isinstance(model, art.Model)
+
+
+@pytest.mark.parametrize("method", ["openai_client", "backend"])
+def test_a_trainable_model_must_be_registered(method: str) -> None:
+    with pytest.raises(ValueError, match="register"):
+        getattr(art.TrainableModel(name="a", project="p", base_model="b"), method)()
+
+
+def test_the_step_of_a_trainable_model_is_that_of_its_backend() -> None:
+    with pytest.raises(ValueError, match="register"):
+        asyncio.run(art.TrainableModel(name="a", project="p", base_model="b").get_step())
+
+
+@pytest.mark.parametrize("arguments", [{"name": "a"}, {"project": "p"}])
+def test_name_and_project_are_required(arguments: dict[str, str]) -> None:
+    with pytest.raises(TypeError):
+        art.Model(**arguments)
+
+
+def test_a_trainable_model_needs_a_base_model() -> None:
+    with pytest.raises(TypeError):
+        art.TrainableModel(name="a", project="p")
+
+
+class Settings(BaseModel):
+    turns: int = 3
+
+
+def test_a_model_carries_its_configuration() -> None:
+    model = art.TrainableModel(name="a", project="p", base_model="b", config=Settings(turns=5))
+    assert model.config.turns == 5
+    assert model.safe_model_dump()["config"] is None
+
+
+def test_a_dumped_model_has_its_fields() -> None:
+    dumped = art.TrainableModel(name="a", project="p", base_model="b").model_dump()
+    assert {k: dumped[k] for k in ("name", "project", "base_model", "trainable")} == {
+        "name": "a", "project": "p", "base_model": "b", "trainable": True
+    }  # fmt: skip
+
+
+def test_state_is_kept_and_merged(tmp_path: Path) -> None:
+    def model() -> Any:
+        return art.TrainableModel(name="a", project="p", base_model="b", base_path=str(tmp_path))
+
+    assert model().read_state() is None
+    model().merge_state({"a": {"b": 1}})
+    assert model().merge_state({"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
+    assert model().read_state() == {"a": {"b": 1, "c": 2}}
+    model().overwrite_state({"z": 1})
+    assert model().read_state() == {"z": 1}
+    assert json.loads((tmp_path / "p" / "models" / "a" / "state.json").read_text()) == {"z": 1}
+
+
+def test_a_prompted_model_is_called(served: Served) -> None:
+    model = art.Model(name="gpt", project="p", inference_api_key="key", inference_base_url=served.url)
+
+    async def rollout() -> Any:
+        made = art.Trajectory(messages_and_choices=[user("a")])
+        client = model.openai_client()
+        reply = await client.chat.completions.create(
+            model=model.get_inference_name(), messages=made.messages()
+        )
+        await client.close()
+        made.messages_and_choices.append(reply.choices[0])
+        return made
+
+    assert asyncio.run(rollout()).messages()[1]["content"] == "after 1"
+    headers, body = served.requests[0]
+    assert (headers["authorization"], body["model"]) == ("Bearer key", "gpt")
+
+
+def test_configurations_and_results_have_defaults() -> None:
+    config, sft = art.TrainConfig(), art.TrainSFTConfig()
+    assert (config.learning_rate, config.kl_penalty_coef, config.grad_accumulation_sequences) == (
+        5e-6,
+        0.0,
+        None,
+    )
+    assert (sft.learning_rate, sft.batch_size) == (5e-5, "auto")
+    assert (art.TrainResult(step=1).metrics, art.LocalTrainResult(step=1).checkpoint_path) == ({}, None)
+    assert art.ServerlessTrainResult(step=3).artifact_name is None
+    with pytest.raises(ValidationError):
+        art.TrainConfig(grad_accumulation_sequences=0)
+
+
+# -- helpers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_function_is_tried_again() -> None:
+    calls: list[int] = []
+
+    @art.retry(max_attempts=3, delay=0.001)
+    async def work(value: int) -> int:
+        """What it does."""
+        calls.append(value)
+        if len(calls) < 3:
+            raise ValueError("not yet")
+        return value
+
+    assert (asyncio.run(work(7)), calls) == (7, [7, 7, 7])
+    assert (work.__name__, work.__doc__) == ("work", "What it does.")
+
+
+def test_a_function_is_tried_again_and_tells_of_it() -> None:
+    told: list[tuple[str, int]] = []
+
+    @art.retry(
+        max_attempts=3, delay=0.001, on_retry=lambda error, attempt: told.append((str(error), attempt))
+    )
+    def work() -> None:
+        raise ValueError("never")
+
+    with pytest.raises(ValueError, match="never"):
+        work()
+    assert told == [("never", 1), ("never", 2)]
+
+
+def test_other_exceptions_are_not_tried_again() -> None:
+    calls: list[int] = []
+
+    @art.retry(exceptions=(KeyError,), delay=0.001)
+    def work() -> None:
+        calls.append(1)
+        raise ValueError("at once")
+
+    with pytest.raises(ValueError, match="at once"):
+        work()
+    assert calls == [1]
+
+
+def test_the_pause_before_a_repetition_grows() -> None:
+    times: list[float] = []
+
+    @art.retry(max_attempts=3, delay=0.02, backoff_factor=3.0)
+    def work() -> None:
+        times.append(time.monotonic())
+        raise ValueError("never")
+
+    with pytest.raises(ValueError, match="never"):
+        work()
+    first, second = times[1] - times[0], times[2] - times[1]
+    assert first >= 0.02
+    assert second >= 0.06
+
+
+def steps(length: int, **options: Any) -> list[Any]:
+    return list(part("utils").iterate_dataset(list(range(length)), use_tqdm=False, **options))
+
+
+def test_a_data_set_is_divided_into_steps() -> None:
+    made = steps(5, groups_per_step=2, num_epochs=2)
+    assert [(b.step, b.epoch, b.epoch_step, len(b.items)) for b in made] == [
+        (0, 0, 0, 2), (1, 0, 1, 2), (2, 0, 2, 1), (3, 1, 0, 2), (4, 1, 1, 2), (5, 1, 2, 1)
+    ]  # fmt: skip
+    for epoch in (0, 1):
+        assert sorted(i for b in made if b.epoch == epoch for i in b.items) == list(range(5))
+
+
+def test_the_order_of_a_data_set_is_that_of_art() -> None:
+    assert [b.items for b in steps(5, groups_per_step=2, num_epochs=2)] == [
+        [2, 1], [0, 4], [3], [2, 3], [4, 0], [1]
+    ]  # fmt: skip
+
+
+def test_a_data_set_is_continued_at_a_step() -> None:
+    whole = steps(5, groups_per_step=2, num_epochs=2)
+    assert steps(5, groups_per_step=2, num_epochs=2, initial_step=2) == whole[2:]
+
+
+def test_an_empty_data_set_has_no_steps() -> None:
+    assert steps(0) == []
+
+
+def test_fine_tuning_on_a_file_has_the_options_of_art() -> None:
+    found = inspect.signature(part("utils.sft").train_sft_from_file).parameters
+    assert [(name, p.default) for name, p in found.items() if p.default is not p.empty] == [
+        ("epochs", 1), ("batch_size", 2), ("peak_lr", 2e-4), ("schedule_type", "linear"), ("warmup_ratio", 0.1),
+        ("initial_step", 0), ("final_step", None), ("_config", None), ("verbose", False),
+        ("shuffle_buffer_size", 10000),
+    ]  # fmt: skip
+    assert list(found)[:2] == ["model", "file_path"]
+
+
+def test_a_file_that_is_not_there_is_not_fine_tuned_on(tmp_path: Path) -> None:
+    model = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(part("utils.sft").train_sft_from_file(model, str(tmp_path / "none.jsonl")))
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_message_is_a_text_with_its_content(role: str) -> None:
+    shown = part("utils").format_message({"role": role, "content": "What is 2 + 2?"})
+    assert "What is 2 + 2?" in shown
+    assert role in shown.lower()
+
+
+def test_a_model_that_was_never_trained_is_at_step_0(tmp_path: Path) -> None:
+    model = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    assert part("utils").get_model_step(model, str(tmp_path)) == 0
+
+
+def test_an_http_error_that_is_logged_is_raised() -> None:
+    request = httpx.Request("POST", "http://127.0.0.1:9/x")
+
+    @part("utils").log_http_errors
+    async def refused(text: str) -> None:
+        reply = httpx.Response(400, text=text, request=request)
+        reply.raise_for_status()
+
+    with pytest.raises(httpx.HTTPStatusError):
+        asyncio.run(refused("no such model"))
+
+
+def test_what_an_http_caller_returns_is_returned() -> None:
+    @part("utils").log_http_errors
+    async def answered(text: str) -> str:
+        return text
+
+    assert asyncio.run(answered("ok")) == "ok"
+
+
+def test_concurrency_is_limited() -> None:
+    inside = most = 0
+
+    @part("utils").limit_concurrency(2)
+    async def work(value: int) -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.005)
+        inside -= 1
+        return value
+
+    async def run() -> list[int]:
+        return list(await asyncio.gather(*(work(n) for n in range(6))))
+
+    assert asyncio.run(run()) == list(range(6))
+    assert most == 2
+
+
+def test_concurrency_is_limited_for_each_key() -> None:
+    inside = most = 0
+
+    @part("utils").limit_concurrency(1, derive_key=lambda n: str(n % 3))
+    async def work(n: int) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.005)
+        inside -= 1
+
+    async def run() -> None:
+        await asyncio.gather(*(work(n) for n in range(6)))
+
+    asyncio.run(run())
+    assert most == 3
+
+
+# -- RULER ---------------------------------------------------------------------------------------------------------
+
+
+def scores(count: int, worth: Callable[[int], float] = lambda n: n / 10) -> str:
+    return json.dumps(
+        {
+            "scores": [
+                {"trajectory_id": str(n), "explanation": f"why {n}", "score": worth(n)}
+                for n in range(1, count + 1)
+            ]
+        }
+    )
+
+
+def answers(count: int) -> Any:
+    shared = [{"role": "system", "content": "the one goal"}, user("go")]
+    return art.TrajectoryGroup(
+        [
+            art.Trajectory(
+                messages_and_choices=[*shared, said(f"reply number {n}")], reward=n, metrics={"w": 1}
+            )
+            for n in range(1, count + 1)
+        ]
+    )
+
+
+def score(group: Any, served: Served, **options: Any) -> Any:
+    params = {"api_base": served.url, "api_key": "k"}
+    run = part("rewards").ruler_score_group(group, "openai/judge", extra_litellm_params=params, **options)
+    return asyncio.run(run)
+
+
+def test_ruler_scores_a_group(served: Served) -> None:
+    served.says(lambda _: scores(3))
+    group = answers(3)
+    judged = score(group, served)
+    assert judged is not group
+    assert [t.reward for t in judged] == [0.1, 0.2, 0.3]
+    assert [t.metrics["independent_reward"] for t in judged] == [1, 2, 3]
+    assert [t.metrics["ruler_score"] for t in judged] == [0.1, 0.2, 0.3]
+    assert [t.metrics["w"] for t in judged] == [1, 1, 1]
+    assert [t.logs[-1] for t in judged] == [f"RULER explanation: why {n}" for n in (1, 2, 3)]
+    assert [t.reward for t in group] == [1, 2, 3]
+
+
+def test_ruler_shows_what_is_common_once(served: Served) -> None:
+    served.says(lambda _: scores(4))
+    score(answers(4), served, rubric="- my own rubric 4")
+    _, body = served.requests[0]
+    text = json.dumps(body["messages"])
+    assert (text.count("the one goal"), text.count("my own rubric 4")) == (1, 1)
+    assert all(text.count(f"reply number {n}") == 1 for n in range(1, 5))
+    assert body["model"] == "judge"
+    assert body["response_format"]["type"] == "json_schema"
+
+
+@pytest.mark.parametrize("reply", [scores(1), "no JSON at all"])
+def test_a_judge_that_does_not_answer_the_question(served: Served, reply: str) -> None:
+    served.says(lambda _: reply)
+    with pytest.raises(ValueError, match=r"."):
+        score(answers(5 + len(reply)), served)
+    assert score(answers(6 + len(reply)), served, swallow_exceptions=True) is None
+
+
+def test_ruler_takes_no_additional_histories(served: Served) -> None:
+    group = answers(2)
+    group.trajectories[0].additional_histories = [part("trajectories").History(messages_and_choices=[])]
+    with pytest.raises(ValueError, match=r"(?i)histories"):
+        score(group, served)
+
+
+def test_ruler_scores_lists_of_messages(served: Served) -> None:
+    served.says(lambda _: scores(2))
+    run = part("rewards").ruler(
+        [[user("one way")], [user("another way")]],
+        "openai/judge",
+        extra_litellm_params={"api_base": served.url, "api_key": "k"},
+        tools=[TOOL],
+    )
+    made = asyncio.run(run)
+    assert [(s.trajectory_id, s.explanation, s.score) for s in made] == [
+        ("1", "why 1", 0.1),
+        ("2", "why 2", 0.2),
+    ]
+    assert "find" in json.dumps(served.requests[0][1]["messages"])
+
+
+def test_ruler_of_nothing() -> None:
+    assert asyncio.run(part("rewards").ruler([], "openai/judge")) == []
+    assert len(asyncio.run(part("rewards").ruler_score_group(art.TrajectoryGroup([]), "openai/judge"))) == 0
+
+
+def test_ruler_after_each_group(served: Served) -> None:
+    served.says(lambda _: scores(2, lambda n: n / 4))
+
+    async def rollout(n: int) -> Any:
+        return art.Trajectory(messages_and_choices=[user("x"), said(f"here {n}")], reward=0)
+
+    groups = gathered(
+        lambda: [art.TrajectoryGroup(rollout(n) for n in range(2))],
+        after_each=lambda g: part("rewards").ruler_score_group(
+            g, "openai/judge", {"api_base": served.url, "api_key": "k"}, swallow_exceptions=True
+        ),
+    )
+    assert [rewards(group) for group in groups] == [[0.25, 0.5]]
+
+
+# -- tools and scenarios -------------------------------------------------------------------------------------------
+
+
+def test_a_tool_of_a_server() -> None:
+    mcp = part("mcp")
+    tool = mcp.MCPTool.from_dict({"name": "f", "description": "d", "parameters": {"type": "object"}})
+    assert tool == mcp.MCPTool(name="f", description="d", parameters={"type": "object"})
+    assert tool.to_dict() == {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert tool.to_tool_schema() == {"type": "function", "function": tool.to_dict()}
+    assert mcp.MCPTool.from_dict({"name": "f"}).description == ""
+
+
+def test_a_resource_of_a_server() -> None:
+    resource = part("mcp").MCPResource.from_dict({"uri": "u", "name": "n", "mimeType": "text/plain"})
+    assert (resource.uri, resource.name, resource.description, resource.mime_type) == (
+        "u",
+        "n",
+        "",
+        "text/plain",
+    )
+
+
+def scenario(task: str, difficulty: int) -> Any:
+    return part("mcp").GeneratedScenario(task=task, difficulty=difficulty)
+
+
+def test_a_scenario() -> None:
+    assert scenario("x" * 30, 2).preview(10) == "x" * 10 + "…"
+    assert scenario("t", 2).to_dict() == {"task": "t", "difficulty": 2}
+
+
+@pytest.mark.parametrize("difficulty", [0, 6, "3"])
+def test_a_difficulty_is_from_1_to_5(difficulty: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?i)difficulty"):
+        scenario("t", difficulty)
+
+
+def test_a_collection_of_scenarios() -> None:
+    collection = part("mcp").GeneratedScenarioCollection([scenario(f"t{n}", 1 + n % 5) for n in range(7)])
+    assert (len(collection), collection[0].task, [s.task for s in collection[1:3]]) == (7, "t0", ["t1", "t2"])
+    train, val = collection.split(3)
+    assert ([s.task for s in train], len(val)) == (["t0", "t1", "t2"], 4)
+    assert sorted(s.task for s in collection.shuffle()) == [f"t{n}" for n in range(7)]
+    assert [s.difficulty for s in collection.filter_by_difficulty(2, 3)] == [2, 3, 2]
+    assert collection.get_difficulty_distribution() == {1: 2, 2: 2, 3: 1, 4: 1, 5: 1}
+    assert (collection.get_summary()["total_scenarios"], collection.get_summary()["avg_task_length"]) == (
+        7,
+        2,
+    )
+    with pytest.raises(ValueError, match="train_size"):
+        collection.split(8)
+
+
+def test_a_collection_survives_json() -> None:
+    kind = part("mcp").GeneratedScenarioCollection
+    collection = kind([scenario("a", 1), scenario("b", 5)])
+    assert kind.from_json(collection.to_json()).to_dicts() == collection.to_dicts()
+    assert kind.from_dicts(collection.to_dicts())[1].difficulty == 5
+
+
+def test_scenarios_are_generated_of_tools(served: Served) -> None:
+    made = {"scenarios": [{"task": f"task {n}", "difficulty": 1 + n % 5} for n in range(3)]}
+    served.says(lambda _: json.dumps(made))
+    collection = asyncio.run(
+        part("mcp").generate_scenarios(
+            [{"name": "find", "description": "finds", "parameters": {}}],
+            [{"uri": "file://inventory", "name": "inventory", "description": "stock"}],
+            num_scenarios=3, show_preview=True, custom_instructions="mention ships", generator_model="gen",
+            generator_api_key="key", generator_base_url=served.url,
+        )
+    )  # fmt: skip
+    assert [s.task for s in collection] == ["task 0", "task 1", "task 2"]
+    headers, body = served.requests[0]
+    assert (headers["authorization"], body["model"]) == ("Bearer key", "gen")
+    text = json.dumps(body["messages"])
+    assert all(word in text for word in ("find", "inventory", "mention ships"))
+
+
+def test_too_few_generated_scenarios_are_an_error(served: Served) -> None:
+    served.says(lambda _: json.dumps({"scenarios": [{"task": "t", "difficulty": 1}]}))
+    with pytest.raises(ValueError, match="3"):
+        asyncio.run(
+            part("mcp").generate_scenarios(
+                [{"name": "find"}],
+                num_scenarios=3,
+                generator_model="gen",
+                generator_api_key="key",
+                generator_base_url=served.url,
+            )
+        )
+
+
+def test_a_generator_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="OPENROUTER_API_KEY"):
+        asyncio.run(part("mcp").generate_scenarios([{"name": "find"}]))
+
+
+def test_scenarios_need_tools_or_resources() -> None:
+    with pytest.raises(ValueError, match="resource"):
+        asyncio.run(part("mcp").generate_scenarios([], generator_api_key="key"))
+
+
+# -- LangGraph -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:create_react_agent")
+def test_the_chat_model_of_a_wrapped_rollout(served: Served) -> None:
+    pytest.importorskip("langchain_openai")
+    prebuilt = pytest.importorskip("langgraph.prebuilt")
+    langgraph = part("langgraph")
+    model = art.Model(
+        name="gpt",
+        project="p",
+        inference_api_key="k",
+        inference_base_url=served.url,
+        inference_model_name="gpt",
+    )
+
+    async def rollout(_: Any, text: str) -> Any:
+        chat = langgraph.init_chat_model(model.get_inference_name(), temperature=1.0)
+        agent = prebuilt.create_react_agent(chat, [])
+        await agent.ainvoke({"messages": [("user", text)]}, config={"configurable": {"thread_id": "t"}})
+        if hasattr(chat, "root_async_client"):
+            await chat.root_async_client.close()  # LangChain leaves it open
+        return art.Trajectory(reward=0.5, metadata={"a": 1})
+
+    made = asyncio.run(langgraph.wrap_rollout(model, rollout)(model, "hello"))
+    assert (made.reward, made.metadata) == (0.5, {"a": 1})
+    assert [(m["role"], m["content"]) for m in made.messages()] == [
+        ("user", "hello"),
+        ("assistant", "after 1"),
+    ]
+    assert isinstance(made.messages_and_choices[1], Choice)

@@ -1,0 +1,56 @@
+"""`journeywork.art` costs a program little more than `openai`, which it needs anyway."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = (
+    "torch",
+    "transformers",
+    "litellm",
+    "nats",
+    "msgspec",
+    "numpy",
+    "pyarrow",
+    "tqdm",
+    "langchain_core",
+    "rich",
+)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = f"""
+import sys, openai
+before = set(sys.modules)
+import journeywork.art, journeywork.art.rewards, journeywork.art.mcp, journeywork.art.langgraph
+import journeywork.art.utils.litellm
+more = {{name.partition('.')[0] for name in set(sys.modules) - before}}
+print(sorted(more & set({HEAVY!r})))
+"""
+    done = run(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_httpx_is_left_alone_until_something_is_captured() -> None:
+    done = run(
+        "import httpx as h; send = h.Client.send; import journeywork.art; print(h.Client.send is send)"
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_without_openai_it_says_what_to_install() -> None:
+    done = run("import sys; sys.modules['openai'] = None; import journeywork.art")
+    assert "pip install 'journeywork[art]'" in done.stderr
+
+
+def test_a_judge_without_litellm_says_what_to_install() -> None:
+    done = run(
+        "import asyncio, sys; sys.modules['litellm'] = None; from journeywork.art.rewards import ruler; "
+        "asyncio.run(ruler([[{'role': 'user', 'content': 'a'}]], 'anthropic/x'))"
+    )
+    assert "extra_litellm_params" in done.stderr

@@ -1,0 +1,347 @@
+"""Training through a running installation: what is sent, what is refused, and how its end is known."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from safetensors.torch import load_file
+
+import journeywork.art as art
+from journeywork import Journeywork
+from journeywork.art.captured import references_of
+from journeywork.art.langgraph import init_chat_model, wrap_rollout
+from journeywork.art.local import LocalBackend, UpError
+from journeywork.art.utils.sft import train_sft_from_file
+from tests.conftest import InferenceDouble
+from tests.journeywork.art.kit import BASE, MODEL, Up, flags
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
+
+DOUBLE_SETTINGS = {"trainer.logprob_bound": 1000}
+"""The double's logprobs are no model's."""
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory, inference_double: InferenceDouble) -> Iterator[Up]:
+    # Groups of any other training would wait: what is trained here was requested as a batch.
+    settings = DOUBLE_SETTINGS | {"trainer.groups_per_step": 50}
+    made = Up(tmp_path_factory.mktemp("art") / "run", inference_double.url, **settings)
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+async def model(up: Up, tmp_path: Path) -> Any:
+    made = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path))
+    backend = art.RemoteBackend(up.wait())
+    await made.register(backend)
+    yield made
+    await backend.close()
+
+
+async def choice_of(model: Any, text: str = "a1=x", **options: Any) -> Choice:
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(),
+        messages=[{"role": "user", "content": text}],
+        max_tokens=4,
+        **options,
+    )
+    choice: Choice = completion.choices[0]
+    return choice
+
+
+async def trajectory(model: Any, reward: float, **fields: Any) -> art.Trajectory:
+    said: list[Any] = [{"role": "user", "content": "a1=x"}, await choice_of(model)]
+    return art.Trajectory(messages_and_choices=said, reward=reward, **fields)
+
+
+async def group(model: Any, *rewards: float, **fields: Any) -> art.TrajectoryGroup:
+    return art.TrajectoryGroup([await trajectory(model, reward) for reward in rewards], **fields)
+
+
+async def test_a_step_trains_what_it_was_given(up: Up, model: Any) -> None:
+    before = await model.get_step()
+    backend = model.backend()
+    result = await backend.train(
+        model,
+        [await group(model, 0, 1), await group(model, 1, 0), await group(model, 0.5, 0.5)],
+        learning_rate=0.01,
+    )
+    assert (result.step, await model.get_step()) == (before + 1, before + 1)
+    assert result.artifact_name == f"{MODEL}@{before + 1}"
+    assert result.metrics["data/step_num_groups_trainable"] == 2
+    assert result.metrics["loss/learning_rate"] == 0.01
+    with Journeywork(up.wait()) as gateway:
+        (policy,) = gateway.policies()
+    assert policy["version"] == result.artifact_name, "the step is served when train returns"
+    # The next calls are sampled by it, and recorded in another trajectory.
+    reply = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=[{"role": "user", "content": "a1=x"}], max_tokens=4
+    )
+    assert reply.model == result.artifact_name
+
+
+async def test_groups_without_a_difference_take_no_step(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    before = await model.get_step()
+    result = await model.backend().train(model, [await group(model, 1, 1), await group(model, 1)])
+    assert (result.step, result.artifact_name, await model.get_step()) == (before, None, before)
+    assert "no step was trained" in caplog.text
+    assert (await model.backend().train(model, [])).step == before
+
+
+async def test_a_group_may_be_trained_twice_and_a_trajectory_be_in_two_groups(model: Any) -> None:
+    before = await model.get_step()
+    one = await group(model, 0, 1)
+    await model.train([one], config=art.TrainConfig(learning_rate=1e-3))
+    await model.train([one, art.TrajectoryGroup([*one.trajectories, await trajectory(model, 0.5)])])
+    assert await model.get_step() == before + 2
+
+
+async def test_a_choice_without_a_recorded_call_is_named(model: Any) -> None:
+    before = await model.get_step()
+    foreign = Choice(
+        finish_reason="stop", index=0, message=ChatCompletionMessage(role="assistant", content="by hand")
+    )
+    bad = await trajectory(model, 1)
+    bad.messages_and_choices += [{"role": "user", "content": "b"}, foreign]
+    with pytest.raises(
+        art.NotCapturedError, match=r"trajectory 1 of group 0.*messages_and_choices\[3\].*openai_client"
+    ):
+        await model.train([art.TrajectoryGroup([await trajectory(model, 0), bad])])
+    only_messages = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "x"}], reward=1)
+    with pytest.raises(art.NotCapturedError, match="holds no `Choice`"):
+        await model.train([art.TrajectoryGroup([await trajectory(model, 0), only_messages])])
+    bad.messages_and_choices.pop()
+    bad.additional_histories.append(art.History(messages_and_choices=[foreign]))
+    with pytest.raises(art.NotCapturedError, match=r"additional_histories\[0\]"):
+        await model.train([art.TrajectoryGroup([await trajectory(model, 0), bad])])
+    assert await model.get_step() == before, "nothing was sent"
+
+
+async def test_any_client_with_the_models_address_is_recorded(model: Any) -> None:
+    before = await model.get_step()
+
+    async def rollout(reward: float) -> art.Trajectory:
+        async with AsyncOpenAI(base_url=model.inference_base_url, api_key=model.inference_api_key) as client:
+            chunks = await client.chat.completions.create(
+                model=model.name, messages=[{"role": "user", "content": "go"}], max_tokens=4, stream=True
+            )
+            async for _ in chunks:
+                pass
+        found = art.auto_trajectory(required=True)
+        found.reward = reward
+        return found
+
+    made = [await art.capture_auto_trajectory(rollout(n)) for n in (0.0, 1.0)]
+    assert [len(references_of(t, "t")) for t in made] == [1, 1]
+    await model.train([art.TrajectoryGroup(made)])
+    assert await model.get_step() == before + 1
+
+
+async def test_calls_of_langchains_chat_model_are_trained(model: Any) -> None:
+    chats: list[Any] = []
+
+    async def rollout(reward: float) -> art.Trajectory:
+        chat = init_chat_model(model.get_inference_name(), temperature=1.0, max_tokens=4)
+        await chat.ainvoke([("user", "a1=x")])
+        chats.append(chat)
+        return art.Trajectory(reward=reward)
+
+    before = await model.get_step()
+    made = [await wrap_rollout(model, rollout)(reward) for reward in (0.0, 1.0)]
+    await chats[-1].root_async_client.close()  # LangChain shares its connections, and leaves them open
+    assert [len(references_of(t, "t")) for t in made] == [1, 1]
+    await model.train([art.TrajectoryGroup(made)])
+    assert await model.get_step() == before + 1
+    with pytest.raises(RuntimeError, match="wrap_rollout"):
+        init_chat_model()
+
+
+async def test_a_trajectory_from_json_still_names_its_calls(model: Any) -> None:
+    made = await trajectory(model, 1)
+    again = art.Trajectory.model_validate_json(made.model_dump_json())
+    assert references_of(again, "again") == references_of(made, "made")
+
+
+async def test_choices_of_one_call_are_told_apart(model: Any) -> None:
+    completion = await model.openai_client().chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "a1=x"}], max_tokens=4, n=2
+    )
+    made = [
+        art.Trajectory(
+            messages_and_choices=[{"role": "user", "content": "a1=x"}, choice], reward=choice.index
+        )
+        for choice in completion.choices
+    ]
+    assert [references_of(t, "t")[0]["choice"] for t in made] == [0, 1]
+    before = await model.get_step()
+    await model.train([art.TrajectoryGroup(made)])
+    assert await model.get_step() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kl_penalty_coef": 0.1}, "trainer.loss.beta"), ({"loss_fn": "ppo"}, "trainer.loss.type"),
+        ({"scale_rewards": False}, "trainer.loss.advantage_scaling"), ({"kimi_k2_tau": 0.1}, "leave it out"),
+    ],
+)  # fmt: skip
+async def test_what_a_step_cannot_choose_is_refused(model: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(art.UnsupportedError, match=named):
+        await model.backend().train(model, [], **options)
+
+
+async def test_options_that_change_nothing_are_taken(model: Any) -> None:
+    before = await model.get_step()
+    result = await model.backend().train(
+        model, [], verbose=True, logprob_calculation_chunk_size=8, loss_fn="cispo"
+    )
+    assert result.step == before
+    with pytest.raises(TypeError, match="no option 'learnig_rate'"):
+        await model.backend().train(model, [], learnig_rate=1)
+
+
+async def test_what_has_no_counterpart_says_what_to_do(model: Any, tmp_path: Path) -> None:
+    tuning = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "a1"}])
+    with pytest.raises(art.UnsupportedError, match="journeywork sft OUT --base"):
+        await model.train_sft([tuning])
+    with pytest.raises(art.UnsupportedError, match="list of learning rates"):
+        await model.train_sft([tuning], art.TrainSFTConfig(learning_rate=[1e-3, 1e-4]))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "assistant", "content": "a1"}]}\n')
+    with pytest.raises(art.UnsupportedError, match="journeywork sft"):
+        await train_sft_from_file(model, str(chats))
+    with pytest.raises(art.UnsupportedError, match="train/reward"):
+        await model.delete_checkpoints(best_checkpoint_metric="train/reward")
+    await model.delete_checkpoints()
+
+
+async def test_another_model_is_not_served(up: Up, tmp_path: Path) -> None:
+    other = art.TrainableModel(name="chess", project="p", base_model="b", base_path=str(tmp_path))
+    with pytest.raises(LookupError, match=f"serves no model 'chess', but: '{MODEL}'"):
+        await other.register(art.ServerlessBackend(base_url=up.wait()))
+
+
+async def test_validation_is_recorded_and_not_trained(up: Up, model: Any) -> None:
+    step = await model.get_step()
+    runs = [await trajectory(model, 0.25, metrics={"won": True}), art.Trajectory(reward=0.75)]
+    await model.log(runs, split="val", metrics={"mine": 2.0})
+    rows = (Path(model.base_path) / "p" / "models" / MODEL / "history.jsonl").read_text()
+    assert '"val/reward": 0.5' in rows
+    assert '"mine": 2.0' in rows
+    assert '"val/won": 1.0' in rows
+    shown = (
+        Path(model.base_path) / "p" / "models" / MODEL / "trajectories" / "val" / f"{step:04}.jsonl"
+    ).read_text()
+    assert shown.count("\n") == 2
+    assert await model.get_step() == step
+
+
+async def test_a_gateway_that_restarts_is_waited_for(up: Up, model: Any) -> None:
+    before = await model.get_step()
+    groups = [await group(model, 0, 1)]
+    pid = up.state()["services"]["gateway"]["pid"]
+    training = asyncio.ensure_future(model.train(groups))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    await training
+    assert await model.get_step() == before + 1
+
+
+# -- an installation of one's own ------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(500)  # it starts two installations
+async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it(
+    tmp_path: Path, inference_double: InferenceDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BeforeTheDouble(LocalBackend):
+        """Its installations have the double in place of a vLLM of their own."""
+
+        def command(self, run_dir: Path, model: Any) -> list[str]:
+            return [*super().command(run_dir, model), "--vllm-url", inference_double.url]
+
+    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
+    model = art.TrainableModel(
+        name=MODEL, project="own", base_model=str(BASE), base_path=str(tmp_path),
+        _internal_config=art.dev.InternalModelConfig(
+            init_args={"max_seq_length": 256}, peft_args={"r": 8}, engine_args={"max_num_seqs": 4}
+        ),
+    )  # fmt: skip
+    said = [{"role": "user", "content": "a1=. b1=x"}, {"role": "assistant", "content": "a1"}]
+    history = art.trajectories.History(messages_and_choices=said)
+    tuning = art.Trajectory(messages_and_choices=said, additional_histories=[history])
+    async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
+        await model.register(backend)
+        before, address = backend.run_dir(model), model.inference_base_url
+        (process,) = backend._started.values()
+        with pytest.raises(ValueError, match="no trajectory"):
+            await model.train_sft([])
+        await model.train_sft([tuning] * 8, art.TrainSFTConfig(learning_rate=1e-3, batch_size=4))
+        assert process.returncode is not None
+        after = backend.run_dir(model)
+        assert (before.name, after.name) == ("journeywork", "journeywork-sft-0001")
+        assert model.inference_base_url != address
+        made = after.parent / "sft-0001"
+        assert weights(made).keys() == weights(BASE).keys()
+        assert not all(torch.equal(weights(made)[name], value) for name, value in weights(BASE).items())
+        assert tomllib.loads((after / "config.toml").read_text())["models"][0]["base"] == str(made)
+
+        result = await backend.train(model, [await group(model, 0, 1)])
+        assert result.checkpoint_path is not None
+        assert (Path(result.checkpoint_path) / "adapter_model.safetensors").exists()
+        with pytest.raises(art.UnsupportedError, match="has trained 1 steps"):
+            await model.train_sft([tuning])
+        joined = LocalBackend(
+            path=str(tmp_path)
+        )  # as a later program: it finds the fine-tuned model's installation
+        assert await joined.url_of(model) == await backend.url_of(model)
+        await joined.close()
+        assert await model.get_step() == 1, "an installation that was joined keeps running"
+        (process,) = backend._started.values()
+    assert process.returncode is not None, "one that was started ends with its backend"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+async def test_a_server_that_would_keep_the_old_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
+    model = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE))
+    chats = [{"messages": [{"role": "assistant", "content": "a1"}]}]
+    backend = LocalBackend(path=str(tmp_path), up_options=("--vllm-url", "http://127.0.0.1:9"))
+    with pytest.raises(art.UnsupportedError, match="only an installation that this program has started"):
+        await backend.train_sft(model, chats, ())
+    backend._started[backend.run_dir(model)] = cast(Any, object())
+    with pytest.raises(art.UnsupportedError, match="would keep the old weights"):
+        await backend.train_sft(model, chats, ())
+    backend._started.clear()
+
+
+async def test_an_installation_that_does_not_start_shows_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
+    model = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE))
+    backend = LocalBackend(path=str(tmp_path), up_options=("--set", "trainer.nonsense=1"))
+    with pytest.raises(UpError, match="status"):
+        await model.register(backend)
+    await backend.close()

@@ -1,0 +1,63 @@
+"""Helpers that read a folder, show a message and log a refused request."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from journeywork.art.utils import format_message, get_model_step, log_http_errors
+
+pytestmark = pytest.mark.anyio
+
+
+def test_the_newest_checkpoint_of_the_newest_base_model_counts(tmp_path: Path) -> None:
+    model = SimpleNamespace(name="m", project="p")
+    folder = tmp_path / "p" / "models" / "m"
+    for step in ("step-00000009", "step-00000011", "step-x", "other"):
+        (folder / "journeywork" / "checkpoints" / "m" / step).mkdir(parents=True)
+    assert get_model_step(model, str(tmp_path)) == 11
+    (folder / "journeywork-sft-0001").mkdir()
+    assert get_model_step(model, str(tmp_path)) == 0
+    (folder / "journeywork-sft-0001" / "checkpoints" / "m" / "step-00000002").mkdir(parents=True)
+    assert get_model_step(model, str(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user", "content": "hi"}, "user:\nhi"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "x"}]},
+            'user:\nhi\n{"type": "x"}',
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+            },
+            "assistant:\ncalls f({})",
+        ),
+    ],
+)
+def test_a_message_is_shown(message: dict[str, Any], text: str) -> None:
+    assert format_message(message) == text
+
+
+async def test_the_body_of_a_refused_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404, stream=httpx.ByteStream(b"no such model"))
+
+    @log_http_errors
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            (await client.get("http://gateway/x")).raise_for_status()
+
+    with caplog.at_level(logging.ERROR), pytest.raises(httpx.HTTPStatusError):
+        await ask()
+    assert "GET http://gateway/x answered 404: no such model" in caplog.text

@@ -1,0 +1,154 @@
+"""`journeywork eval` as a program: a pinned version, a server by URL and a model through litellm, on one log."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from journeywork.evaluation.command import main
+from pipeline.config import NatsConfig
+from pipeline.events import PolicyEvaluated, TrajectoryCompleted
+from pipeline.log.broker import Broker
+from store import sql
+from tests.conftest import VllmServer
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, gateway, start_gateway
+from tests.store.kit import fill
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+
+__all__ = ["gateway", "start_gateway"]  # fixtures
+
+ROOT = Path(__file__).parents[3]
+KIT = "tests.journeywork.evaluation.kit"
+PLAYED = ["--rollout", f"{KIT}:play", "--scenarios", f"{KIT}:held_out"]
+
+
+def evaluate(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", "eval", *PLAYED, *args]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **env}
+    )
+
+
+@pytest.mark.slow
+async def test_versions_and_models_of_others_play_the_same_tasks(
+    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    server, served = f"{vllm_server.url}/v1", f"{vllm_server.model}@0"
+    entrants = ["tictactoe@0", "tictactoe", f"{server}#{served}", f"litellm:openai/{served}"]
+    done = evaluate(
+        *entrants, "--url", gateway.url, "--attempts", "2", "--out", str(tmp_path / "pages"), "--json",
+        "--price", f"{entrants[2]}=1/2", "--usd-per-hour", "2",
+        OPENAI_API_BASE=server, OPENAI_API_KEY="none",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [e["entrant"] for e in told["entrants"]] == entrants
+    assert [e["version"] for e in told["entrants"]] == ["tictactoe@0", "tictactoe@0", "", ""]
+    assert [(e["runs"], e["failed"], e["calls"]) for e in told["entrants"]] == [(6, 0, 6)] * 4
+    assert len({e["prompt_tokens"] for e in told["entrants"]}) == 1  # the same prompts, counted in two ways
+    assert all(e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"])
+    costs = [e["cost_usd"] for e in told["entrants"]]
+    assert costs[0] == pytest.approx(told["entrants"][0]["wall_s"] / 1800)
+    assert costs[2] == pytest.approx(
+        (told["entrants"][2]["prompt_tokens"] + 2 * told["entrants"][2]["completion_tokens"]) / 1e6
+    )
+    assert costs[3] is None  # litellm has no price for this model
+    pages = {p.name: p.read_text() for p in (tmp_path / "pages").iterdir()}
+    assert set(pages) == {"report.md", "report.html"}
+    assert all(told["evaluation"] in page for page in pages.values())
+
+    async with Broker.connect(nats_config, name="test") as broker:
+        events: list[Any] = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
+        runs = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    assert [(e.entrant, e.position) for e in events] == [(name, n) for n, name in enumerate(entrants)]
+    assert len(runs) == 12
+    assert {r.split for r in runs} == {"val"}
+    assert {t for e in events for task in e.tasks for t in task.trajectories} == {r.trajectory for r in runs}
+    fill(tmp_path, [*runs, *events])
+    with sql.connect(tmp_path) as connection:
+        rows = connection.sql(
+            "SELECT entrant, measure, mean, pairs FROM evaluations ORDER BY position, measure"
+        ).fetchall()
+        assert [row[:2] for row in rows] == [(e, m) for e in entrants for m in ("reward", "short")]
+        assert [row[3] for row in rows] == [0, 0, *[3] * 6]
+        (mean,) = connection.sql(
+            "SELECT avg(t.reward) FROM evaluation_tasks e, unnest(e.trajectories) AS u(name) "
+            "JOIN trajectories t ON t.trajectory = u.name WHERE e.position = 0"
+        ).fetchall()[0]
+        assert mean == pytest.approx(rows[0][2])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["m@x"], "'m@x' is no entrant"),
+        (["m", "--scenarios", "none.jsonl"], "none.jsonl: No such file"),
+        (["m", "--price", "x=1/2"], "--price names no entrant: x"),
+        (["m", "--run-dir", "nowhere"], "nowhere/state.json names no gateway"),
+        (["m", "--run-dir", "nowhere", "--no-record"], "nowhere/state.json names no gateway"),
+        (["m", "--limit", "-1"], "--limit: it must be a whole number of at least 1, not '-1'"),
+        (["m", "--limit", "0"], "--limit: it must be a whole number of at least 1, not '0'"),
+        (["m", "--attempts", "0"], "--attempts: it must be a whole number of at least 1, not '0'"),
+        (["m", "--usd-per-hour", "-1"], "--usd-per-hour: it must be a number of at least 0, not '-1'"),
+        (["m", "--price", "m=-1/2"], "'m=-1/2' is no price"),
+        (["m", "--prompt", "nofile"], "--prompt nofile: No such file or directory"),
+        (["m", "--key-env", "NOT_SET"], "--key-env NOT_SET: this environment variable is not set"),
+        (["m", "--out", "README.md/pages"], "--out README.md/pages: Not a directory"),
+        (["m", "--url", "localhost:8000"], "'localhost:8000' must begin with http:// or https://: write"),
+    ],
+)
+def test_what_can_t_be_used_is_said_so(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main([*PLAYED, *args])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stopped_run_is_no_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another run may have its port by now."""
+    state = {"urls": {"gateway": "http://127.0.0.1:9"}, "services": {"gateway": {"state": "stopped"}}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(SystemExit):
+        main([*PLAYED, "m", "--run-dir", str(tmp_path)])
+    assert (
+        f"the run {tmp_path} is stopped: start it with `journeywork up`, or give --url"
+        in capsys.readouterr().err
+    )
+
+
+def test_an_evaluation_without_a_reward_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["http://127.0.0.1:9/v1#m", "--rollout", f"{KIT}:forget", "--scenarios", f"{KIT}:held_out"]
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "--no-record", "--out", str(tmp_path)])
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert "no task has a reward for http://127.0.0.1:9/v1#m: " in told.err
+    sentence = "3 of 3 tasks have no reward"
+    assert sentence in told.out
+    assert sentence in (tmp_path / "report.md").read_text()
+
+
+def test_a_gateway_that_is_away_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("journeywork.transport.Backoff.next_pause", _give_up)
+    with pytest.raises(SystemExit) as ended:
+        main([*PLAYED, "m", "--url", "http://127.0.0.1:9"])
+    assert ended.value.code == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def _give_up(*_: object) -> float:
+    from journeywork.transport import GatewayUnavailableError
+
+    raise GatewayUnavailableError("gave up")

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from journeywork.evaluation.loading import load_rollout, load_scenarios
+from tests.journeywork.evaluation import kit
+
+HERE = "tests.journeywork.evaluation.kit"
+
+
+def test_rollouts_and_tasks_are_loaded_by_name(tmp_path: Path) -> None:
+    assert load_rollout(f"{HERE}:play") is kit.play
+    assert load_scenarios(f"{HERE}:held_out") == load_scenarios(f"{HERE}:TASKS") == kit.TASKS
+    assert load_scenarios(f"{HERE}:TASKS", 2) == kit.TASKS[:2]
+    (tmp_path / "s.jsonl").write_text('{"id": "s-1"}\n\n{"id": "s-2"}\n')
+    assert load_scenarios(str(tmp_path / "s.jsonl")) == [{"id": "s-1"}, {"id": "s-2"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no_colon", "'no_colon' must have the form module:name"),
+        ("no.such:thing", "'no.such:thing': there is no module 'no.such'"),
+        (f"{HERE}:nothing", f"'{HERE}:nothing': the module '{HERE}' has no 'nothing'"),
+    ],
+)
+def test_what_can_t_be_loaded_is_said_so(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_rollout(text)
+
+
+def test_what_is_no_list_of_tasks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no function but list"):
+        load_rollout(f"{HERE}:TASKS")
+    with pytest.raises(ValueError, match="No such file"):
+        load_scenarios(str(tmp_path / "none.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"id": 1}\n{')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
+        load_scenarios(str(tmp_path / "bad.jsonl"))

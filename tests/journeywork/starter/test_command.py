@@ -1,0 +1,80 @@
+"""A project of `journeywork init` runs: its test, its training, its evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from journeywork.starter.command import FILES, InitError, main, write_project
+from tests.conftest import InferenceDouble
+from tests.kits.installation import JOURNEYWORK, program, up
+
+
+@pytest.mark.slow
+def test_a_project_has_its_name_and_its_test_passes(tmp_path: Path) -> None:
+    said = program([*JOURNEYWORK, "init", "support"], tmp_path)
+    assert "cd support" in said
+    assert sorted(p.name for p in (tmp_path / "support").iterdir()) == sorted(FILES)
+    texts = [p.read_text() for p in (tmp_path / "support").iterdir()]
+    assert not any("starter_model" in text for text in texts)
+    assert 'MODEL = "support"' in (tmp_path / "support" / "agent.py").read_text()
+    assert "6 passed" in program([sys.executable, "-m", "pytest", "-q", "-W", "error"], tmp_path / "support")
+
+
+@pytest.mark.parametrize("name", ["", "1x", "a/b", "a b", "x" * 65])
+def test_what_cannot_be_a_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InitError, match="cannot be a project"):
+        write_project(name, tmp_path / "p")
+
+
+def test_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(SystemExit) as ended:
+        main(["support", "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "support").write_text("a file")
+    with pytest.raises(InitError, match="support is a file"):
+        write_project("support", tmp_path / "support")
+    with pytest.raises(InitError, match="support/agent cannot be made: Not a directory"):
+        write_project("support", tmp_path / "support" / "agent")
+
+
+def test_a_base_model_in_an_oddly_named_folder_is_a_valid_setting(tmp_path: Path) -> None:
+    base = '/models/it\'s "new"\\v1'
+    write_project("support", tmp_path / "p", base)
+    settings = tomllib.loads((tmp_path / "p" / "journeywork.toml").read_text())
+    assert settings["models"][0]["base"] == base
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_project_trains_and_is_evaluated(tmp_path: Path) -> None:
+    """The commands of its README, with a small model before the inference double."""
+    project = tmp_path / "tictactoe"  # the double serves this name
+    write_project("tictactoe", project, str(InferenceDouble.base))
+    with up(tmp_path, project / "runs" / "tictactoe", "--config", "journeywork.toml", cwd=project) as running:
+        said = program([sys.executable, "agent.py", "--passes", "2"], project, JOURNEYWORK_URL=running.url)
+        assert [line.partition(":")[0] for line in said.splitlines()] == ["pass 0", "pass 1"]
+        running.until_step(1)
+        played = ["--rollout", "agent:play", "--scenarios", "agent:held_out", "--limit", "4", "--json"]
+        told = json.loads(program([*JOURNEYWORK, "eval", "tictactoe@0", *played], project))
+        assert {m["name"] for m in told["entrants"][0]["measures"]} == {"reward", "right"}
+        assert (project / told["report"] / "report.html").exists()
+    assert running.query(
+        "SELECT split, count(*) AS runs FROM trajectories GROUP BY split ORDER BY split"
+    ) == [
+        {"split": "train", "runs": 256},
+        {"split": "val", "runs": 4},
+    ]
+    assert running.query("SELECT entrant FROM evaluations WHERE measure = 'right'") == [
+        {"entrant": "tictactoe@0"}
+    ]

@@ -1,0 +1,137 @@
+"""The SDK against a real gateway."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import anyio
+import anyio.to_thread
+import httpx
+import openai
+import pytest
+
+import journeywork.client as client_module
+import journeywork.transport as transport_module
+from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, JourneyworkError
+from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
+from tests.rollout_gateway.kit import ASK
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+
+__all__ = ["gateway", "start_gateway"]  # fixtures
+
+
+async def test_a_run_from_open_to_complete(gateway: GatewayProcess) -> None:
+    with Journeywork(gateway.url) as jw:
+        with jw.trajectory("tictactoe", group="g", task="play") as run:
+            with openai.OpenAI(**run.openai) as agent:
+                agent.chat.completions.create(**ASK)
+            run.reward = 0.25
+        got = jw.get(run.id)
+        assert (got["status"], got["reward"], got["exchanges"], got["task"]) == ("completed", 0.25, 1, "play")
+        assert jw.policies()[0]["version"] == "tictactoe@0"
+        with pytest.raises(JourneyworkError) as refused:
+            jw.complete(run.id, reward=1.0)
+        assert (refused.value.status, refused.value.code) == (409, "trajectory_completed")
+
+
+async def test_a_failed_run_has_no_result(gateway: GatewayProcess) -> None:
+    async with AsyncJourneywork(gateway.url) as jw:
+        with pytest.raises(ZeroDivisionError):
+            async with jw.trajectory("tictactoe") as run:
+                _ = 1 / 0
+        assert (await jw.get(run.id))["outcome"] == "no_result"
+
+
+async def test_calls_wait_for_a_gateway_that_restarts(gateway: GatewayProcess) -> None:
+    async with AsyncJourneywork(gateway.url) as jw:
+        run = await jw.open("tictactoe")
+        gateway.kill()
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(jw.complete, run.id)
+            await anyio.to_thread.run_sync(gateway.start)
+        assert (await jw.get(run.id))["status"] == "completed"
+
+
+async def test_no_gateway_is_said_so() -> None:
+    with Journeywork("http://127.0.0.1:9", wait_s=0.1) as jw, pytest.raises(GatewayUnavailableError):
+        jw.policies()
+
+
+@pytest.mark.parametrize("client", [Journeywork, AsyncJourneywork])
+def test_a_url_without_a_scheme_fails_at_once(client: type[Journeywork] | type[AsyncJourneywork]) -> None:
+    """httpx reports such a URL as a transport error, which would be retried for `wait_s`."""
+    for url, said in (
+        (
+            "localhost:8000",
+            r"'localhost:8000' must begin with http:// or https://: write 'http://localhost:8000'",
+        ),
+        ("ftp://gateway", "must begin with http:// or https://$"),
+        ("http://", "'http://' names no host"),
+        ("http://:8000", "names no host"),
+        ("http://localhost:80a", "is not valid: Invalid port: '80a'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            client(url)
+
+
+async def test_an_unreachable_gateway_is_told_while_the_client_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused")
+
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    async def sleep_async(seconds: float) -> None:
+        sleep(seconds)
+
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
+    with Journeywork("http://one", wait_s=20) as jw:
+        jw._http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(refuse))
+        with pytest.raises(GatewayUnavailableError):
+            jw.policies()
+    (told,) = caplog.messages
+    assert "the gateway http://one can't be reached (connection refused); trying for" in told
+    async with AsyncJourneywork("http://two", wait_s=80) as ajm:
+        await ajm._http.aclose()
+        ajm._http = httpx.AsyncClient(base_url=ajm.url, transport=httpx.MockTransport(refuse))
+        with pytest.raises(GatewayUnavailableError):
+            await ajm.policies()
+    assert len(caplog.messages) == 1 + 3
+
+
+async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overloaded(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(503, text="x" * 1000, headers={"retry-after": "7"})
+
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    async def sleep_async(seconds: float) -> None:
+        sleep(seconds)
+
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
+    message = rf"^gave up after 10 s; last problem: status 503: x{{{200}}}$"
+    with Journeywork("http://gateway", wait_s=10) as jw:
+        jw._http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(overloaded))
+        with pytest.raises(GatewayUnavailableError, match=message):
+            jw.policies()
+    assert pauses[:2] == [7.0, 3.0]
+    now[0], pauses[:] = 0.0, []
+    async with AsyncJourneywork("http://gateway", wait_s=10) as ajm:
+        await ajm._http.aclose()
+        ajm._http = httpx.AsyncClient(base_url=ajm.url, transport=httpx.MockTransport(overloaded))
+        with pytest.raises(GatewayUnavailableError, match=message):
+            await ajm.policies()
+    assert pauses[:2] == [7.0, 3.0]

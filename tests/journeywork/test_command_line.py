@@ -1,0 +1,40 @@
+"""Arguments that are refused with what is allowed, and the exit status after an error."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from journeywork.command_line import at_least_one, exit_status, not_negative
+
+
+def test_numbers_are_read_within_their_bounds() -> None:
+    assert (at_least_one("7"), not_negative("0"), not_negative("0.5")) == (7, 0.0, 0.5)
+    for kind, text in (
+        (at_least_one, "0"), (at_least_one, "-1"), (at_least_one, "1.5"), (at_least_one, "²"),
+        (not_negative, "-1"), (not_negative, "nan"), (not_negative, "inf"), (not_negative, "x"),
+    ):  # fmt: skip
+        with pytest.raises(argparse.ArgumentTypeError, match=f"not '{text}'"):
+            kind(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("no such option"), 2, "journeywork: no such option\n"),
+        (LookupError("no answer"), 1, "journeywork: no answer\n"),
+        (KeyboardInterrupt(), 130, "journeywork: interrupted\n"),
+    ],
+)
+def test_an_error_ends_a_command_with_one_line(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, exit_status((ValueError,), (LookupError,)):
+        raise error
+    assert (ended.value.code, capsys.readouterr().err) == (status, said)
+
+
+def test_an_error_of_the_program_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError), exit_status((ValueError,), ()):
+        raise ZeroDivisionError

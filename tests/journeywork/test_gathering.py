@@ -1,0 +1,440 @@
+"""Many rollouts at once, over a stub of the gateway's control API."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import pytest
+
+from journeywork import (
+    AsyncJourneywork,
+    GatewayUnavailableError,
+    Journeywork,
+    JourneyworkError,
+    TooManyExceptionsError,
+)
+from journeywork.gathering import progress_bar
+from journeywork.statistics import wilson
+from journeywork.trajectory import Trajectory
+from tests.kits.stub_gateway import StubGateway
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def stub() -> AsyncIterator[StubGateway]:
+    found = StubGateway()
+    async with found.serving():
+        yield found
+
+
+@pytest.mark.slow
+async def test_a_thousand_runs_keep_64_in_flight_and_outlive_a_restart() -> None:
+    stub, running, most, halfway, back = StubGateway(), 0, 0, anyio.Event(), anyio.Event()
+    finished = 0
+
+    async def rollout(run: Trajectory, task: int) -> float:
+        nonlocal running, most, finished
+        running += 1
+        most = max(most, running)
+        if most >= 64:
+            full.set()
+        with anyio.move_on_after(5):
+            await full.wait()  # nobody goes on before 64 are in flight
+        running -= 1
+        finished += 1
+        if finished == 500:
+            halfway.set()
+            await back.wait()
+        return float(task)
+
+    full = anyio.Event()
+    async with AsyncJourneywork(stub.url) as client, anyio.create_task_group() as tg:
+
+        async def serve_twice() -> None:
+            async with stub.serving():
+                await halfway.wait()
+            async with stub.serving():
+                back.set()
+                await ended.wait()
+
+        ended = anyio.Event()
+        tg.start_soon(serve_twice)
+        groups = await client.gather("m", range(125), rollout, group_size=8, concurrency=64, progress=False)
+        ended.set()
+    assert most == 64
+    assert len(groups) == 125
+    assert [g.rewards for g in groups] == [[float(n)] * 8 for n in range(125)]
+    assert not any(g.exceptions for g in groups)
+    assert len(stub.opened) == len(stub.completed) == 1000
+    assert all(body["outcome"] == "scored" for body in stub.completed.values())
+    assert sorted(b["attempt"] for b in stub.opened.values() if b["group"] == groups[3].name) == list(
+        range(8)
+    )
+
+
+async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: int) -> float:
+        if task == 2:
+            raise ZeroDivisionError("no luck")
+        return 1.0
+
+    async with AsyncJourneywork(stub.url) as client:
+        groups = await client.gather("m", range(4), rollout, group_size=2, max_exceptions=2, progress=False)
+    assert [len(g.exceptions) for g in groups] == [0, 0, 2, 0]
+    assert [g.rewards for g in groups] == [[1.0, 1.0], [1.0, 1.0], [], [1.0, 1.0]]
+    assert all(t.outcome == "no_result" for t in groups[2].trajectories)
+    lost = [stub.completed[t.id] for t in groups[2].trajectories]
+    assert all(b == {"outcome": "no_result"} for b in lost)
+
+
+@pytest.mark.parametrize(("allowed", "said"), [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3")])
+async def test_too_many_exceptions_end_it_and_complete_what_was_open(
+    stub: StubGateway, allowed: float, said: str
+) -> None:
+    async def rollout(run: Trajectory, task: int) -> float:
+        if task % 2:
+            raise ZeroDivisionError("no luck")
+        await anyio.sleep_forever()
+        return 1.0
+
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(TooManyExceptionsError, match=said) as error:
+            await client.gather(
+                "m", range(100), rollout, group_size=1, concurrency=50, max_exceptions=allowed, progress=False
+            )
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert stub.opened.keys() == stub.completed.keys()
+    assert all(b["outcome"] == "no_result" for b in stub.completed.values())
+
+
+async def test_plain_functions_run_in_threads(stub: StubGateway) -> None:
+    names: set[str] = set()
+
+    def rollout(run: Trajectory, task: str) -> None:
+        names.add(threading.current_thread().name)
+        run.reward, run.metrics["length"] = 0.5, len(task)
+
+    def play() -> list[float]:
+        with Journeywork(stub.url) as client:
+            groups = client.gather(
+                "m", ["a", "bc"], rollout, group_size=3, describe=str.upper, progress=False
+            )
+        return [r for g in groups for r in g.rewards]
+
+    assert await anyio.to_thread.run_sync(play) == [0.5] * 6
+    assert threading.main_thread().name not in names
+    assert {b["task"] for b in stub.opened.values()} == {"A", "BC"}
+    assert {b["metrics"]["length"] for b in stub.completed.values()} == {1, 2}
+
+
+async def test_an_evaluation_is_held_out_and_pinned(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: float) -> float | None:
+        if task == 3.0:
+            raise ZeroDivisionError
+        return task + (1.0 if stub.opened[run.id]["pinned"] == "m@7" else 0.0)
+
+    async with AsyncJourneywork(stub.url) as client:
+        found = await client.compare(
+            "m@0", "m@7", [0.0, 1.0, 3.0, 2.5], rollout, max_exceptions=2, progress=False
+        )
+    assert {b["split"] for b in stub.opened.values()} == {"val"}
+    assert {b["model"] for b in stub.opened.values()} == {"m"}
+    assert found.first.rewards == (0.0, 1.0, None, 2.5)
+    assert (found.first.failed, found.second.failed) == (1, 1)
+    assert (found.difference.mean, found.difference.low, found.difference.count) == (1.0, 1.0, 3)
+
+
+async def test_an_evaluation_is_of_one_version_while_the_name_moves_on(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: int) -> float:
+        stub.step += 1
+        return 1.0
+
+    async with AsyncJourneywork(stub.url) as client:
+        found = await client.evaluate("m", range(4), rollout, concurrency=1, progress=False)
+        assert (found.model, found.version) == ("m", "m@3")
+        assert {b["pinned"] for b in stub.opened.values()} == {"m@3"}
+        both = await client.compare("m", "m@base", [1], rollout, progress=False)
+    assert (both.first.version, both.second.version) == ("m@7", "m@0")
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("m@44", "the gateway has no version 'm@44'; it has: m@0, "),
+        ("m@2", "the gateway has no version 'm@2'; it has: m@0, m@1, m@3, "),
+        ("n@1", "the gateway has no model 'n'; it has: m"),
+    ],
+)
+async def test_an_evaluation_of_a_version_that_does_not_exist_opens_nothing(
+    stub: StubGateway, policy: str, said: str
+) -> None:
+    stub.retired = {"m@2"}
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(ValueError, match=said):
+            await client.evaluate(policy, ["a"], lambda run, task: 1.0, progress=False)
+        with pytest.raises(ValueError, match=said):
+            await client.compare("m", policy, ["a"], lambda run, task: 1.0, progress=False)
+    assert stub.opened == {}
+
+
+async def test_a_share_of_tasks_has_the_interval_of_a_share(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: float | None) -> float | None:
+        return task
+
+    async with AsyncJourneywork(stub.url) as client:
+        found = await client.evaluate("m@7", [0.0, 1.0, None, 1.0], rollout, progress=False)
+    assert found.score == wilson(2, 3)
+    assert (found.unrewarded, found.failed) == (1, 0)
+
+
+async def test_a_misspelt_reward_is_an_exception_of_the_rollout(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: int) -> None:
+        run.rewrad = 0.5  # type: ignore[attr-defined]
+
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(TooManyExceptionsError, match="rewrad"):
+            await client.gather("m", [1], rollout, group_size=1, max_exceptions=0, progress=False)
+
+
+async def test_what_can_t_be_gathered_is_said_so(stub: StubGateway) -> None:
+    async def rollout(run: Trajectory, task: int) -> float:
+        return 1.0
+
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(ValueError, match="group_size and concurrency must be at least 1, not 0 and 64"):
+            await client.gather("m", [1], rollout, group_size=0)
+        with pytest.raises(TypeError, match="must be whole numbers"):
+            await client.gather("m", [1], rollout, group_size=2.5)  # type: ignore[arg-type]
+        assert await client.gather("m", [], rollout, progress=False) == []
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_a_rollout_that_exits_ends_itself_only(stub: StubGateway, plain: bool) -> None:
+    def exits(run: Trajectory, task: int) -> float:
+        sys.exit(3)
+
+    async def exits_too(run: Trajectory, task: int) -> float:
+        sys.exit(3)
+
+    rollout = exits if plain else exits_too
+    async with AsyncJourneywork(stub.url) as client:
+        (group,) = await client.gather("m", [1], rollout, group_size=1, max_exceptions=5, progress=False)
+    assert [str(error) for error in group.exceptions] == ["the rollout called sys.exit(3)"]
+
+
+async def test_too_many_exceptions_do_not_wait_for_threads_and_leave_nothing_open(stub: StubGateway) -> None:
+    release = threading.Event()
+
+    def rollout(run: Trajectory, task: int) -> float:
+        if task == 0:
+            raise ZeroDivisionError("no luck")
+        release.wait(60)
+        return 1.0
+
+    try:
+        async with AsyncJourneywork(stub.url) as client:
+            with pytest.raises(TooManyExceptionsError, match="max_exceptions allows 0"):
+                await client.gather("m", range(4), rollout, group_size=1, max_exceptions=0.1, progress=False)
+        assert stub.opened.keys() == stub.completed.keys()
+        assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
+    finally:
+        release.set()
+
+
+class Scalar:
+    """As NumPy's: a number that JSON does not know."""
+
+    def __float__(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(("reward", "sent"), [(True, 1.0), (Scalar(), 0.5), (3, 3.0)])
+async def test_whatever_is_a_number_is_a_reward(stub: StubGateway, reward: Any, sent: float) -> None:
+    async with AsyncJourneywork(stub.url) as client, client.trajectory("m") as run:
+        run.reward = reward
+    assert stub.completed[run.id]["reward"] == sent
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "good", (1.0,)])
+async def test_what_is_no_number_leaves_no_run_open(stub: StubGateway, reward: Any) -> None:
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises((TypeError, ValueError), match="reward must be"):
+            async with client.trajectory("m") as run:
+                run.reward = reward
+    assert stub.completed[run.id] == {"outcome": "no_result"}
+    assert run.outcome == "no_result"
+
+    def play() -> None:
+        with Journeywork(stub.url) as blocking, blocking.trajectory("m") as plain:
+            plain.reward = reward
+
+    with pytest.raises((TypeError, ValueError), match="reward must be"):
+        await anyio.to_thread.run_sync(play)
+    assert stub.opened.keys() == stub.completed.keys()
+
+
+async def test_an_agents_own_error_is_what_its_caller_sees() -> None:
+    stub = StubGateway()
+    async with stub.serving():
+        client = AsyncJourneywork(stub.url, wait_s=0.1)
+        with pytest.raises(ZeroDivisionError) as seen:  # noqa: PT012
+            async with client.trajectory("m") as run:
+                stub.opened.clear()  # completing it is refused
+                raise ZeroDivisionError
+        assert "could not be completed" in seen.value.__notes__[0]
+        assert run.outcome == "no_result"
+        await client.aclose()
+
+
+async def test_a_url_with_the_version_of_the_api_is_the_gateways(stub: StubGateway) -> None:
+    async with AsyncJourneywork(f"{stub.url}/v1/") as client:
+        async with client.trajectory("m") as run:
+            run.reward = 1.0
+        with pytest.raises(ValueError, match="max_exceptions must be at least 0, not -1"):
+            await client.gather("m", [1], lambda run, task: None, max_exceptions=-1)
+    assert run.id in stub.completed
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, "{}"),
+        (200, "[]"),
+        (200, "null"),
+        (400, '{"error": "bad"}'),
+        (400, '["x"]'),
+        (404, '{"detail": "Not Found"}'),
+    ],
+)
+def test_json_of_another_server_is_named_as_such(status: int, body: str) -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, content=body, headers={"content-type": "application/json"})
+
+    with Journeywork("http://127.0.0.1:9") as client:
+        client._http = httpx.Client(base_url=client.url, transport=httpx.MockTransport(answer))
+        with pytest.raises(JourneyworkError, match="is this the gateway's URL") as seen:
+            client.open("m")
+        assert seen.value.code == ""
+        client._http.close()
+
+
+async def _ends(stub: StubGateway, blocking: bool, reward: float, failure: type[BaseException]) -> Trajectory:
+    """Run one trajectory that ends with `reward`, with either client. Returns it once `failure` was raised."""
+    seen: list[Trajectory] = []
+
+    def play() -> None:
+        with Journeywork(stub.url, wait_s=0.1) as client, client.trajectory("m") as run:
+            seen.append(run)
+            run.reward = reward
+
+    with pytest.raises(failure) as raised:  # noqa: PT012
+        if blocking:
+            await anyio.to_thread.run_sync(play)
+        else:
+            async with AsyncJourneywork(stub.url, wait_s=0.1) as client, client.trajectory("m") as run:
+                seen.append(run)
+                run.reward = reward
+    assert not getattr(raised.value, "__notes__", [])
+    return seen[0]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_result_that_finds_no_gateway_is_not_replaced(stub: StubGateway, blocking: bool) -> None:
+    stub.away = True
+    run = await _ends(stub, blocking, 0.5, GatewayUnavailableError)
+    assert stub.sent
+    assert all(body["reward"] == 0.5 for body in stub.sent)
+    stub.away = False
+    async with AsyncJourneywork(stub.url) as client:  # as the docstring says
+        await client.complete(run.id, **run.result())
+    assert stub.completed[run.id]["reward"] == 0.5
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_refused_result_is_no_result(stub: StubGateway, blocking: bool) -> None:
+    run = await _ends(stub, blocking, 1e9, JourneyworkError)
+    assert stub.completed[run.id] == {"outcome": "no_result"}
+    assert run.outcome == "no_result"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_run_that_somebody_else_completed_stays_as_it_is(stub: StubGateway, blocking: bool) -> None:
+    stub.completed_by_others = {"outcome": "scored", "reward": 0.25}
+    await _ends(stub, blocking, 0.5, JourneyworkError)
+    assert len(stub.sent) == 1
+
+
+async def test_a_reward_that_never_arrived_is_no_reward_of_its_group(stub: StubGateway) -> None:
+    stub.away = True
+    async with AsyncJourneywork(stub.url, wait_s=0.1) as client:
+        (group,) = await client.gather(
+            "m", [1], lambda run, task: 1.0, group_size=2, max_exceptions=2, progress=False
+        )
+    assert group.rewards == []
+    assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
+
+
+async def test_an_empty_id_is_refused(stub: StubGateway) -> None:
+    """Its path is that of the list of trajectories."""
+    async with AsyncJourneywork(stub.url) as client:
+        for request in (client.get, client.complete):
+            with pytest.raises(ValueError, match="the id of the trajectory is empty"):
+                await request("")
+    with (
+        Journeywork(stub.url) as blocking,
+        pytest.raises(ValueError, match="the id of the trajectory is empty"),
+    ):
+        await anyio.to_thread.run_sync(blocking.get, "")
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_a_bar_is_shown_on_a_terminal(with_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    if not with_rich:  # as where only the SDK is installed
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress_bar(2, "m train", True) as count:
+            count()
+            count()
+        assert ("2/2" in stream.getvalue()) == shown
+
+
+async def test_the_base_model_has_one_name_everywhere(stub: StubGateway) -> None:
+    async with AsyncJourneywork(stub.url) as client:
+        await client.compare("m@base", "m@7", ["a"], lambda run, task: 1.0, progress=False)
+        await client.gather("m", ["a"], lambda run, task: 1.0, group_size=1, pinned="m@base", progress=False)
+        for wrong, said in (
+            ({"model": "m@x"}, "'m@x' is no policy"),
+            ({"attempts": 0}, "attempts must be at least 1"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                await client.evaluate(
+                    **{"model": "m", "tasks": ["a"], "rollout": lambda run, task: 1.0, **wrong}
+                )
+        with pytest.raises(ValueError, match="reward must be finite, not nan"):
+            await client.complete(next(iter(stub.opened)), reward=float("nan"))
+    assert [b["pinned"] for b in stub.opened.values()] == ["m@0", "m@7", "m@0"]
+
+
+async def test_tasks_of_one_name_and_a_rollout_that_is_no_function_are_refused(stub: StubGateway) -> None:
+    """Two tasks of one name would be compared with each other as one group."""
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(ValueError, match="`name` returns 'same' for several tasks"):
+            await client.gather("m", [1, 2], lambda run, task: 1.0, name=lambda task: "same")
+        with pytest.raises(
+            TypeError, match="rollout must be a function of a trajectory and a task, not None"
+        ):
+            await client.gather("m", [1], None)  # type: ignore[type-var]
+    assert not stub.opened

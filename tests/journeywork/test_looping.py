@@ -1,0 +1,251 @@
+"""The loop over a gateway in memory: order, staleness, evaluations, tries and resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from journeywork import AsyncJourneywork, JourneyworkError, TooManyExceptionsError, Trajectory
+from journeywork.curriculum import Curriculum
+from journeywork.looping import LoopResult, loop
+from journeywork.statistics import wilson
+from tests.kits.stub_gateway import StubGateway
+
+pytestmark = pytest.mark.anyio
+
+SCENARIOS = ["a", "b", "c", "d", "e"]
+SIZE = 4
+
+
+async def play(run: Trajectory, task: str) -> float:
+    return float(ord(task) % 2)
+
+
+async def run(
+    stub: StubGateway, rollout: Any = play, scenarios: Any = SCENARIOS, model: str = "m", **options: Any
+) -> LoopResult:
+    """A loop named `night`, one epoch long, on a gateway whose trainer is far away."""
+    chosen = {
+        "name": "night", "steps": 100, "groups_per_step": 1000, "group_size": SIZE, "concurrency": 6, "epochs": 1,
+        "describe": str, "poll_s": 0.03, **options,
+    }  # fmt: skip
+    async with AsyncJourneywork(stub.url) as client:
+        return await loop(client, model, scenarios, rollout, **chosen)
+
+
+def played(stub: StubGateway, split: str = "train") -> Counter[str]:
+    """How many attempts at each task have a result."""
+    return Counter(
+        stub.opened[name]["task"]
+        for name, result in stub.completed.items()
+        if result.get("outcome") != "no_result" and stub.opened[name]["split"] == split
+    )
+
+
+@asynccontextmanager
+async def trainer(stub: StubGateway, groups_per_step: int, last: int) -> Any:
+    """Trains groups, in the order of completion, as soon as a batch is complete, up to the step `last`."""
+
+    async def train() -> None:
+        while True:
+            sizes = Counter(stub.opened[name]["group"] for name in stub.completed)
+            whole = [g for g in sizes if sizes[g] == SIZE and g not in stub.decided]
+            if len(whole) >= groups_per_step and stub.step < last:
+                stub.step += 1
+                for group in whole[:groups_per_step]:
+                    stub.decided[group] = {"status": "trained", "version": f"m@{stub.step}"}
+            await anyio.sleep(0.02)
+
+    async with anyio.create_task_group() as running:
+        running.start_soon(train)
+        yield
+        running.cancel_scope.cancel()
+
+
+async def test_every_scenario_is_played_in_order_once_per_epoch() -> None:
+    stub = StubGateway()
+    async with stub.serving():
+        result = await run(stub, epochs=2)
+    assert played(stub) == dict.fromkeys(SCENARIOS, 2 * SIZE)
+    assert (result.played, result.resumed, result.incomplete) == (10 * SIZE, 0, [])
+    groups = list(dict.fromkeys(o["group"] for o in stub.opened.values()))
+    assert groups == [f"night-{n}" for n in range(10)]
+    assert stub.most_open <= 6
+    assert {o["group_size"] for o in stub.opened.values()} == {SIZE}
+
+
+async def test_a_loop_goes_on_where_the_log_says() -> None:
+    """Some attempts are complete, some lost their process, and some were never opened."""
+    stub = StubGateway()
+    async with stub.serving():
+        await run(stub, scenarios=SCENARIOS[:3])
+        del stub.completed["night-1-2"]  # open: its process died
+        for name in ("night-2-0", "night-2-3"):  # never opened
+            del stub.completed[name], stub.opened[name]
+        result = await run(stub)
+        again = await run(stub)
+    assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
+    assert (result.resumed, result.played) == (9, 11)
+    assert stub.completed["night-1-2"] == {"outcome": "no_result"}
+    assert {n for n, o in stub.opened.items() if "." in o["group"]} == {
+        "night-1.1-0",
+        "night-2.1-0",
+        "night-2.1-1",
+    }
+    assert (again.resumed, again.played) == (20, 0)
+
+
+async def test_no_group_is_older_than_the_staleness_allows() -> None:
+    for max_staleness in (0, 2):
+        stub = StubGateway(step=0)
+        async with stub.serving(), trainer(stub, groups_per_step=2, last=8):
+            result = await run(stub, steps=8, groups_per_step=2, max_staleness=max_staleness, epochs=None)
+        assert result.step == 8
+        assert len(result.staleness) >= 10
+        assert max(result.staleness) <= max_staleness
+
+
+async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_restart() -> None:
+    stub = StubGateway(step=0)
+    options: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "epochs": None}
+    held_out: dict[str, Any] = {"evaluate_every": 2, "evaluation": ["x", "y", "z"]}
+    async with stub.serving(), trainer(stub, groups_per_step=2, last=4):
+        result = await run(stub, **options, **held_out)
+        opened = set(stub.opened)
+        again = await run(stub, **options, **held_out)
+    assert {0, 4} <= set(result.evaluations) <= {0, 2, 4}
+    assert result.evaluations[4] == wilson(1, 3)
+    assert result.evaluations[4].count == 3
+    pinned = {o["pinned"] for o in stub.opened.values() if o["split"] == "val"}
+    assert pinned == {f"m@{step}" for step in result.evaluations}
+    assert set(stub.opened) == opened
+    assert again.evaluations == {4: result.evaluations[4]}
+
+
+async def test_a_version_that_is_gone_is_not_evaluated_and_the_loop_goes_on() -> None:
+    stub = StubGateway(step=3, retired={"m@2"})
+    async with stub.serving():
+        result = await run(stub, evaluate_every=2, evaluation=["x", "y"])
+    assert (result.not_evaluated, result.evaluations) == ([2], {})
+    assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
+
+
+async def test_an_attempt_that_raises_is_played_again() -> None:
+    raised = Counter[str]()
+
+    async def sometimes(run: Trajectory, task: str) -> float:
+        if task == "b" and raised[task] < 2:
+            raised[task] += 1
+            raise RuntimeError("the tool is away")
+        if task == "d":
+            raise ValueError("never works")
+        return 1.0
+
+    stub = StubGateway()
+    async with stub.serving():
+        result = await run(stub, sometimes, tries=2)
+    assert played(stub) == {"a": SIZE, "b": SIZE, "c": SIZE, "e": SIZE}
+    assert result.incomplete == [3]
+    assert len(result.exceptions) == 2 + 2 * SIZE
+    assert stub.opened["night-1.1-0"]["group_size"] == 2
+
+
+async def test_too_many_exceptions_end_the_loop() -> None:
+    async def never(run: Trajectory, task: str) -> float:
+        raise RuntimeError("the tool is away")
+
+    stub = StubGateway()
+    async with stub.serving():
+        with pytest.raises(TooManyExceptionsError, match="the tool is away"):
+            await run(stub, never, max_exceptions=3)
+
+
+async def test_a_refused_request_is_a_plain_error() -> None:
+    stub = StubGateway(retired={""})
+    async with stub.serving():
+        with pytest.raises(JourneyworkError, match="no such version"):
+            await run(stub)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"group_size": 2}, "started with group_size=4 and can't continue with 2"),
+        ({"model": "other"}, "started with model='m' and can't continue with 'other'"),
+        ({"scenarios": ["a", "x"]}, "scenario 1 was 'b' when the loop 'night' began, and is 'x' now"),
+    ],
+)
+async def test_a_loop_does_not_go_on_as_another_one(options: dict[str, Any], said: str) -> None:
+    stub = StubGateway()
+    async with stub.serving():
+        await run(stub)
+        with pytest.raises(ValueError, match=said):
+            await run(stub, **options)
+
+
+async def test_a_curriculum_chooses_the_scenarios_and_is_restored_from_the_gateway() -> None:
+    def tasks() -> Curriculum[str]:
+        return Curriculum(SCENARIOS, group_size=SIZE)
+
+    async def half(run: Trajectory, task: str) -> float:
+        return float(task == "c" and int(run.id.rpartition("-")[2]) % 2)
+
+    stub = StubGateway(step=0)
+    chosen: dict[str, Any] = {"groups_per_step": 2, "epochs": None, "max_staleness": 1}
+    async with stub.serving(), trainer(stub, groups_per_step=2, last=6):
+        first = tasks()
+        await run(stub, half, first, steps=6, **chosen)
+        second = tasks()
+        await run(stub, half, second, steps=6, **chosen)  # nothing is left to play
+    assert first.probability("c") > max(first.probability(t) for t in SCENARIOS if t != "c")
+    assert second.probability("c") > max(second.probability(t) for t in SCENARIOS if t != "c")
+
+
+async def test_the_gateway_may_restart_in_the_middle() -> None:
+    stub = StubGateway()
+    async with anyio.create_task_group() as running:
+        found: list[LoopResult] = []
+
+        async def keep() -> None:
+            found.append(await run(stub, epochs=10))
+
+        async with stub.serving():
+            running.start_soon(keep)
+            with anyio.fail_after(20):
+                while len(stub.completed) < 30:
+                    await anyio.sleep(0.005)
+        async with stub.serving():
+            with anyio.fail_after(60):
+                while not found:
+                    await anyio.sleep(0.01)
+    assert played(stub) == dict.fromkeys(SCENARIOS, 10 * SIZE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": 0},
+        {"concurrency": 0},
+        {"max_staleness": -1},
+        {"tries": 0},
+        {"scenarios": []},
+        {"group_size": 1},
+        {"epochs": 0},
+        {"name": ""},
+        {"name": "a\nb"},
+        {"name": "n" * 151},
+        {"evaluate_every": 2},
+    ],
+)
+async def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="scenarios" if "scenarios" in options else next(iter(options))):
+        await run(StubGateway(), **options)
+
+
+async def test_a_curriculum_needs_keys() -> None:
+    with pytest.raises(ValueError, match="describe"):
+        await run(StubGateway(), scenarios=Curriculum(SCENARIOS), epochs=None, describe=None)
