@@ -117,7 +117,7 @@ class RequestParser:
         message = f"The URL and the headers are longer than {_HEAD_LIMIT} bytes."
         self._reject(431, "headers_too_large", message)
 
-    def _reject(self, status: int, message: str, code: str) -> None:
+    def _reject(self, status: int, code: str, message: str) -> None:
         self._receiver.reject(ApiError(status, code, message))
 
     # -- httptools callbacks

@@ -64,6 +64,22 @@ async def test_connect_is_refused_with_whatever_follows_it() -> None:
             assert [a[:3] for a in answers(said)] == [b"405"]
 
 
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"nonsense\r\n\r\n", b"400", "bad_http"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400", "no_host"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, b"431", "headers_too_large"),
+        (CHUNKED.replace(b"chunked", b"gzip"), b"501", "unsupported_transfer_encoding"),
+    ],
+)
+async def test_a_refused_request_gets_a_code_and_a_sentence(head: bytes, status: bytes, code: str) -> None:
+    async with serve(echo) as port:
+        (answer,) = answers(await spoken(port, head))
+    error = json.loads(answer[4:])["error"]
+    assert (answer[:3], error["code"], error["message"][-1]) == (status, code, ".")
+
+
 async def test_trailers_are_dropped() -> None:
     seen: list[dict[bytes, bytes]] = []
 
