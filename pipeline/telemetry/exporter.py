@@ -2,25 +2,20 @@
 scores, exports them over HTTP, and reads people's scores back (`pipeline.telemetry.labels`).
 
 It has its own durable consumers: no service waits for the trace backend, and events stay on the log until the
-backend has their spans. The destination comes from the standard `OTEL_*` variables, or from
-LANGFUSE_PUBLIC_KEY, LANGFUSE_SECRET_KEY and LANGFUSE_BASE_URL, which have precedence.
+backend has their spans (`pipeline.telemetry.backend`).
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config
 from pipeline.events import (
     AnyEvent,
     CheckpointPublished,
@@ -35,38 +30,16 @@ from pipeline.log.broker import Broker, Consumption, HistoryGoneError, Recorded
 from pipeline.log.messages import Place
 from pipeline.running.service import Ready, main
 from pipeline.telemetry import scores, spans
+from pipeline.telemetry.backend import TraceBackend, requests_of, send
 from pipeline.telemetry.content import Content
 from pipeline.telemetry.labels import LabelReader
 from pipeline.telemetry.langfuse import Langfuse, Score, destination, put_scores
-from pipeline.telemetry.logs import get_logger
 from pipeline.telemetry.trace import Run, caller, make_run
-
-log = get_logger("pipeline.telemetry.exporter")
 
 T = TypeVar("T")
 
 BATCH = 512
-PORTION_CHARS = 2_000_000
-"""Characters of attributes in one request: backends limit its size."""
-RETRY_S = 5.0
 _REMEMBERED = 10_000
-
-
-def make_exporter() -> SpanExporter:
-    """Return the OTLP/HTTP exporter that the environment configures. Raises `ConfigError` if it configures none."""
-    if to := destination():
-        return OTLPSpanExporter(
-            endpoint=f"{to.url}/api/public/otel/v1/traces",
-            headers={"Authorization": to.authorization, "x-langfuse-ingestion-version": "4"},
-        )
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if (protocol := os.environ.get(name, "http/protobuf")) != "http/protobuf":
-            raise ConfigError(f"{name} is {protocol!r}: spans are sent as http/protobuf only")
-    if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
-        return OTLPSpanExporter()
-    raise ConfigError(
-        "telemetry is on, but neither OTEL_EXPORTER_OTLP_ENDPOINT nor LANGFUSE_SECRET_KEY is set"
-    )
 
 
 class SpanMaker:
@@ -183,23 +156,8 @@ def _remember(known: OrderedDict[tuple[str, str], T], key: tuple[str, str], valu
         known.popitem(last=False)
 
 
-def portions(found: Iterable[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
-    """Divide spans into requests of at most `PORTION_CHARS` of text, or of one span."""
-    portion: list[ReadableSpan] = []
-    size = 0
-    for span in found:
-        chars = sum(len(v) for v in (span.attributes or {}).values() if isinstance(v, str))
-        if portion and size + chars > PORTION_CHARS:
-            yield portion
-            portion, size = [], 0
-        portion.append(span)
-        size += chars
-    if portion:
-        yield portion
-
-
 async def export(
-    messages: Consumption, maker: SpanMaker, exporter: SpanExporter, langfuse: Langfuse | None
+    messages: Consumption, maker: SpanMaker, backend: TraceBackend, langfuse: Langfuse | None
 ) -> None:
     """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them.
 
@@ -207,12 +165,8 @@ async def export(
     while True:
         batch = await messages.batch(BATCH)
         made = [await maker.make(delivery) for delivery in batch]
-        found = [span for some, _ in made for span in some]
-        while (
-            found and await anyio.to_thread.run_sync(exporter.export, found) is not SpanExportResult.SUCCESS
-        ):
-            log.warning("the trace backend refused the spans; retrying", spans=len(found), after_s=RETRY_S)
-            await anyio.sleep(RETRY_S)
+        for spans_of_request in requests_of([span for some, _ in made for span in some]):
+            await send(backend, spans_of_request)
         if langfuse is not None:
             await put_scores(langfuse, [score for _, some in made for score in some])
         for delivery in batch:
@@ -221,7 +175,7 @@ async def export(
 
 async def serve(config: Config, ready: Ready) -> None:
     settings = config.telemetry
-    exporter, content, to = make_exporter(), Content(settings), destination()
+    backend, content, to = TraceBackend.from_environment(), Content(settings), destination()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
         langfuse = await stack.enter_async_context(Langfuse.connect(to)) if to else None
@@ -232,7 +186,7 @@ async def serve(config: Config, ready: Ready) -> None:
         ]
         async with anyio.create_task_group() as tg:
             for messages in consumed:
-                tg.start_soon(export, messages, maker, exporter, langfuse if settings.scores else None)
+                tg.start_soon(export, messages, maker, backend, langfuse if settings.scores else None)
             if langfuse is not None and settings.labels_every_s:
                 tg.start_soon(LabelReader(broker, langfuse, config.project, settings).run)
             ready()
@@ -241,7 +195,7 @@ async def serve(config: Config, ready: Ready) -> None:
 def check(config: Config) -> None:
     """Raise `ConfigError` if the service could not start with these settings."""
     Content(config.telemetry)
-    make_exporter().shutdown()
+    TraceBackend.from_environment().close()
 
 
 if __name__ == "__main__":

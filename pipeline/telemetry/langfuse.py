@@ -104,29 +104,6 @@ class ReadScore(msgspec.Struct, frozen=True, rename="camel"):
         return self.subject.id if self.subject.kind == "trace" else self.subject.trace_id or ""
 
 
-class _OldScore(msgspec.Struct, frozen=True, rename="camel"):
-    """A score as `GET /api/public/v2/scores` returns it."""
-
-    id: str
-    name: str
-    data_type: str = "NUMERIC"
-    value: float | None = None
-    string_value: str | None = None
-    trace_id: str | None = None
-    comment: str | None = None
-    config_id: str | None = None
-    author_user_id: str | None = None
-    queue_id: str | None = None
-
-    def as_new(self) -> ReadScore:
-        subject = Subject("trace", self.trace_id) if self.trace_id else None
-        words = self.data_type in ("CATEGORICAL", "TEXT", "CORRECTION")
-        return ReadScore(
-            self.id, self.name, self.string_value if words else self.value, self.data_type, self.comment,
-            self.config_id, self.author_user_id, self.queue_id, subject,
-        )  # fmt: skip
-
-
 class Category(msgspec.Struct, frozen=True):
     value: float
     label: str
@@ -145,7 +122,6 @@ class Langfuse:
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
-        self._has_v3 = True
         self._lists = False
         """Whether the server wants scores in lists."""
         self._configs: dict[str, ScoreConfig] = {}
@@ -203,33 +179,15 @@ class Langfuse:
     async def human_scores(self, since: datetime) -> AsyncIterator[ReadScore]:
         """Yield the scores that people gave since a time: in the interface, or in an annotation queue."""
         asked = {"source": "ANNOTATION", "fromTimestamp": since.isoformat(), "limit": str(PAGE)}
-        if self._has_v3:
-            try:
-                async for score in self._pages({**asked, "fields": "details,subject,annotation"}):
-                    yield score
-                return
-            except LangfuseError as error:
-                if error.status != 404:
-                    raise
-                self._has_v3 = False  # Langfuse before 3.179
-        page, pages = 1, 1
-        while page <= pages:
-            body = await self._ask("GET", "/api/public/v2/scores", params={**asked, "page": str(page)})
-            found = msgspec.json.decode(body)
-            for old in msgspec.convert(found["data"], list[_OldScore]):
-                yield old.as_new()
-            page, pages = page + 1, int(found["meta"]["totalPages"])
-
-    async def _pages(self, asked: dict[str, str]) -> AsyncIterator[ReadScore]:
-        cursor = ""
+        cursor: dict[str, str] = {}
         while True:
-            params = {**asked, "cursor": cursor} if cursor else asked
-            found = msgspec.json.decode(await self._ask("GET", "/api/public/v3/scores", params=params))
-            for score in msgspec.convert(found["data"], list[ReadScore]):
+            params = {**asked, "fields": "details,subject,annotation", **cursor}
+            answer = msgspec.json.decode(await self._ask("GET", "/api/public/v3/scores", params=params))
+            for score in msgspec.convert(answer["data"], list[ReadScore]):
                 yield score
-            cursor = found["meta"].get("cursor") or ""
-            if not cursor:
+            if not answer["meta"].get("cursor"):
                 return
+            cursor = {"cursor": answer["meta"]["cursor"]}
 
     async def score_config(self, config: str) -> ScoreConfig:
         if config not in self._configs:
@@ -246,20 +204,9 @@ class Langfuse:
             "expandMetadata": "trajectory",
             "limit": "50",
         }
-        try:
-            body = await self._ask("GET", "/api/public/v2/observations", params=params)
-            found = [o.get("metadata") or {} for o in msgspec.json.decode(body)["data"]]
-        except LangfuseError as error:
-            if error.status != 404:
-                raise
-            try:  # Langfuse before 3.141
-                body = await self._ask("GET", f"/api/public/traces/{trace}")
-            except LangfuseError as missing:
-                if missing.status == 404:
-                    return ""
-                raise
-            found = [msgspec.json.decode(body).get("metadata") or {}]
-        return next((str(metadata["trajectory"]) for metadata in found if metadata.get("trajectory")), "")
+        answer = msgspec.json.decode(await self._ask("GET", "/api/public/v2/observations", params=params))
+        metadata = [observation.get("metadata") or {} for observation in answer["data"]]
+        return next((str(some["trajectory"]) for some in metadata if some.get("trajectory")), "")
 
 
 async def put_scores(langfuse: Langfuse, scores: list[Score], at_once: int = 8) -> None:

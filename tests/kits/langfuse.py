@@ -61,10 +61,10 @@ class LangfuseReceiver:
     """Requests that the OpenAPI file does not allow."""
     refuse: int = 0
     """Number of requests to answer with 503."""
+    most_bytes: int = 0
+    """Requests with a longer body are answered with 413; 0: none."""
     lists: bool = False
     """Whether scores come in lists, as in the newest version of the file."""
-    old: bool = False
-    """Whether the server is older than the score API of version 3."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     human: list[dict[str, Any]] = field(default_factory=list)
     """Scores of people, with every field of version 3."""
@@ -111,7 +111,7 @@ class LangfuseReceiver:
             self.take_spans(body)
             return 200, None
         operation = next((op for op in API if op != "source" and _matches(op, f"{method} {path}")), "")
-        if not operation or (self.old and path in ("/api/public/v3/scores", "/api/public/v2/observations")):
+        if not operation:
             return 404, {"message": f"no {method} {path}"}
         if wrong := [name for name in query if name not in API[operation].get("query", [])]:
             raise ValueError(f"{operation} has no parameter {wrong}")
@@ -131,15 +131,10 @@ class LangfuseReceiver:
                 return 202, {"message": "Accepted"}
             case ["v3", "scores"]:
                 return 200, self._scores(query)
-            case ["v2", "scores"]:
-                return 200, self._old_scores(query)
             case ["v2", "observations"]:
                 return 200, self._observations(query)
             case ["score-configs", name]:
                 return (200, self.configs[name]) if name in self.configs else (404, {})
-            case ["traces", name]:
-                spans = [s for s in self.spans.values() if s.trace == name]
-                return (200, {"id": name, "metadata": _metadata(spans)}) if spans else (404, {})
         raise ValueError(f"the kit does not do {operation}")
 
     def _take_score(self, body: dict[str, Any]) -> dict[str, str]:
@@ -164,21 +159,6 @@ class LangfuseReceiver:
         if begin + limit < len(wanted):
             meta["cursor"] = str(begin + limit)
         return {"data": [{f: s[f] for f in fields} for s in wanted[begin : begin + limit]], "meta": meta}
-
-    def _old_scores(self, query: dict[str, str]) -> dict[str, Any]:
-        page, data = int(query.get("page", "1")), []
-        for score in self.human[(page - 1) * 2 : page * 2]:
-            words = isinstance(score["value"], str)
-            data.append(
-                {k: v for k, v in score.items() if k not in ("subject", "value")}
-                | {"traceId": score["subject"]["id"], "stringValue": score["value"] if words else None}
-                | {"value": 0 if words else float(score["value"])}
-            )
-        total = len(self.human)
-        return {
-            "data": data,
-            "meta": {"page": page, "limit": 2, "totalItems": total, "totalPages": -(-total // 2)},
-        }
 
     def _observations(self, query: dict[str, str]) -> dict[str, Any]:
         api = API["GET /api/public/v2/observations"]
@@ -254,6 +234,8 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
             if receiver.refuse:
                 receiver.refuse -= 1
                 return self._say(503, {"message": "later"})
+            if 0 < receiver.most_bytes < len(body):
+                return self._say(413, {"message": "too large"})
             if self.headers.get("Authorization") != allowed:
                 return self._say(401, {"message": "wrong key"})
             try:

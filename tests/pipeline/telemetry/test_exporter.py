@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from pipeline.config import Config, ConfigError, NatsConfig, TelemetryConfig
 from pipeline.log.broker import Broker
+from pipeline.telemetry import backend, trace
 from pipeline.telemetry import exporter as telemetry
-from pipeline.telemetry import trace
 from tests.kits.langfuse import LangfuseReceiver, run_langfuse
-from tests.pipeline.telemetry.kit import calls, point_at, run_until
+from tests.pipeline.telemetry.kit import calls, exchange, point_at, run_until
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +39,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LangfuseReceiver]:
 async def test_what_the_backend_refused_is_sent_again(
     nats_config: NatsConfig, receiver: LangfuseReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "RETRY_S", 0.05)
+    monkeypatch.setattr(backend, "RETRY_S", 0.05)
     receiver.refuse = 2
     async with Broker.connect(nats_config) as broker:
         await broker.publish(calls("t1")[0])
@@ -65,14 +66,14 @@ def test_the_host_has_an_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_set_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANGFUSE_SECRET_KEY", "sk")
     with pytest.raises(ConfigError, match="LANGFUSE_PUBLIC_KEY and LANGFUSE_BASE_URL"):
-        telemetry.make_exporter()
+        backend.TraceBackend.from_environment()
 
 
 def test_a_protocol_that_is_not_spoken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(ConfigError, match="'grpc'"):
-        telemetry.make_exporter()
+        backend.TraceBackend.from_environment()
 
 
 def test_opentelemetrys_variables_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +92,36 @@ def test_a_pattern_that_is_none_is_named() -> None:
 
 def test_requests_are_bounded() -> None:
     spans = [ReadableSpan(name=str(i), attributes={"a": "x" * 900_000}) for i in range(5)]
-    assert [len(p) for p in telemetry.portions(spans)] == [2, 2, 1]
+    assert [len(request) for request in backend.requests_of(spans)] == [2, 2, 1]
+
+
+async def test_what_is_too_large_for_the_backend_stops_nothing(
+    nats_config: NatsConfig, receiver: LangfuseReceiver
+) -> None:
+    """Requests are halved; a span that is too large alone comes without its texts, and the others as they are."""
+    receiver.most_bytes = 8_000
+    usual, large = (
+        calls("t1")[0],
+        exchange("t2", 0, {"messages": [{"role": "user", "content": "x" * 50_000}]}, {}),
+    )
+    async with Broker.connect(nats_config) as broker:
+        for event in (
+            *(msgspec.structs.replace(usual, trajectory=f"t{n}") for n in range(10, 20)),
+            large,
+            usual,
+        ):
+            await broker.publish(event)
+    await run_until(nats_config, lambda: len(receiver.spans) == 12)
+    shortened = [
+        s.trace for s in receiver.spans.values() if "left out" in s.attributes["langfuse.observation.input"]
+    ]
+    assert shortened == [f"{trace.trace_id('p', 't2'):032x}"]
+
+
+async def test_a_span_that_is_always_refused_is_left_out(
+    nats_config: NatsConfig, receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.most_bytes = 10
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(calls("t1")[0])
+    await run_until(nats_config, lambda: "the trace backend refused a span" in caplog.text)

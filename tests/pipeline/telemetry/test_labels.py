@@ -53,11 +53,9 @@ async def lives(nats_config: NatsConfig, receiver: LangfuseReceiver) -> None:
 
 
 @pytest.mark.usefixtures("lives")
-@pytest.mark.parametrize("old", [False, True], ids=["version 3", "version 2"])
 async def test_each_score_is_one_label_also_after_restarts(
-    nats_config: NatsConfig, receiver: LangfuseReceiver, old: bool
+    nats_config: NatsConfig, receiver: LangfuseReceiver
 ) -> None:
-    receiver.old = old
     receiver.configs["stars"] = {
         "id": "stars", "name": "stars", "dataType": "NUMERIC", "isArchived": False, "minValue": 1, "maxValue": 5,
     }  # fmt: skip
@@ -73,8 +71,7 @@ async def test_each_score_is_one_label_also_after_restarts(
     receiver.annotate(T1, 7)
     receiver.annotate(T1, "some text", dataType="TEXT")
     receiver.annotate("ff" * 16, 1)
-    if not old:
-        receiver.annotate(T1, 1.0, subject={"kind": "session", "id": "ticket-12"})
+    receiver.annotate(T1, 1.0, subject={"kind": "session", "id": "ticket-12"})
     for number in (4, 0):
         async with make_reader(nats_config) as reader:
             assert await reader.read() == number
