@@ -155,7 +155,7 @@ STALE_DISCARDS = Alarm(
     "alarms.stale_share",
     f"""WITH {_NEWEST_GROUPS}, stale AS (
   SELECT DISTINCT project, model, group_id FROM groups
-  WHERE status = 'discarded' AND reason = 'stale' AND branch = 'main'
+  WHERE reason = 'stale' AND branch = 'main'
 )
 SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
   format('{{:.0f}}% of the last {{}} groups were too old to train', 100 * value, count(*)) AS detail

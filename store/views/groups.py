@@ -6,12 +6,13 @@ from store.views.view import View, documented
 
 GROUPS = View(
     "groups",
-    "One row per group that was scored, or discarded with its reason.",
+    "One row per group that was scored, or discarded without being scored. A group that two judges scored has a row of "
+    "each.",
     documented(
         "project model group_id branch split task status judge size reward_mean reward_min reward_max "
-        "has_signal closed_by origin offline reason decided_by decided_at stream stream_seq stream_at",
-        status="`scored` or `discarded`.",
-        size="Number of trajectories.",
+        "has_signal closed_by origin offline discarded reason decided_by decided_at stream stream_seq stream_at",
+        status="`scored`; `discarded` if it was discarded without being scored.",
+        size="Number of trajectories that were scored.",
         reward_mean="Mean reward of the scored members.",
         reward_min="Lowest reward of them.",
         reward_max="Highest reward of them.",
@@ -19,9 +20,10 @@ GROUPS = View(
         "validation groups, which are never trained.",
         closed_by="`size`, `timeout` or `replay`.",
         origin="Branch and sequence that it was replayed from.",
-        reason="Why it was discarded.",
-        decided_by="Service that discarded it.",
-        decided_at="When it was scored or discarded, UTC.",
+        discarded="Number of its trajectories that are not trained, before or after the scoring.",
+        reason="Why most of these were discarded; null if none was.",
+        decided_by="Service that discarded them.",
+        decided_at="When the group was scored, or else discarded, UTC.",
         stream="Stream of its event: GROUPS, or a partition of it.",
         stream_seq="Sequence there.",
         stream_at="Time at which the log took it in, UTC. It orders groups, also of several partitions.",
@@ -29,19 +31,25 @@ GROUPS = View(
     """
         WITH scored AS (
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
+        ), discarded AS (
+          SELECT project, model, "group", branch, split, len(list_distinct(flatten(list(trajectories)))) AS discarded,
+            arg_max(reason, len(trajectories)) AS reason, arg_max("by", len(trajectories)) AS "by", min("at") AS "at",
+            arg_min(log_stream, log_at) AS log_stream, arg_min(log_seq, log_at) AS log_seq, min(log_at) AS log_at
+          FROM group_discarded GROUP BY ALL
         )
-        SELECT project, model, "group" AS group_id, branch, split, task, 'scored' AS status, judge,
-          len(members) AS size,
-          list_avg(rewards) AS reward_mean, list_min(rewards) AS reward_min, list_max(rewards) AS reward_max,
-          CASE split WHEN 'train' THEN list_max(rewards) - list_min(rewards) > 1e-6 END AS has_signal, closed_by,
-          origin, offline,
-          NULL::VARCHAR AS reason, NULL::VARCHAR AS decided_by, "at" AS decided_at,
-          log_stream AS stream, log_seq AS stream_seq, log_at AS stream_at
-        FROM scored
-        UNION ALL
-        SELECT project, model, "group", branch, split, NULL, 'discarded', NULL, len(trajectories), NULL, NULL, NULL,
-          NULL, NULL, NULL, NULL, reason, "by", "at", log_stream, log_seq, log_at
-        FROM group_discarded
+        SELECT coalesce(s.project, d.project) AS project, coalesce(s.model, d.model) AS model,
+          coalesce(s."group", d."group") AS group_id, coalesce(s.branch, d.branch) AS branch,
+          coalesce(s.split, d.split) AS split, s.task,
+          CASE WHEN s.project IS NULL THEN 'discarded' ELSE 'scored' END AS status, s.judge,
+          coalesce(len(s.members), 0) AS size, list_avg(s.rewards) AS reward_mean,
+          list_min(s.rewards) AS reward_min, list_max(s.rewards) AS reward_max,
+          CASE s.split WHEN 'train' THEN list_max(s.rewards) - list_min(s.rewards) > 1e-6 END AS has_signal,
+          s.closed_by, s.origin, s.offline, coalesce(d.discarded, 0) AS discarded, d.reason, d."by" AS decided_by,
+          coalesce(s."at", d."at") AS decided_at, coalesce(s.log_stream, d.log_stream) AS stream,
+          coalesce(s.log_seq, d.log_seq) AS stream_seq, coalesce(s.log_at, d.log_at) AS stream_at
+        FROM scored s FULL JOIN discarded d
+          ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
+          AND d.split = s.split
         """,
 )
 

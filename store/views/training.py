@@ -64,8 +64,8 @@ _MEMBERS = """
             unnest(groups) AS group_id, unnest(group_seqs) AS group_seq, unnest(group_times) AS group_time
           FROM policy_checkpoint
         ), members AS (
-          SELECT c.*, g.branch AS group_branch, g.judge, g.log_seq, g.at AS scored_at, g.verdicts AS verdicts_,
-            unnest(g.members) AS m
+          SELECT c.*, g.branch AS group_branch, g.judge, g.log_seq, g.log_at, g.at AS scored_at,
+            g.verdicts AS verdicts_, unnest(g.members) AS m
           FROM consumed c JOIN group_scored g ON g.project = c.project AND g."group" = c.group_id AND g.model = c.model
             AND (c.group_seq IS NULL OR g.log_seq = c.group_seq)
             AND (c.group_time IS NULL OR epoch_us(g.log_at) = c.group_time)
@@ -74,6 +74,8 @@ _MEMBERS = """
 """The members of the groups that checkpoints learned from, as the CTE `members`. Older checkpoints lack places of
 their groups."""
 
+# A run whose calls the log lost with its tail may have been played again under the same id: the lake has the calls of
+# both. Those of the group are of its member's steps, and the newest that the log had when it took the group in.
 LINEAGE = View(
     "lineage",
     "From a checkpoint to its groups, trajectories, exchanges and verdicts: one row per exchange that it learned from.",
@@ -101,6 +103,11 @@ LINEAGE = View(
           e.seq, e.choice, e.policy_version, m.step - 1 - e.step AS staleness, len(e.sampled_ids) AS sampled_tokens,
           e.log_seq AS exchange_seq
         FROM members m LEFT JOIN rollout_exchange e ON e.project = m.project AND e.trajectory = m.m.trajectory
+          AND e.step BETWEEN m.m.first_step AND m.m.last_step
+        QUALIFY 1 = row_number() OVER (
+          PARTITION BY m.project, m.model, m.version, m.group_id, m.log_seq, m.m.trajectory, e.seq, e.choice
+          ORDER BY e.log_at <= m.log_at DESC, e.log_at DESC
+        )
         """,
 )
 

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import duckdb
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.events import CheckpointPublished, GroupScored, Member, pack_seqs, schema, wire_name
+from pipeline.events import (
+    CheckpointPublished,
+    Event,
+    GroupDiscarded,
+    GroupScored,
+    Member,
+    pack_seqs,
+    schema,
+    wire_name,
+)
 from store import sql
 from store.commits import add_action_of_file
 from store.lake import lake_in
@@ -132,6 +142,55 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
     assert rows(tmp_path, asked) == [("train", 5, 0.6), ("val", 1, None)]  # validation never trains
 
 
+def test_a_group_is_one_row_also_if_it_was_discarded_after_its_scoring(tmp_path: Path) -> None:
+    def discarded(group: str, reason: Any, *trajectories: str) -> GroupDiscarded:
+        return GroupDiscarded(
+            project="p", group=group, model="m", trajectories=trajectories, reason=reason, by="trainer"
+        )
+
+    members = tuple(Member(trajectory=run, reward=float(run == "a")) for run in "abc")
+    fill(
+        tmp_path,
+        [
+            *(
+                GroupScored(project="p", group=g, model="m", judge="j", members=members)
+                for g in ("trained", "old")
+            ),
+            discarded("trained", "late", "d"),
+            discarded("old", "stale", "a", "b", "c"),
+            discarded("old", "late", "d"),
+            discarded("alone", "too_small", "e"),
+            discarded("alone", "late", "f"),
+        ],
+    )
+    asked = "SELECT group_id, status, size, discarded, reason, reward_max FROM groups ORDER BY 1"
+    assert rows(tmp_path, asked) == [
+        ("alone", "discarded", 0, 2, "too_small", None),
+        ("old", "scored", 3, 4, "stale", 1.0),
+        ("trained", "scored", 3, 1, "late", 1.0),
+    ]
+
+
+def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_path: Path) -> None:
+    """The lake has the calls of both; the checkpoint learned from the first, and a later one from the second."""
+    events: list[Event] = []
+    for step, calls in ((1, 2), (4, 3)):
+        member = Member(trajectory="t", reward=1.0, exchanges=calls, first_step=step - 1, last_step=step - 1)
+        events += [exchange("t", seq, step - 1) for seq in range(calls)]
+        events.append(GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=(member,)))
+        events.append(
+            CheckpointPublished(
+                project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b",
+                groups=(f"g{step}",), group_seqs=pack_seqs([1]), config_hash="c", adapter="a",
+                adapter_sha256="s", adapter_bytes=3,
+            )
+        )  # fmt: skip
+    events[-1] = msgspec.structs.replace(events[-1], group_seqs=pack_seqs([2]))  # type: ignore[call-arg]
+    fill(tmp_path, events)
+    asked = "SELECT step, policy_version, count(*) FROM lineage GROUP BY ALL ORDER BY 1"
+    assert rows(tmp_path, asked) == [(1, "m@0", 2), (4, "m@3", 3)]
+
+
 def test_doubles_are_not_hidden(tmp_path: Path) -> None:
     lake = fill(tmp_path, [exchange("t")])
     (name,) = lake.names("rollout.exchange")
@@ -156,8 +215,6 @@ def test_a_file_from_before_a_column_reads_as_null(tmp_path: Path) -> None:
 
 def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
     events = run_of_one_step()
-    import msgspec
-
     scored = next(e for e in events if wire_name(e) == "group.scored")
     again = msgspec.structs.replace(scored, judge="other")  # type: ignore[call-arg]
     events.insert(events.index(scored) + 1, again)
