@@ -162,7 +162,7 @@ async def _serve(config: Config, ready: Ready, workers: WorkerGroup) -> None:
             forget_s=config.gateway.groups_ahead_s,
         )
         await pacing.rebuild()
-        members = Membership(config, broker, policies, fleet, new_id("gw"))
+        members = Membership(config, broker, policies, fleet, router, new_id("gw"))
         promotion = Promotion(config.project, broker, policies, fleet, router)
         feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, workers), LogHealth()
         calls = CallHandler(config.gateway, fleet, router)

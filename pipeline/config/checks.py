@@ -195,6 +195,11 @@ def check(config: Config) -> None:
             f"would not load; set it to at "
             "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
         )
+    if config.models and config.vllm.max_loras <= len(config.models):
+        raise ConfigError(
+            f"vllm.max_loras is {config.vllm.max_loras}: it must be larger than the number of models, "
+            f"{len(config.models)}, because the served version of each model stays loaded until a newer one serves"
+        )
     staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)
     if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
         raise ConfigError(

@@ -92,6 +92,8 @@ class ServerController:
         """Time of the last health check, by `time.monotonic`."""
         self.loaded: dict[str, str] = {}
         """Folders of the loaded adapters, by version."""
+        self._loaded_seq = 0
+        """Sequence of this agent's last `policy.loaded`."""
         self._unloading: dict[str, int] = {}
         """Loaded versions to which gateways send no further calls, with the sequence of their `policy.unloaded`."""
         self._lost: set[str] = set()
@@ -318,14 +320,19 @@ class ServerController:
         return done
 
     async def _make_room(self) -> bool:
-        """If the server holds `vllm.max_loras` adapters, unload the one that was unused longest. Return false if every
-        adapter is wanted or in use."""
+        """If the server holds `vllm.max_loras` adapters, unload the one that was unused longest. A version that a model
+        name resolves to is not unloaded. Return false if there is none to unload yet."""
         for version in list(self._unloading):
             await self._unload_released(version)
         wanted, gateways = self.wanted(), self._context.gateways
         while len(self.loaded) >= self._config.vllm.max_loras:
             if not self._unloading:
-                unused = [v for v in self.loaded if v not in wanted and not gateways.in_use(self.name, v)]
+                if not gateways.have_applied(max(self._loaded_seq, self._policies.loads_seq)):
+                    return (
+                        False  # names may resolve to versions that were loaded since the records were written
+                    )
+                keep = {*wanted, *gateways.serving()}
+                unused = [v for v in self.loaded if v not in keep and not gateways.in_use(self.name, v)]
                 if not unused:
                     return False
                 await self._begin_unloading(
@@ -405,6 +412,6 @@ class ServerController:
         )
         headers = {"traceparent": checkpoint.traceparent} if checkpoint.traceparent else {}
         crash.point("sampler.adapter_loaded")
-        await self._context.broker.publish(event, headers)
+        self._loaded_seq = (await self._context.broker.publish(event, headers)).seq
         self.loaded[version] = folder
         log.info("adapter loaded", version=version, replica=self.name, delta=delta, load_s=event.load_s)

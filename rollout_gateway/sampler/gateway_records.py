@@ -44,19 +44,27 @@ class GatewayRecords:
         """Return the versions that calls wait for."""
         return list(dict.fromkeys(version for record in self._records.values() for version in record.wanted))
 
+    def have_applied(self, seq: int) -> bool:
+        """Return whether every gateway's record is from after the event of the stream POLICY with this sequence."""
+        return all(record.policy_seq >= seq for record in self._records.values())
+
+    def serving(self) -> set[str]:
+        """Return the versions that model names resolved to when the gateways wrote their records. It may be others
+        once they apply a later event, so ask `have_applied` first."""
+        return {version for record in self._records.values() for version in record.serving}
+
     def versions_since_use(self, version: str) -> int:
         """Return how many other versions were used since this one was last used, at the gateway that used it most
-        recently. A very large number if no gateway used it in the last minute."""
+        recently. A very large number if no gateway used it in the minute before its record."""
         ranks = (r.recent.index(version) for r in self._records.values() if version in r.recent)
         return min(ranks, default=1_000_000)
 
     def in_use(self, replica: str, version: str) -> bool:
-        """Return whether a call in flight uses the version at the replica."""
+        """Return whether a call used the version at the replica when its gateway wrote its record."""
         return any(version in r.in_flight.get(replica, ()) for r in self._records.values())
 
     def is_released(self, replica: str, version: str, unloaded_seq: int) -> bool:
         """Return whether no call uses the version at the replica and no gateway will send one.
 
         `unloaded_seq`: sequence of the `policy.unloaded` event, which every gateway must have applied."""
-        known = all(record.policy_seq >= unloaded_seq for record in self._records.values())
-        return known and not self.in_use(replica, version)
+        return self.have_applied(unloaded_seq) and not self.in_use(replica, version)

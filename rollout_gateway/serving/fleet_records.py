@@ -31,11 +31,14 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The versions that a gateway uses, written by the gateway under `gateway.<project>.<gateway>`."""
 
     policy_seq: int
-    """Sequence of the last event of the stream POLICY that the gateway has applied."""
+    """Sequence of the last event of the stream POLICY that the gateway has applied. The record describes this moment of
+    the past: of what happened later it says nothing."""
+    serving: tuple[str, ...] = ()
+    """Versions that model names resolve to."""
     wanted: tuple[str, ...] = ()
     """Versions that calls wait for because no server holds them."""
     recent: tuple[str, ...] = ()
-    """Versions that calls used in the last minute, the latest first."""
+    """Versions that calls used in the last minute, the latest first, as of the writing of the record."""
     in_flight: dict[str, tuple[str, ...]] = {}
     """For each replica, the versions that calls are using now."""
 

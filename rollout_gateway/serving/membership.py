@@ -26,6 +26,7 @@ from rollout_gateway.serving import server_state
 from rollout_gateway.serving.fleet_records import GatewayRecord, SamplerRecord, gateway_key, sampler_key
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, Replica
+from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.serving.membership")
 
@@ -43,11 +44,19 @@ class Membership:
     """Updates the replicas of a fleet and writes this gateway's record."""
 
     def __init__(
-        self, config: Config, broker: Broker, policies: Policies, fleet: Fleet, gateway: str
+        self,
+        config: Config,
+        broker: Broker,
+        policies: Policies,
+        fleet: Fleet,
+        router: VersionRouter,
+        gateway: str,
     ) -> None:
         """`gateway`: the id of this gateway process, unique in the project."""
         self._settings, self._ttl_s = config.gateway.replicas, config.sampler.ttl_s
-        self._broker, self._policies, self._fleet = broker, policies, fleet
+        self._broker, self._policies, self._fleet, self._router = broker, policies, fleet, router
+        self._serving: tuple[str, ...] = ()
+        """The versions that model names resolved to when this was last looked at."""
         self._samplers = sampler_key(config.project, "*")
         self._key = gateway_key(config.project, gateway)
         self._by_key: dict[str, tuple[Replica, anyio.CancelScope]] = {}
@@ -78,8 +87,15 @@ class Membership:
                 and not replica.up
             ):
                 replica.work.set()  # check it now: it may have loaded again the adapters that it had lost
-        if isinstance(event, PolicyUnloaded):
-            self._fleet.use_changed.set()  # the agent waits until this gateway's record shows the event
+        if isinstance(event, PolicyLoaded | PolicyUnloaded):
+            self._fleet.use_changed.set()  # the agents wait until this gateway's record shows the event
+        self._changed()
+
+    def _changed(self) -> None:
+        """Wake the calls that wait for a version, and report the versions that model names resolve to."""
+        if (serving := self._router.serving()) != self._serving:
+            self._serving = serving
+            self._fleet.use_changed.set()
         self._fleet.changed()
 
     # -- replicas --------------------------------------------------------------------------------------------------
@@ -114,7 +130,7 @@ class Membership:
         elif restarted:
             replica.up = replica.ready = False
             replica.work.set()
-        self._fleet.changed()
+        self._changed()
 
     def _remove(self, key: str) -> None:
         found = self._by_key.pop(key, None)
@@ -146,7 +162,7 @@ class Membership:
                         log.warning("replica is down", replica=replica.name, error=str(error))
                     replica.up = replica.ready = replica.suspected = False
                     pause_s = self._settings.health_retry_s
-                self._fleet.changed()
+                self._changed()
                 with anyio.move_on_after(pause_s):
                     await replica.work.wait()
 
@@ -190,6 +206,7 @@ class Membership:
         fleet.used = {v: at for v, at in fleet.used.items() if now - at < _RECENT_S}
         return GatewayRecord(
             policy_seq=self._policies.next_seq - 1,
+            serving=self._router.serving(),
             wanted=tuple(sorted(fleet.wanted, key=lambda v: -fleet.wanted[v])),
             recent=tuple(sorted(fleet.used, key=lambda v: -fleet.used[v])),
             in_flight={r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight},

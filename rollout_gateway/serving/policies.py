@@ -94,6 +94,10 @@ class LoadedAdapters:
         elif incarnation == event.incarnation:
             loaded.pop(event.version, None)
 
+    def anywhere(self) -> set[tuple[str, str]]:
+        """Return the versions that any server has loaded, each with the SHA-256 of its adapter."""
+        return {item for _, loaded in self._loaded.values() for item in loaded.items()}
+
     def of(self, replica: str, incarnation: str) -> dict[str, str]:
         """Return the SHA-256 by version of the adapters that a server process has loaded."""
         known, loaded = self._loaded.get(replica, ("", {}))
@@ -114,6 +118,8 @@ class Policies:
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
         self.loads = LoadedAdapters()
+        self.loads_seq = 0
+        """Sequence of the last `policy.loaded` or `policy.unloaded` event that was applied."""
         self.next_seq = 1
         self._last: Place | None = None
         self.refused: dict[str, str] = {}
@@ -161,6 +167,11 @@ class Policies:
                 return version
         return version_name(model, 0)
 
+    def newest_loaded(self, model: str) -> str:
+        """Return the newest version of the main branch that any server has loaded; empty if there is none."""
+        loaded = {version for version, sha256 in self.loads.anywhere() if self.published(version, sha256)}
+        return next((version for version in self.models[model].newest_first() if version in loaded), "")
+
     def names(self, of: str = "") -> list[str]:
         """Return every name that a client may put into `model`. `of`: a model, to return its names only."""
         out: list[str] = []
@@ -177,6 +188,7 @@ class Policies:
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
             self.loads.apply(event)
+            self.loads_seq = recorded.seq
             return True
         if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
             return False  # other branches use the same version names as the main branch

@@ -197,6 +197,8 @@ class Fleet:
                 replica = able[0] if len(able) == 1 else prefer(able)
                 replica.in_flight[version] += 1
                 if version in replica.loaded:
+                    if version not in self.used:
+                        self.use_changed.set()
                     self.used[version] = time.monotonic()
                 return Lease(self, replica, version)
             if self.closing:

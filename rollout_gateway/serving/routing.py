@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
-from pipeline.names import is_version, version_name
+from pipeline.names import is_base_version, is_version, version_name
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.policies import Policies
@@ -16,10 +16,15 @@ class VersionRouter:
     """Resolves names.
 
     An exact version resolves to itself; a model name to its promoted version, or else to the newest version that enough
-    replicas hold (`Fleet.available`)."""
+    replicas hold (`Fleet.available`). Without a decision it never goes back to an older version: if no replica holds
+    the version any more, calls wait until one does."""
 
     def __init__(self, policies: Policies, fleet: Fleet) -> None:
+        """`policies` has read the log: a model name begins at the newest version that any server has loaded, which
+        other gateways may have served already."""
         self._policies, self._fleet = policies, fleet
+        self._reached = {model: policies.newest_loaded(model) for model in policies.models}
+        """The newest version that each model name has resolved to; empty if there is none."""
 
     def name(self, model: str) -> str:
         """Return the model name of `model`, which is a model name or an exact version."""
@@ -77,9 +82,20 @@ class VersionRouter:
         if state.promoted is not None:
             return _version_in_split(state.promoted, trajectory)
         for version in state.newest_first():
-            if version not in self._policies.refused and self._fleet.available(version):
+            if version in self._policies.refused:
+                continue
+            if version == self._reached[model] or self._fleet.available(version):
+                self._reached[model] = version
                 return version
         return version_name(model, 0)
+
+    def serving(self) -> tuple[str, ...]:
+        """Return the versions that the model names resolve to, without base versions."""
+        versions: list[str] = []
+        for model, state in self._policies.models.items():
+            decision = state.promoted
+            versions += [self.current(model)] if decision is None else [decision.version, decision.other]
+        return tuple(v for v in versions if v and not is_base_version(v))
 
 
 def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:

@@ -162,7 +162,7 @@ class GatewayParts:
         self.registry = Registry(broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
         self.router = VersionRouter(self.policies, self.fleet)
         self.chat = CallHandler(config.gateway, self.fleet, self.router)
-        self.members = Membership(config, broker, self.policies, self.fleet, name)
+        self.members = Membership(config, broker, self.policies, self.fleet, self.router, name)
 
     async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
         body = msgspec.json.encode({"model": model, "messages": []})

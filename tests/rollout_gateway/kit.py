@@ -40,6 +40,23 @@ async def serves(gateway: GatewayProcess, version: str, timeout_s: float = 30) -
                 await anyio.sleep(0.02)  # there is no event for "routed", which is what is asked here
 
 
+Calls = list[tuple[float, float, int]]
+"""When each call began and ended, by one clock, and the step that answered it."""
+
+
+def older_than_before(calls: Calls) -> Calls:
+    """Return the calls that were answered by an older step than a call that had ended when they began."""
+    ended = sorted((end, step) for _, end, step in calls)
+    newest, position, older = 0, 0, []
+    for begin, end, step in sorted(calls):
+        while position < len(ended) and ended[position][0] <= begin:
+            newest = max(newest, ended[position][1])
+            position += 1
+        if step < newest:
+            older.append((begin, end, step))
+    return older
+
+
 def counted(server: VllmServer, name: str) -> float:
     """A figure of vLLM's own metrics, over all models."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text

@@ -164,6 +164,11 @@ def test_a_certificate_of_the_server_without_its_key_is_refused() -> None:
         load(None, ["nats.server_cert=server.pem"])
 
 
+def test_each_served_adapter_needs_a_slot_and_one_more_is_free_for_the_next() -> None:
+    with pytest.raises(ConfigError, match="max_loras is 1: it must be larger than the number of models"):
+        load(None, ["models.0.name=m", "vllm.max_loras=1", 'vllm.urls=["http://a:1"]'])
+
+
 def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:
     with pytest.raises(ConfigError, match=r"judge\.timeout_s: a group may wait at most half"):
         check(with_values(Config(), {"nats.rollouts_max_age_h": 0.25, "judge.timeout_s": 600}))

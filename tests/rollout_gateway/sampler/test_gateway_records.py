@@ -38,6 +38,18 @@ def test_wanted_and_recent_versions_of_all_gateways_count() -> None:
     assert gateways.versions_since_use("m@1") > 100
 
 
+def test_what_serves_is_known_as_of_the_records() -> None:
+    gateways = GatewayRecords("p")
+    assert gateways.have_applied(7)
+    gateways.apply("a", record(7, serving=["m@5"]))
+    gateways.apply("b", record(6, serving=["m@4"]))
+    assert gateways.serving() == {"m@5", "m@4"}
+    assert not gateways.have_applied(7)  # b may serve another version now
+    gateways.apply("b", record(8, serving=["m@5"]))
+    assert gateways.have_applied(7)
+    assert gateways.serving() == {"m@5"}
+
+
 def test_an_old_record_decodes() -> None:
     """Gateways and agents of different versions run side by side during an upgrade."""
     assert msgspec.json.decode(b'{"policy_seq": 1, "new": true}', type=GatewayRecord) == GatewayRecord(

@@ -3,12 +3,18 @@ truth."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import anyio
+import openai
 import pytest
 
 from benchmarks.gateway_swaps import check_labels, measure
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from tests.rollout_gateway.conftest import StartGateway
+from tests.conftest import DOUBLE, InferenceDouble, VllmServer
+from tests.rollout_gateway.conftest import StartGateway, publish_adapter
+from tests.rollout_gateway.kit import ASK, exchanges, older_than_before, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
@@ -27,3 +33,49 @@ async def test_swaps_under_64_streams(start_gateway: StartGateway, nats_config: 
     # A new version does not wait until the streams of the old one have ended. How long the gaps between chunks are is
     # measured by `benchmarks.gateway_swaps` on a quiet machine.
     assert streams.beside
+
+
+@pytest.fixture
+def second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    server = (InferenceDouble if DOUBLE else VllmServer)(tmp_path_factory.mktemp("second"))
+    server.start()
+    yield server
+    server.stop()
+
+
+async def swap(start_gateway: StartGateway, nats_config: NatsConfig, *urls: str) -> None:
+    """Publish 30 versions to servers with room for 3 while 4 trajectories make calls. No call may be answered by an
+    older version than a call that had ended when it began."""
+    gateway = start_gateway(urls=urls, max_loras=3)
+    stopping = False
+
+    async def keep_calling(trajectory: str) -> None:
+        opened = gateway.open(id=trajectory)
+        async with openai.AsyncOpenAI(
+            base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0
+        ) as client:
+            while not stopping:
+                await client.chat.completions.create(**ASK)
+
+    async with Broker.connect(nats_config) as broker:
+        async with anyio.create_task_group() as lanes:
+            for lane in range(4):
+                lanes.start_soon(keep_calling, f"lane-{lane}")
+            for step in range(1, 31):
+                await serves(gateway, await publish_adapter(broker, step))
+            stopping = True
+        recorded = [e for lane in range(4) for e in await exchanges(broker, f"lane-{lane}")]
+    assert {e.status for e in recorded} == {"complete"}
+    assert older_than_before([(e.started_at, e.at, e.step) for e in recorded]) == []
+
+
+async def test_no_call_goes_back_to_an_older_version(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    await swap(start_gateway, nats_config)
+
+
+async def test_no_call_goes_back_to_an_older_version_with_two_servers(
+    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer, second_server: VllmServer
+) -> None:
+    await swap(start_gateway, nats_config, vllm_server.url, second_server.url)
