@@ -10,7 +10,6 @@ compare.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -30,6 +29,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     Verdict,
 )
+from pipeline.events.types import MAX_NUMBER
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
@@ -89,10 +89,15 @@ def judge_hash(config: JudgeConfig) -> str:
     return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
 
 
+def is_usable(value: float) -> bool:
+    """Return whether a number may be a reward or a part of one: it is finite and at most `MAX_NUMBER`."""
+    return abs(value) <= MAX_NUMBER
+
+
 def agent_reward(event: TrajectoryCompleted) -> float | None:
-    """Return the agent's own reward, or the sum of its named ones; `None` if there is none or it is not finite."""
-    value = math.fsum(event.rewards.values()) if event.reward is None and event.rewards else event.reward
-    return value if value is not None and math.isfinite(value) else None
+    """Return the agent's own reward, or the sum of its named ones; `None` if there is none or it is not usable."""
+    value = sum(event.rewards.values()) if event.reward is None and event.rewards else event.reward
+    return value if value is not None and is_usable(value) else None
 
 
 async def score_closed(

@@ -32,6 +32,7 @@ from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupTimedOut, TrajectoryCompleted
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
+from pipeline.log.consumer import handling
 from pipeline.running.environment import process_number
 from pipeline.running.service import Ready
 from pipeline.streams import consumer
@@ -150,11 +151,15 @@ class Judge:
             else:
                 await self._log.move(delivery, event)
                 await delivery.ack()
+
         await gather(self._on_arrivals, list(by_group.items()), _READS)
 
     async def _on_arrivals(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
         """Handle completions of one group: score the group if one of them closed it; acknowledge the others."""
-        key, deliveries = arrived
+        with handling(arrived[1]):
+            await self._on_completions_of(*arrived)
+
+    async def _on_completions_of(self, key: GroupKey, deliveries: list[Delivery]) -> None:
         deliveries.sort(key=lambda delivery: delivery.seq)
         while (found := await self._log.read(key, deliveries[-1].place)) is None:
             await deliveries.pop().ack()  # the log has deleted it since
@@ -175,6 +180,10 @@ class Judge:
 
     async def _on_timer(self, delivery: Delivery) -> None:
         """Close a group that has timed out, unless it was scored or discarded or is full."""
+        with handling([delivery]):
+            await self._close_timed_out(delivery)
+
+    async def _close_timed_out(self, delivery: Delivery) -> None:
         event = delivery.event
         if not isinstance(event, GroupTimedOut):
             await delivery.give_back(_WRONG_EVENT_DELAY_S)
@@ -203,6 +212,10 @@ class Judge:
 
     async def _score(self, group: Group) -> None:
         """Score a closed group, publish its event, then acknowledge the deliveries that closed it."""
+        with handling(self._scoring[group.key]):
+            await self._score_and_publish(group)
+
+    async def _score_and_publish(self, group: Group) -> None:
         key = group.key
         if group.closed_by == "size":
             await self._log.cancel_deadline(key)

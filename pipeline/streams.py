@@ -60,6 +60,8 @@ class ConsumerSpec:
     purpose: str
     ack_wait_s: float = 10.0
     max_deliver: int = 10
+    max_deaths: int = 2
+    """How often a message may end the process that handles it before it becomes a dead letter."""
     max_ack_pending: int = 10_000
     start: Literal["all", "new"] = "all"
     partition: int = -1
@@ -179,9 +181,14 @@ class KeyValueSpec:
 
 FLEET = KeyValueSpec(
     "FLEET",
-    ("sampler.<project>.<replica>", "gateway.<project>.<gateway>"),
+    (
+        "sampler.<project>.<replica>",
+        "gateway.<project>.<gateway>",
+        "deaths.<consumer>.<stream>.<sequence>-<time>",
+    ),
     "the inference servers that sampler agents have registered, and the versions that each gateway uses; a record is "
-    "gone when its writer has not renewed it for `sampler.ttl_s`",
+    "gone when its writer has not renewed it for `sampler.ttl_s`. How often a message ended the process that handled "
+    "it, for a day",
 )
 KEY_VALUES: tuple[KeyValueSpec, ...] = (FLEET,)
 
@@ -362,6 +369,12 @@ def key_value_stream(bucket: str) -> str:
 def key_subject(bucket: str, key: str) -> str:
     """Return the subject of a key. `key` may hold wildcards."""
     return f"$KV.{bucket}.{key}"
+
+
+def deaths_key(consumer: str) -> str:
+    """Return what the keys of a consumer in `FLEET` begin with. Consumers of branches, which are not in the table,
+    share one NATS user and one prefix."""
+    return f"deaths.{consumer}" if any(c.name == consumer for c in CONSUMERS) else f"deaths.branch.{consumer}"
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:

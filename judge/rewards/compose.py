@@ -17,7 +17,7 @@ from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler, LoadTranscript
 from judge.ruler.transcripts import Transcript, load_transcript
-from judge.scoring import AGENT, GroupRewards, agent_reward, judge_hash
+from judge.scoring import AGENT, GroupRewards, agent_reward, is_usable, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
 from pipeline.gather import gather
@@ -79,7 +79,7 @@ class ConfiguredComposer:
             case "agent":
                 source = AGENT
                 values = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}
-        found = {t: v for t, v in values.items() if v is not None and math.isfinite(v)}
+        found = {t: v for t, v in values.items() if v is not None and is_usable(v)}
         scores = tuple(Score(trajectory=t, score=v) for t, v in found.items())
         return found, (Verdict(judge_model=source, rubric=reward.name, scores=scores),)
 
@@ -103,15 +103,18 @@ class ConfiguredComposer:
         names = [r.name for r in self._config.rewards]
         final: dict[str, float] = {}
         components: dict[str, dict[str, float]] = {}
+        lacking = {f"reward {n} is missing": len(members) - len(found[n][0]) for n in names}
         for member in members:
             own = {n: found[n][0][member.trajectory] for n in names if member.trajectory in found[n][0]}
             components[member.trajectory] = {**_reported(member), **own}
-            if len(own) == len(names):
-                final[member.trajectory] = combine(self._config, own)
-        lacking = {n: len(members) - len(found[n][0]) for n in names}
-        missing = "; ".join(
-            f"reward {n} is missing for {c} of {len(members)}" for n, c in lacking.items() if c
-        )
+            if len(own) < len(names):
+                continue
+            if is_usable(reward := combine(self._config, own)):
+                final[member.trajectory] = reward
+            else:
+                too_large = f"the {self._config.combine} of the rewards is too large"
+                lacking[too_large] = lacking.get(too_large, 0) + 1
+        missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
         return GroupRewards(final, components, tuple(v for n in names for v in found[n][1]), missing)
 
 

@@ -6,7 +6,6 @@ defines what it can see. docs/judging.md says what is guaranteed with and withou
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -21,7 +20,8 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from judge.rewards import sandbox_view
+from judge.rewards import sandbox_filter, sandbox_view
+from judge.scoring import is_usable
 from pipeline.config import ConfigError, RewardConfig
 from pipeline.telemetry.logs import get_logger
 
@@ -35,6 +35,13 @@ _START_S = 30.0
 _GRACE_S = 10.0
 """The worker enforces the time limits itself; one that is later than this is broken."""
 _STOP_S = 5.0
+_ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "LANG": "C.UTF-8",
+    # The cores are for the inference server and the trainer, and a thread pool takes address space.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 _BROKEN = (
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
@@ -127,8 +134,10 @@ class RewardFunction:
         if "error" in answer:
             raise RewardFunctionError(f"{entry}: {answer['error']}")
         value = answer.get("reward")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise RewardFunctionError(f"{entry} returned {value!r}, not a number")
+        if not is_usable(value):
+            raise RewardFunctionError(f"{entry} returned a number that is not from -1e15 to 1e15")
         return float(value)
 
     @asynccontextmanager
@@ -155,7 +164,7 @@ class RewardFunction:
             raise anyio.BrokenResourceError
         return message
 
-    async def _argv(self) -> list[str]:
+    async def _argv(self, filter_fd: int | None) -> list[str]:
         path = sandbox_view.search_path()
         names = ("entry", "memory_mb", "processes", "timeout_s")
         settings = {name: getattr(self._config, name) for name in names}
@@ -166,7 +175,7 @@ class RewardFunction:
             return argv
         extra = (*self._config.readable, _WORKER)
         return await anyio.to_thread.run_sync(
-            sandbox_view.command, self._config.entry, path, extra, self._hidden, argv
+            sandbox_view.command, self._config.entry, path, extra, self._hidden, argv, filter_fd
         )
 
     async def _running(self) -> anyio.abc.Process:
@@ -174,21 +183,20 @@ class RewardFunction:
             return self._process
         await self._stop()
         entry = self._config.entry
-        self._process = await anyio.open_process(
-            await self._argv(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None,
-            env={
-                "PATH": os.environ.get("PATH", ""),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "LANG": "C.UTF-8",
-                # The cores are for the inference server and the trainer, and a thread pool takes address space.
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
-            start_new_session=True,
-        )
+        filter_fd = sandbox_filter.open_program() if self._sandboxed else None
+        try:
+            self._process = await anyio.open_process(
+                await self._argv(filter_fd),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None,
+                env={"PATH": os.environ.get("PATH", ""), **_ENVIRONMENT},
+                start_new_session=True,
+                pass_fds=() if filter_fd is None else (filter_fd,),
+            )
+        finally:
+            if filter_fd is not None:
+                os.close(filter_fd)
         assert self._process.stdout is not None
         self._answers = BufferedByteReceiveStream(self._process.stdout)
         async with self._ended_on_failure("did not start; see the judge's log", _START_S):

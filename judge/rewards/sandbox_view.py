@@ -2,9 +2,9 @@
 
 The file system holds only Python, the system's libraries, the packages and modules of the search path, and what
 `judge.rewards.readable` names, all of it read-only. There is no network, no other process, no device except /dev/null
-and similar, and no access to System V or POSIX message queues of the host. Of a folder of the search path only
-importable modules are shown, because it often is the working directory, which holds run directories with their
-secrets.
+and similar, no socket (`judge.rewards.sandbox_filter`), and no access to System V or POSIX message queues of the host.
+Of a folder of the search path only importable modules are shown, because it often is the working directory, which
+holds run directories with their secrets.
 """
 
 from __future__ import annotations
@@ -135,13 +135,21 @@ def readable(entry: str, path: Iterable[str], extra: Iterable[str]) -> list[Path
 
 
 def command(
-    entry: str, path: list[str], extra: Iterable[str], hidden: Iterable[str], argv: list[str]
+    entry: str,
+    path: list[str],
+    extra: Iterable[str],
+    hidden: Iterable[str],
+    argv: list[str],
+    filter_fd: int | None,
 ) -> list[str]:
     """Return the command that runs `argv` in a sandbox which shows `readable(entry, path, extra)` without `hidden`.
+    `filter_fd`: the filter for system calls (`judge.rewards.sandbox_filter`).
 
     `hidden` are folders (the run directory) that are shown empty even if they are within something readable.
     Call this only if `unavailable()` returns an empty string."""
     made = [*_namespaces(shutil.which("bwrap") or "bwrap"), *_DEVICES]
+    if filter_fd is not None:
+        made += ["--seccomp", str(filter_fd)]
     shown = readable(entry, path, extra)
     for place in shown:
         made += ["--ro-bind", str(place), str(place)]

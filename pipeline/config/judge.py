@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pipeline.config.types import Correlation, Count, Natural, NotNegative, Positive, Prompt, Section, Several
+from pipeline.config.types import (
+    Correlation,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Prompt,
+    Section,
+    Several,
+    Weight,
+)
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -15,7 +25,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     kind: Literal["agent", "metric", "python", "ruler"] = "agent"
     """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's
     metric `name`. `python`: a function. `ruler`: the judge model with `rubric`."""
-    weight: float = 1.0
+    weight: Weight = 1.0
     """Weight in `judge.combine`."""
     entry: str = ""
     """Kind `python`: the function as `package.module:function`. It takes the trajectory as a dict and returns a

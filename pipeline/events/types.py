@@ -24,5 +24,11 @@ StreamSeqs = Annotated[bytes, msgspec.Meta(extra={"column": "list<int64>"})]
 Json = Annotated[bytes, msgspec.Meta(extra={"column": "json"})]
 """A JSON document, UTF-8, as it went over the wire."""
 
+MAX_NUMBER = 1e15
+"""Largest absolute value of a reward or metric. Sums and products of a few such numbers are finite."""
+
+Number = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+"""A reward or a metric as a client sends it."""
+
 Outcome = Literal["scored", "no_result", "masked"]
 Split = Literal["train", "val"]

@@ -348,17 +348,22 @@ class Broker(Reader):
             await self.provision_consumer(spec)
         specs = self.layout.consumers_of(spec)
         async with pulling_all(self.client, specs) as puller, anyio.create_task_group() as tg:
-            consumption = Consumption(self, specs, puller, self.admit)
+            consumption = Consumption(self, specs, puller, self.admit, self.dead_letter)
             tg.start_soon(keep_alive, self.client, spec, consumption.replies)
+            failure: BaseException | None = None
             try:
                 yield consumption
+            except BaseException as error:
+                failure = error
+                raise
             finally:
                 tg.cancel_scope.cancel()
                 with anyio.move_on_after(2, shield=True):
                     try:
                         await puller.close()
-                        await consumption.give_back()
-                    except nats.errors.Error as error:  # the server redelivers them after `ack_wait_s`
+                        await consumption.close(failure)
+                    except (nats.errors.Error, BrokerError) as error:
+                        # The server redelivers them after `ack_wait_s`.
                         log.warning(
                             "deliveries not given back", consumer=spec.name, error=retry.reason(error)
                         )

@@ -2,12 +2,20 @@
 
 `Consumption` adds to the messages that arrive (`pipeline.log.pulling`) what services need: decoded events, dead
 letters, deliveries that are kept alive.
+
+One message must not end a service again and again while all others wait. A message that is delivered again may have
+ended the process that held it, so it is handed out alone: until it is acknowledged or given back, but at most for
+`ALONE_S`, its consumer hands out nothing else. If the process dies in that time, by an exception or an exit, the log
+knows which message it was (`pipeline.log.deaths`). An exception of a handler (`handling`) is counted
+whenever it comes. A message that has ended its process `ConsumerSpec.max_deaths` times becomes a dead letter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import anyio
 import msgspec
@@ -17,9 +25,11 @@ from nats.aio.msg import Msg
 
 from pipeline import crash, streams
 from pipeline.backoff import Backoff
+from pipeline.config import ConfigError
 from pipeline.errors import BrokerError
 from pipeline.events import AnyEvent
 from pipeline.log import retry
+from pipeline.log.deaths import Deaths
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import Place, Recorded, parse_ack_subject, stream_of_ack
 from pipeline.log.pulling import ConsumerGoneError, Puller, Pullers
@@ -29,6 +39,8 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.consumer")
 
+ALONE_S = 1.0
+"""Longest time that a message which was delivered again is handled alone. A trainer holds its groups for longer."""
 _TOGETHER_S = 0.01
 """A batch ends when no message came for this long. The server sends what it has at once."""
 
@@ -84,7 +96,7 @@ class Delivery(Recorded[AnyEvent]):
             await client.request(self.reply, Msg.Ack.Ack, timeout=1)
         else:
             await client.publish(self.reply)
-        self._consumption.held.discard(self)
+        self._consumption.settle(self)
         counts.done[self._consumption.spec.name] += 1
         crash.point("broker.after_ack")
 
@@ -93,7 +105,12 @@ class Delivery(Recorded[AnyEvent]):
         assert self._consumption is not None
         delay = msgspec.json.encode({"delay": int(delay_s * 1e9)})
         await self._consumption.reader.client.publish(self.reply, Msg.Ack.Nak + b" " + delay)
-        self._consumption.held.discard(self)
+        self._consumption.settle(self)
+
+    def accuse(self) -> None:
+        """Count the death of this process, if it comes, as caused by this delivery."""
+        assert self._consumption is not None
+        self._consumption.accuse(self)
 
     async def _is_on_log(self) -> bool:
         """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
@@ -105,6 +122,25 @@ class Delivery(Recorded[AnyEvent]):
         return await reader.holds(self.stream, self.place)
 
 
+@dataclass(frozen=True)
+class _Redelivery:
+    """A message that was delivered before."""
+
+    message: Pulled
+    spec: streams.ConsumerSpec
+    reconnects: int
+
+
+@dataclass
+class _Trial:
+    """A delivery that is handled alone."""
+
+    delivery: Delivery
+    deaths: int
+    """How often it had ended its process before."""
+    settled: anyio.Event = field(default_factory=anyio.Event)
+
+
 class Consumption:
     """A durable consumer in use, in all partitions of its stream; made by `Broker.consume`."""
 
@@ -114,10 +150,17 @@ class Consumption:
         specs: Sequence[streams.ConsumerSpec],
         puller: Puller | Pullers,
         admit: Callable[[Pulled, streams.ConsumerSpec], Awaitable[AnyEvent | None]],
+        reject: Callable[[Pulled, streams.ConsumerSpec, str, str], Awaitable[None]],
     ) -> None:
         """`specs`: the consumer, for each partition. `admit` returns the event in a message, or deals with the message
-        and returns None."""
+        and returns None. `reject` makes a message a dead letter, with a reason and its detail."""
         self.reader, self.spec, self._puller, self._admit = reader, specs[0], puller, admit
+        self._reject, self._deaths = reject, Deaths(reader, specs[0])
+        self._redelivered: deque[_Redelivery] = deque()
+        """Messages that wait until they are handled alone."""
+        self._trial: _Trial | None = None
+        self._culprits: list[Delivery] = []
+        """Deliveries whose handler raised."""
         self._specs = specs
         self._by_stream = {spec.stream: spec for spec in specs}
         self._pending = dict.fromkeys(self._by_stream, 0)
@@ -131,6 +174,12 @@ class Consumption:
 
         A cluster that elects a new leader for the consumer refuses requests for some seconds: the next calls ask
         again, with growing pauses. Raises `BrokerError` if the consumer was deleted."""
+        if self._trial is not None:
+            with anyio.move_on_after(ALONE_S):
+                await self._trial.settled.wait()
+            await self._end_trial(self._trial.deaths)
+        if self._redelivered:
+            return await self._try_alone()
         out: list[Delivery] = []
         left = limit
         while left:
@@ -146,10 +195,63 @@ class Consumption:
             reconnects = self._puller.reconnects
             for message in messages:
                 spec = self._by_stream[stream_of_ack(message.reply)]
+                if parse_ack_subject(message.reply)[0] > 1:
+                    self._redelivered.append(_Redelivery(message, spec, reconnects))
+                    continue
                 event = await self._admit(message, spec)
                 if event is not None:
                     out.append(self._hold(event, message, spec.stream, reconnects))
-        return out
+        return out or await self._try_alone()
+
+    async def _try_alone(self) -> list[Delivery]:
+        """Return the next message that was delivered before, to be handled alone; none if there is none."""
+        while self._redelivered:
+            redelivery = self._redelivered.popleft()
+            message, spec = redelivery.message, redelivery.spec
+            place = parse_ack_subject(message.reply)[1]
+            deaths = await self._deaths.count(spec.stream, place)
+            if deaths >= spec.max_deaths:
+                why = f"{spec.name} ended {deaths} times while it handled this message"
+                await self._reject(message, spec, "ended_service", why)
+                continue
+            event = await self._admit(message, spec)
+            if event is None:
+                continue
+            await self._deaths.record(spec.stream, place, deaths + 1)
+            delivery = self._hold(event, message, spec.stream, redelivery.reconnects)
+            self._trial = _Trial(delivery, deaths)
+            return [delivery]
+        return []
+
+    async def _end_trial(self, deaths: int) -> None:
+        """Let the next message be handled. `deaths`: how often the one that was handled alone has ended its process."""
+        assert self._trial is not None
+        delivery, self._trial = self._trial.delivery, None
+        await self._deaths.record(delivery.stream, delivery.place, deaths)
+
+    def settle(self, delivery: Delivery) -> None:
+        """Forget a delivery that was acknowledged or given back."""
+        self.held.discard(delivery)
+        if self._trial is not None and self._trial.delivery is delivery:
+            self._trial.settled.set()
+
+    def accuse(self, delivery: Delivery) -> None:
+        """Count the death of this process, if it comes, as caused by a delivery."""
+        self._culprits.append(delivery)
+
+    async def close(self, failure: BaseException | None) -> None:
+        """Let the server deliver at once what is still held. `failure`: what ends the process. If it is the service's
+        own, it counts against the deliveries whose handler raised, else against the one that is handled alone."""
+        culprits = self._culprits if failure is not None and is_own_fault(failure) else []
+        if self._trial is not None:
+            if failure is not None and is_own_fault(failure) and not culprits:
+                culprits = [self._trial.delivery]
+            await self._end_trial(self._trial.deaths)
+        for delivery in culprits:
+            deaths = await self._deaths.count(delivery.stream, delivery.place)
+            await self._deaths.record(delivery.stream, delivery.place, deaths + 1)
+        for reply in self.replies():
+            await self.reader.client.publish(reply, Msg.Ack.Nak)
 
     def _hold(self, event: AnyEvent, message: Pulled, stream: str, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
@@ -183,9 +285,24 @@ class Consumption:
 
     def replies(self) -> list[str]:
         """Return the reply subjects of everything that was delivered and not acknowledged."""
-        return [delivery.reply for delivery in self.held] + [m.reply for m in self._puller.arrived]
+        messages = (*(r.message for r in self._redelivered), *self._puller.arrived)
+        return [delivery.reply for delivery in self.held] + [message.reply for message in messages]
 
-    async def give_back(self) -> None:
-        """Let the server deliver at once what is still held."""
-        for reply in self.replies():
-            await self.reader.client.publish(reply, Msg.Ack.Nak)
+
+@contextmanager
+def handling(deliveries: Iterable[Delivery]) -> Iterator[None]:
+    """Count an exception that leaves the block and ends the process as caused by `deliveries`."""
+    try:
+        yield
+    except Exception:
+        for delivery in deliveries:
+            delivery.accuse()
+        raise
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether a service fails by itself: it was not cancelled, and neither the log nor a setting failed."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_own_fault(inner) for inner in error.exceptions)
+    others = BrokerError | ConfigError | nats.errors.Error
+    return isinstance(error, Exception) and not isinstance(error, others)

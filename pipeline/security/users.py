@@ -214,6 +214,10 @@ def rights(user: User, layout: streams.Layout = streams.UNDIVIDED) -> Rights:
     for spec in consumed:
         of = f"{spec.stream}.{spec.durable}"
         publish += [f"{api}CONSUMER.INFO.{of}", f"{api}CONSUMER.MSG.NEXT.{of}", f"$JS.ACK.{of}.>"]
+    counted = [streams.deaths_key(name) for name in (*user.consumes, *("*" for _ in user.branches))]
+    if counted:  # how often a message ended the process that handled it (`pipeline.log.deaths`)
+        publish += [streams.key_subject(streams.FLEET.name, f"{key}.>") for key in counted]
+        publish.append(f"{api}STREAM.MSG.GET.{streams.key_value_stream(streams.FLEET.name)}")
     followed = list(user.follows)
     if user.keeps:
         bucket = streams.key_value_stream(streams.FLEET.name)

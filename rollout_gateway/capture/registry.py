@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from pipeline.events import ExchangeRecorded, Outcome, TrainingBatch, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events.types import Number
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_messages
 from pipeline.names import name_of_token
@@ -29,8 +30,8 @@ _SETTLE_S = 30.0
 """How long a completion waits for the calls that are in flight."""
 NOT_RECORDED = "exchanges_not_recorded"
 """Metric of a completed trajectory: calls that were answered and are not on the log."""
-Numbers = Annotated[dict[str, float], msgspec.Meta(max_length=256)]
-"""Finite numbers by name."""
+Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=256)]
+"""Numbers by name."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -52,6 +52,11 @@ def words(_: dict[str, Any]) -> str:
     return "good"
 
 
+def huge(trajectory: dict[str, Any]) -> float:
+    """What the model wrote, as a number."""
+    return int(str(trajectory["messages"][-1]["content"]))
+
+
 def nothing(_: dict[str, Any]) -> float:
     return float("nan")
 
@@ -113,9 +118,21 @@ def daemonizes(trajectory: dict[str, Any]) -> float:
 
 
 def connects_unix(trajectory: dict[str, Any]) -> float:
+    address = str(trajectory["task"]).replace("@", "\0")
+    if trajectory["how"] == "pair":  # datagrams of a pair can be sent elsewhere
+        with socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0] as client:
+            client.sendto(b"x", address)
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(trajectory["task"]).replace("@", "\0"))
+        client.connect(address)
     return 1.0
+
+
+def talks_to_itself(_: dict[str, Any]) -> float:
+    """What asyncio and multiprocessing use."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"7")
+        return float(theirs.recv(1))
 
 
 _FORGED = (

@@ -10,7 +10,7 @@ import pytest
 from judge.rewards.compose import ConfiguredComposer, combine, open_composer
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.transcripts import Transcript
-from judge.scoring import UnscoredError
+from judge.scoring import UnscoredError, agent_reward
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import TrajectoryCompleted
 from tests.judge.kit import Model, completed, ruler, transcript
@@ -51,6 +51,32 @@ async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: s
             await call({"id": "bad"})
         if name in ("hangs", "dies"):
             assert await call({"id": "good"}) == 0.5
+
+
+async def test_a_number_that_is_too_large_is_no_reward() -> None:
+    """A reply of 400 digits that a function returns as an integer, and metrics whose sum is infinite."""
+    async with RewardFunction(function("huge")).open() as call:
+        for digits in (400, 5000):
+            with pytest.raises(RewardFunctionError):
+                await call({"id": "a", "messages": [{"content": "9" * digits}]})
+        assert await call({"id": "a", "messages": [{"content": "9" * 15}]}) == 10.0**15 - 1
+
+    async def no_transcript(member: TrajectoryCompleted) -> Transcript:
+        raise NotImplementedError
+
+    for combination in ("sum", "mean", "product"):
+        parts = tuple(RewardConfig(name=name, kind="metric") for name in ("x", "y"))
+        composer = ConfiguredComposer(JudgeConfig(rewards=parts, combine=combination), {}, {}, no_transcript)
+        for large in (1e308, 1e14):
+            members = [
+                completed("a", metrics={"x": large, "y": large}),
+                completed("b", metrics={"x": 1, "y": 1}),
+            ]
+            rewards = await composer(members)
+            assert ("a" in rewards.final) == (large < 1e15 and combination != "product")
+            assert "b" in rewards.final
+            assert ("1 of 2" in rewards.missing) == ("a" not in rewards.final)
+    assert agent_reward(completed("a", rewards={"x": 1e308, "y": 1e308})) is None
 
 
 async def test_a_function_does_not_see_the_keys_in_the_judge_s_environment(

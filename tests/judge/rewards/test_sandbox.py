@@ -77,19 +77,25 @@ async def test_a_function_reaches_no_network_and_no_file(tmp_path: Path) -> None
         assert await call({"id": "a"}) == 0.0
     async with function("length").open() as call:  # what only computes notices nothing
         assert await call({"id": "a", "messages": [1, 2, 3]}) == 0.3
+    async with function("talks_to_itself").open() as call:
+        assert await call({"id": "a"}) == 7.0
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("kind", ["path", "abstract"])
+@pytest.mark.parametrize("kind", ["path", "readable", "abstract"])
 async def test_a_function_reaches_no_unix_socket(tmp_path: Path, kind: str) -> None:
-    address = str(tmp_path / "s") if kind == "path" else f"@journeywork-{os.getpid()}"
+    address = f"@journeywork-{os.getpid()}" if kind == "abstract" else str(tmp_path / "s")
+    readable = (str(tmp_path),) if kind == "readable" else ()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address.replace("@", "\0"))
         server.listen()
-        async with function("connects_unix").open() as call:
-            await refused(call, {"id": "a", "task": address}, "FileNotFoundError|ConnectionRefusedError")
+        async with function("connects_unix", readable=readable).open() as call:
+            for how in ("socket", "pair"):
+                await refused(
+                    call, {"id": "a", "task": address, "how": how}, "PermissionError|FileNotFoundError"
+                )
         async with function("connects_unix", "off").open() as call:
-            assert await call({"id": "a", "task": address}) == 1.0
+            assert await call({"id": "a", "task": address, "how": "socket"}) == 1.0
 
 
 @needs_bubblewrap

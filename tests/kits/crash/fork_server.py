@@ -36,9 +36,10 @@ SERVICES = ("gateway", "sampler", "judge", "trainer", "store")
 
 def quick_consumers(ack_wait_s: float = ACK_WAIT_S) -> tuple[streams.ConsumerSpec, ...]:
     """Return the consumers with a short acknowledgement time, so that what a dead process held is delivered again at
-    once, and without an end of redeliveries, so that none makes a dead letter."""
+    once, and without an end of redeliveries and deaths, so that none makes a dead letter."""
     return tuple(
-        dataclasses.replace(c, ack_wait_s=ack_wait_s, max_deliver=1_000_000) for c in streams.CONSUMERS
+        dataclasses.replace(c, ack_wait_s=ack_wait_s, max_deliver=1_000_000, max_deaths=1_000_000)
+        for c in streams.CONSUMERS
     )
 
 

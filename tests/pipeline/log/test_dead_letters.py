@@ -157,7 +157,7 @@ async def test_what_fails_max_deliver_times_is_a_dead_letter(
             # The third delivery is still one.
             (delivery,) = await messages.batch(1)
             assert delivery.deliveries == 3
-            await messages.give_back()
+            await messages.close(None)
             assert await messages.batch(1, wait_s=2.0) == []
         (letter,) = await broker.read(DeadLettered)
         event = letter.event

@@ -288,7 +288,8 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "reward_out_of_range")
         group = {"trajectories": [{"id": "r", **body}]}
         assert httpx.post(f"{gateway.url}/v1/groups/g/complete", json=group).status_code == 400
-    for body in ({"rewards": {str(n): 0 for n in range(257)}}, {"metrics": {str(n): 0 for n in range(257)}}):
+    for body in ({"rewards": {str(n): 0 for n in range(257)}}, {"metrics": {str(n): 0 for n in range(257)}},
+                 {"metrics": {"large": 1e308}}):  # fmt: skip
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
     for text in ('{"metrics": {"a": 1e999}}', '{"metrics": {"a": NaN}}', '{"rewards": {"a": -1e999}}'):

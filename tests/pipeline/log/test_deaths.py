@@ -1,0 +1,83 @@
+"""A message that ends the service that handles it: it becomes a dead letter, and the others are handled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import anyio
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.errors import BrokerUnavailableError
+from pipeline.events import DeadLettered, TrajectoryCompleted
+from pipeline.log import dead_letters
+from pipeline.log.broker import Broker
+from pipeline.log.consumer import is_own_fault
+from tests.kits.quick_service import quick_consumers
+from tests.pipeline.log import deaths_child
+from tests.pipeline.log.test_broker import completed
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(deaths_child.ACK_WAIT_S))
+
+
+async def test_a_message_that_ends_the_service_again_and_again_is_a_dead_letter(
+    nats_config: NatsConfig, quick: None, subtests: pytest.Subtests
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        # The cause of a first exit is not known. That of an exception is.
+        for how, deaths in (("exit", 3), ("exception", 2)):
+            with subtests.test(how):
+                for i in range(9):
+                    await broker.publish(completed(deaths_child.POISON if i == 4 else f"{how}-{i}"))
+                command = [sys.executable, "-m", deaths_child.__name__, nats_config.url, how]
+                codes = []
+                while len(codes) < 6 and 0 not in codes:
+                    child = await anyio.run_process(command, check=False, stderr=subprocess.DEVNULL)
+                    codes.append(child.returncode)
+                assert codes == [3 if how == "exit" else 1] * deaths + [0]
+                (letter,) = await broker.read(DeadLettered)
+                assert isinstance(letter.event, DeadLettered)
+                assert (letter.event.reason, letter.event.consumer) == ("ended_service", "judge")
+                assert "judge ended 2 times" in letter.event.detail
+                assert await broker.lag("judge") == 0
+                await dead_letters.drop(broker, letter)
+                await broker.js.purge_stream("ROLLOUTS")
+
+
+async def test_a_message_is_handled_alone_when_it_is_delivered_again(
+    nats_config: NatsConfig, quick: None
+) -> None:
+    """A stop in order and a lost log are no deaths: the messages come again, and none is counted."""
+    async with Broker.connect(nats_config) as broker:
+        for name in "abc":
+            await broker.publish(completed(name))
+        for error in (None, BrokerUnavailableError("the log is away")):
+            async with broker.consume("judge") as messages:
+                assert await messages.batch(10)
+                await messages.close(error)
+        async with broker.consume("judge") as messages:
+            seen = []
+            for _ in range(3):
+                (delivery,) = await messages.batch(10)
+                assert isinstance(delivery.event, TrajectoryCompleted)
+                seen.append(delivery.event.trajectory)
+                await broker.publish(completed(f"new-{len(seen)}"))
+                if delivery.event.trajectory != "b":  # that one is held: the next ones come all the same
+                    await delivery.ack(confirmed=True)
+            assert sorted(seen) == ["a", "b", "c"]
+            assert len(await messages.batch(10)) == 3
+        assert await broker.read(DeadLettered) == []
+
+
+def test_which_failures_are_counted() -> None:
+    lost, bug = BrokerUnavailableError("away"), ValueError("bug")
+    assert not is_own_fault(ExceptionGroup("", [lost]))
+    assert is_own_fault(ExceptionGroup("", [lost, ExceptionGroup("", [bug])]))
+    assert not is_own_fault(KeyboardInterrupt())
