@@ -12,6 +12,7 @@
 | `objects` | the object store: adapters, events that exceed the payload limit |
 | `key_value` | values with a time to live: the records of sampler agents and gateways |
 | `consumer` | consumers: deliveries kept alive and acknowledged |
+| `deaths` | how often a message ended the process that handled it |
 | `pulling` | messages of consumers in bulk |
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
 | `connections` | the connections of this process, for a change of `nats.url` |
