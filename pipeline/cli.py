@@ -16,12 +16,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import TextIO
 
 import anyio
 import anyio.abc
@@ -33,7 +33,7 @@ from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.provision import repartition
-from pipeline.running import environment, reload, run_lock, status
+from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
 from pipeline.running.runs import find_run
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
@@ -178,9 +178,6 @@ def _up(args: argparse.Namespace) -> None:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         _check(config, planned, specs)
         return
-    # Of `<run_dir>/config.toml` itself, which the supervisor writes, services see changes without it.
-    watched = args.config and Path(args.config).absolute() != planned.path("config.toml").absolute()
-    watch = partial(reload.watch, args.config, overrides, config) if watched else None
     os.umask(0o077)  # only the owner may read a run's files
     run_lock.private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
@@ -191,7 +188,7 @@ def _up(args: argparse.Namespace) -> None:
                 terminal = Terminal(console, planned.run_dir, view="store" in services and not args.plain)
                 supervisor = Supervisor(planned, specs, on_change=partial(_report, terminal), inherit=(lock,))
                 try:
-                    _hold_up(planned, services, supervisor, terminal, sink, watch)
+                    _hold_up(planned, services, supervisor, terminal, sink)
                     break
                 except SupervisorError as error:
                     # Another process may take a port between its choice and the server's start.
@@ -234,11 +231,10 @@ def _hold_up(
     supervisor: Supervisor,
     terminal: Terminal,
     sink: TextIO,
-    watch: Callable[[reload.Apply], Coroutine[Any, Any, None]] | None,
 ) -> None:
     log.configure("supervisor", config.log_level, sink)
     try:
-        anyio.run(_supervise, config, services, supervisor, terminal, watch)
+        anyio.run(_supervise, config, services, supervisor, terminal)
     except* (SupervisorError, BrokerError) as group:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
@@ -295,11 +291,9 @@ async def _supervise(
     services: Sequence[str],
     supervisor: Supervisor,
     terminal: Terminal,
-    watch: Callable[[reload.Apply], Coroutine[Any, Any, None]] | None,
 ) -> None:
     """Run the supervisor until it ends, and show what it does. The first SIGTERM or SIGINT stops the processes in
-    order, the second one at once. `watch` follows changes of addresses in the settings file; `None` if there is no
-    file."""
+    order, the second one at once."""
     async with anyio.create_task_group() as tg:
 
         async def stop_on_signal() -> None:
@@ -328,8 +322,6 @@ async def _supervise(
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {alarm}")
-        if watch is not None:
-            tg.start_soon(watch, supervisor.use_addresses)
         tg.start_soon(terminal.show)
 
 

@@ -26,8 +26,7 @@ class NatsConfig(Section, frozen=True, kw_only=True):
 
     url: str | tuple[str, ...] = ""
     """Address of a NATS server with JetStream. For a cluster, the addresses of its servers: a list, or one string
-    with commas. Empty: `journeywork up` starts a server. A running service applies a change in its settings file within
-    two seconds, or on SIGHUP."""
+    with commas. Empty: `journeywork up` starts a server."""
     port: Port = 0
     """Port of the server that `journeywork up` starts. 0: any free one."""
     sync: Literal["always"] | Positive = "always"
@@ -108,8 +107,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """The inference servers."""
 
     urls: tuple[str, ...] = ()
-    """URLs of inference servers that already run. Empty: `journeywork up` starts one. A running sampler agent applies
-    a change in its settings file within two seconds, or on SIGHUP."""
+    """URLs of inference servers that already run. Empty: `journeywork up` starts one."""
     api_key_file: str = ""
     """File with the API key that the gateway sends to the servers. `journeywork up` makes one for the server that it
     starts."""
@@ -126,7 +124,8 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     """Further environment variables of that server."""
     max_loras: Count = 4
-    """Adapters that a server holds at once; at least `trainer.max_staleness` + 2."""
+    """Adapters that a server holds at once; at least `trainer.max_staleness` + 2, and more
+    than there are models."""
     max_lora_rank: Count = 8
     """Largest rank of an adapter: 8, 16, 32, 64, 128, 256, 320 or 512."""
     max_model_len: Natural = 0

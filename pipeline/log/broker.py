@@ -87,13 +87,12 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
             log.warning("nats", error=retry.reason(error))
 
     client = access.make_client(config)
-    connections.add(client)
     options = access.options(config, name)
     try:
         # With endless reconnection nats-py makes its first attempt for ever, too: this bounds it.
         with connecting:
             await client.connect(
-                connections.present_servers(config.servers),
+                list(config.servers),
                 name=name,
                 error_cb=on_error,
                 max_reconnect_attempts=-1,

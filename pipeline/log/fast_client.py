@@ -221,14 +221,6 @@ class FastClient(Client):  # type: ignore[misc]
         self._transport = _Transport()
         await self._transport.connect(server.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
-    async def use_servers(self, servers: Sequence[str]) -> None:
-        """Use these addresses from now on. Reconnects at once if the present server is not among them."""
-        present = self._current_server
-        self._server_pool: list[Any] = []
-        self._setup_server_pool(list(servers))
-        if present is None or present.uri.netloc not in {server.uri.netloc for server in self._server_pool}:
-            await self.force_reconnect()
-
     def close_socket(self) -> None:
         """Close the socket of an attempt that failed, or of a connection that has ended."""
         if self._transport is not None:

@@ -6,7 +6,6 @@
 | `supervisor` | starts the processes, restarts them, stops them in order |
 | `liveness` | the checks that a running process still works |
 | `service` | how a service process starts, reports readiness and stops |
-| `reload` | settings that running processes read again: addresses of the log and of inference servers |
 | `child` | starts a process that ends with its parent, and ends one that hangs |
 | `environment` | the environment variables that each process gets |
 | `prepare` | the command `journeywork prepare`: keys and settings for containers |

@@ -20,7 +20,6 @@ import anyio
 import msgspec
 
 from pipeline.config import Config, ConfigError, load
-from pipeline.running import reload
 from pipeline.telemetry import logs as log
 from pipeline.telemetry import metrics
 
@@ -89,7 +88,6 @@ async def _run(serve: Serve, config: Config, args: argparse.Namespace) -> None:
     report = _Report(args.ready_fd)
     async with anyio.create_task_group() as tg:
         tg.start_soon(report.beat)
-        tg.start_soon(reload.watch_service, args.config, args.overrides, config)
         await until_signalled(serve, config, report)
         tg.cancel_scope.cancel()
 

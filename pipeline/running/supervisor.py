@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -22,9 +21,8 @@ import msgspec
 
 from pipeline import streams
 from pipeline.backoff import Backoff
-from pipeline.config import Config, save, with_values
+from pipeline.config import Config, save
 from pipeline.files import write_whole
-from pipeline.log import connections
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import child, environment, liveness
 from pipeline.running.plan import ProcessSpec
@@ -78,8 +76,6 @@ class Supervisor:
         self._on_change = on_change
         self._run_dir = Path(config.run_dir)
         self._logs = config.path("logs")
-        self._first_servers = config.nats.servers
-        """Addresses of the log that this process started with."""
         self._stop_requested = anyio.Event()
         self._log_probe = liveness.LogProbe(config, on_alarms=self._write_state)
         self._probing: anyio.CancelScope | None = None
@@ -124,33 +120,6 @@ class Supervisor:
             await self._stop_requested.wait()
             await self._stop_all()
             tg.cancel_scope.cancel()
-
-    async def use_addresses(self, found: Config) -> None:
-        """Take over the addresses of the log and of inference servers in changed settings: services find them in
-        `<run_dir>/config.toml`. Whether `up` starts a server itself can't change without a restart."""
-        present, changes = self.config, dict[str, Any]()
-        if self._is_elsewhere("nats", "nats.url", present.nats.servers, found.nats.servers):
-            changes["nats.url"] = found.nats.url
-        if self._is_elsewhere("vllm", "vllm.urls", present.vllm.urls, found.vllm.urls):
-            changes |= {"vllm.urls": found.vllm.urls, "sampler.advertise": found.sampler.advertise}
-        self.config = with_values(present, changes)
-        if self.config == present:
-            return
-        log.info("addresses have changed", nats=self.config.nats.address, vllm=list(self.config.vllm.urls))
-        save(self.config, self.config.path("config.toml"))
-        self._write_state()
-        if self.config.nats.servers != present.nats.servers:
-            await connections.use_servers(self.config.nats.servers, self._first_servers)
-
-    def _is_elsewhere(self, server: str, setting: str, present: Sequence[str], found: Sequence[str]) -> bool:
-        """Return whether the setting names servers that run already, before and now."""
-        own = server in self.watched
-        if found if own else (present and not found):
-            log.warning(
-                "a restart is needed: `up` starts a server itself where none is named", setting=setting
-            )
-            return False
-        return not own
 
     # -- one process ---------------------------------------------------------------------------------------------
 

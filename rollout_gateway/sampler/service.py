@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import anyio
 
 from pipeline.config import Config, ConfigError
 from pipeline.log.broker import Broker
-from pipeline.running import reload
 from pipeline.running.service import Ready
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
@@ -42,74 +40,6 @@ class _FileCleaner:
             self._files.delete(before)
 
 
-@dataclass(eq=False)
-class _Running:
-    """The controller of one server."""
-
-    controller: ServerController
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    ended: anyio.Event = field(default_factory=anyio.Event)
-
-
-class _Controllers:
-    """Controls the servers that the settings name, also when these change."""
-
-    def __init__(self, context: SamplerContext) -> None:
-        self._context, self._settings = context, context.config
-        self._running: dict[tuple[str, str], _Running] = {}
-        """By the URLs of a server for this process and for gateways."""
-        self._files = _FileCleaner(context.files, self._loaded)
-        self._changed = anyio.Event()
-
-    def _loaded(self) -> set[str]:
-        """Return the folders of all loaded adapters."""
-        return {folder for r in list(self._running.values()) for folder in list(r.controller.loaded.values())}
-
-    def wake(self) -> None:
-        """Have versions loaded and unloaded now."""
-        for running in self._running.values():
-            running.controller.work.set()
-
-    async def use(self, config: Config) -> None:
-        """Control the servers that `config` names from now on."""
-        try:
-            check(config)
-        except ConfigError as error:
-            log.error("the changed settings can't be used; the servers stay as they are", error=str(error))
-            return
-        self._settings = config
-        self._changed.set()
-
-    async def run(self) -> None:
-        """Control the servers that the settings name. Never returns."""
-        async with anyio.create_task_group() as tasks:
-            while True:
-                self._changed = anyio.Event()
-                urls = self._settings.vllm.urls
-                wanted = set(zip(urls, self._settings.sampler.advertise or urls, strict=True))
-                removed = [self._running[server] for server in self._running.keys() - wanted]
-                for running in removed:
-                    running.scope.cancel()
-                for (
-                    running
-                ) in removed:  # else its last write could remove the record of the server's next controller
-                    await running.ended.wait()
-                for server in wanted - self._running.keys():
-                    controller = ServerController(self._context, *server, self._files.unloaded)
-                    self._running[server] = _Running(controller)
-                    tasks.start_soon(self._run_one, server)
-                await self._changed.wait()
-
-    async def _run_one(self, server: tuple[str, str]) -> None:
-        running = self._running[server]
-        try:
-            with running.scope:
-                await running.controller.run()
-        finally:
-            del self._running[server]
-            running.ended.set()
-
-
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings with which `serve` would not start. Opens and writes nothing."""
     if not config.vllm.urls:
@@ -119,7 +49,7 @@ def check(config: Config) -> None:
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Control the inference servers in `vllm.urls` until cancelled, also when the settings file names others.
+    """Control the inference servers in `vllm.urls` until cancelled.
 
     `ready` is called once the agent has read the policy versions on the log.
     Waits for servers that are not up yet. Raises `ConfigError` for settings that can't work."""
@@ -135,13 +65,24 @@ async def serve(config: Config, ready: Ready) -> None:
         await policies.rebuild(broker)
         gateways = GatewayRecords(config.project)
         files = AdapterFiles(config.path(config.sampler.adapters), broker)
-        controllers = _Controllers(
-            SamplerContext(config, broker, policies, gateways, files, Probe(), api_key(config))
-        )
+        context = SamplerContext(config, broker, policies, gateways, files, Probe(), api_key(config))
+        controllers: list[ServerController] = []
+
+        def loaded_folders() -> set[str]:
+            return {folder for c in controllers for folder in list(c.loaded.values())}
+
+        def wake() -> None:
+            """Have versions loaded and unloaded now."""
+            for controller in controllers:
+                controller.work.set()
+
+        cleaner, urls = _FileCleaner(files, loaded_folders), config.vllm.urls
+        for url, advertised in zip(urls, config.sampler.advertise or urls, strict=True):
+            controllers.append(ServerController(context, url, advertised, cleaner.unloaded))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policies.follow, broker, lambda _: controllers.wake())
-            tasks.start_soon(gateways.follow, broker, controllers.wake)
-            with reload.listening(controllers.use):
-                tasks.start_soon(controllers.run)
-                ready(servers=len(config.vllm.urls))
-                await anyio.sleep_forever()
+            tasks.start_soon(policies.follow, broker, lambda _: wake())
+            tasks.start_soon(gateways.follow, broker, wake)
+            for controller in controllers:
+                tasks.start_soon(controller.run)
+            ready(servers=len(controllers))
+            await anyio.sleep_forever()

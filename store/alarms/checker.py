@@ -20,11 +20,10 @@ import nats.errors
 import nats.js.errors
 
 from pipeline import streams
-from pipeline.config import Config, with_values
+from pipeline.config import Config
 from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
-from pipeline.running import reload
 from pipeline.telemetry.logs import get_logger
 from store import sql
 from store.alarms import reading
@@ -70,15 +69,7 @@ class Checker:
     async def run(self) -> None:
         """Check until cancelled, the first time after `alarms.every_s`."""
         took_s = 0.0
-
-        async def follow(changed: Config) -> None:
-            servers = {"vllm.urls": changed.vllm.urls, "sampler.advertise": changed.sampler.advertise}
-            self._config = with_values(self._config, servers)
-
-        with (
-            reload.listening(follow),
-            duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection,
-        ):
+        with duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1"}) as connection:
             while True:
                 await anyio.sleep(max(self._config.alarms.every_s, _PAUSE_FACTOR * took_s))
                 began = anyio.current_time()

@@ -124,34 +124,6 @@ anyio.run(main)
         await anyio.sleep(0.02)
 
 
-async def test_changed_addresses_reach_the_services_file(tmp_path: Path) -> None:
-    given = [
-        f"run_dir={tmp_path}",
-        "nats.url=nats://a:1",
-        'vllm.urls=["http://a:1"]',
-        "models.0.base=somewhere",
-    ]
-    planned, specs = make_plan(load(None, given), ("gateway", "sampler"))
-    supervisor = Supervisor(planned, specs)
-    found = load(None, [*given, "nats.url=nats://b:1", 'vllm.urls=["http://b:1", "http://c:1"]'])
-    await supervisor.use_addresses(found)
-    written = load(planned.path("config.toml"))
-    assert (written.nats.url, written.vllm.urls) == ("nats://b:1", ("http://b:1", "http://c:1"))
-    assert written.gateway.port == planned.gateway.port != 0  # what the plan filled in stays
-    assert state(tmp_path)["urls"]["vllm"] == ["http://b:1", "http://c:1"]  # type: ignore[index]
-    await supervisor.use_addresses(load(None, [*given, "vllm.urls=[]"]))  # `up` starts no server now
-    assert load(planned.path("config.toml")).vllm.urls == ("http://b:1", "http://c:1")
-
-
-async def test_addresses_of_servers_that_up_started_stay(tmp_path: Path) -> None:
-    given = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cpu"]
-    planned, specs = make_plan(load(None, given), ("gateway", "sampler"))
-    supervisor = Supervisor(planned, specs)
-    await supervisor.use_addresses(load(None, [*given, "nats.url=nats://b:1", 'vllm.urls=["http://b:1"]']))
-    assert supervisor.config == planned
-    assert not planned.path("config.toml").exists()
-
-
 def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     base = load(None, [f"run_dir={tmp_path}", "models.0.base=somewhere", "models.0.name=m"])
     resolved, specs = make_plan(base, ("gateway", "sampler", "store"))
