@@ -11,6 +11,7 @@
 | `commands` | commands whose code is in another folder |
 | `streams` | the table of streams, consumers and buckets |
 | `files` | atomic and durable writes of files |
+| `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |
 | `errors` | errors that a command prints as one line |
 | `printing` | makes text of agents and models safe to print on a terminal |

@@ -20,9 +20,10 @@ from pipeline import crash
 from pipeline.config import Config, ModelConfig, config_hash, with_values
 from pipeline.events import CheckpointPublished, GroupDiscarded, GroupScored, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
+from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import TrainingGroup, examples
-from trainer.batches.sampling import defaults_of, sampling_of
+from trainer.batches.sampling import defaults_of
 from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import (
     STATE_FILE,

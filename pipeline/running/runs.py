@@ -22,12 +22,17 @@ def find_run(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Pa
     """Return `run_dir`, or the newest run under `root` if it is empty. Raises `ConfigError` if there is none."""
     if run_dir:
         return Path(run_dir)
-    runs = [(changed, folder) for folder in root.glob("*/") if (changed := _last_change(folder))]
+    runs = runs_under(root)
     if not runs:
         raise ConfigError(
             f"no run under {root}/: name one with --run-dir, or start one with `journeywork up`"
         )
-    return max(runs)[1]
+    return runs[-1]
+
+
+def runs_under(root: Path) -> list[Path]:
+    """Return the runs in a folder, the newest last. The history of a run may be elsewhere, in object storage."""
+    return [folder for changed, folder in sorted((_last_change(f), f) for f in root.glob("*/")) if changed]
 
 
 def run_settings(

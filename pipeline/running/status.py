@@ -64,7 +64,9 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
             held.append(
                 {"stream": spec.name, "messages": info.state.messages - probes, "bytes": info.state.bytes}
             )
-        lag = [{"consumer": c.name, "behind": await broker.lag(c.name)} for c in streams.CONSUMERS]
+        lag = [
+            {"consumer": c.name, "behind": await broker.lag(c.name, exact=True)} for c in streams.CONSUMERS
+        ]
         policies = {}
         for recorded in await broker.read(CheckpointPublished):
             if not trust.objection(recorded.event):

@@ -1,9 +1,9 @@
 """Who may see the pages: keys as of the gateway, sessions, host names, and the headers that keep a page by itself.
 
 Where the run has operator keys, a browser signs in with one, and programs send it as a bearer token. Without keys,
-everyone on this machine may look, and the dashboard listens on the loopback interface only. Every request that changes
-something must come from a page of the dashboard itself (its `Origin`, else `Sec-Fetch-Site`), so that other web pages
-cannot act in the user's name."""
+everyone on this machine may look, and the dashboard listens on the loopback interface only. Every request must come
+from a page of the dashboard or from no page (`Origin`, `Sec-Fetch-Site`), so that other web pages can neither act
+in the user's name nor read by the time that an answer takes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 """Headers of every answer."""
+_OTHER_PAGE = "This request comes from another web page: use the dashboard's own pages."
 
 
 class _KeyFile(msgspec.Struct, frozen=True):
@@ -137,28 +138,35 @@ class Access:
                 "operator's key with `journeywork keys add --role operator`, or leave ui.host as it is"
             )
 
-    def check_origin(self, request: Request) -> None:
-        """Refuse other host names and requests of other web pages. Raises `PageError`."""
+    def check_origin(self, request: Request) -> bool:
+        """Refuse other host names and requests of other web pages. Returns whether a person follows a link on another
+        site: the answer must then not depend on the history, because the other page can see when it arrives.
+        Raises `PageError`."""
         host = request.headers.get("host", "")
         name = (urlsplit(f"//{host}").hostname or "").lower()
         if self._loopback and name not in self._names and not _is_loopback(name):
             raise PageError(
                 421, f"The dashboard does not serve the host name {name[:100]!r}: open it by its address."
             )
+        origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
         if request.method in ("GET", "HEAD"):
-            return
-        origin = request.headers.get("origin")
+            if origin and origin.partition("://")[2] != host:
+                raise PageError(403, _OTHER_PAGE)
+            if site in ("none", "same-origin"):
+                return False
+            whole_page = ("navigate", "document")
+            if (request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest")) == whole_page:
+                return True
+            raise PageError(403, _OTHER_PAGE)
         own = (
             origin.partition("://")[2] == host
             if origin
-            else (
-                request.headers.get("sec-fetch-site") == "same-origin" or "authorization" in request.headers
-            )
+            else (site == "same-origin" or "authorization" in request.headers)
         )
         if own:
-            return
-        if origin or request.headers.get("sec-fetch-site"):
-            raise PageError(403, "This request comes from another web page: use the dashboard's own pages.")
+            return False
+        if origin or site != "none":
+            raise PageError(403, _OTHER_PAGE)
         raise PageError(
             403,
             "A request that changes something must say where it comes from. A program sends an operator's key as "

@@ -23,7 +23,7 @@ import pyarrow as pa
 from pipeline.config import Config, load
 from pipeline.telemetry.logs import get_logger
 from store import sql
-from store.lake import open_lake
+from store.lake import Lake, open_lake
 from store.storage import StoreError
 
 log = get_logger("store.dashboard.sandbox")
@@ -64,6 +64,8 @@ def run(settings: Path, query: str, time_s: float = TIME_S) -> Result:
     # -P: the module is found where this process found it, never in the working directory.
     command = [sys.executable, "-P", "-m", "store.dashboard.sandbox", str(settings), str(time_s)]
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Object storage needs its credentials. The query can't read an environment.
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     try:
         ended = subprocess.run(
             command,
@@ -101,8 +103,9 @@ def answer(config: Config, query: str, time_s: float) -> Result:
     if statements[0].type not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
         raise SandboxError("The SQL box reads: write a SELECT statement.")
     with duckdb.connect(config={"memory_limit": _MEMORY, "threads": "1", "temp_directory": ""}) as connection:
-        sql.show(connection, open_lake(config), {})
-        _lock_down(connection, config)
+        lake = open_lake(config)
+        sql.show(connection, lake, {})
+        _lock_down(connection, lake)
         timer = threading.Timer(time_s, connection.interrupt)
         timer.start()
         try:
@@ -124,10 +127,9 @@ def answer(config: Config, query: str, time_s: float) -> Result:
     return Result(reader.schema.names, [str(field.type) for field in reader.schema], rows, found > ROWS)
 
 
-def _lock_down(connection: duckdb.DuckDBPyConnection, config: Config) -> None:
+def _lock_down(connection: duckdb.DuckDBPyConnection, lake: Lake) -> None:
     """From here on `connection` reads the store's files and nothing else, for good."""
-    folder = str(config.path(config.store.dir).resolve())
-    connection.execute("SET allowed_directories = $folders", {"folders": [folder + "/"]})
+    connection.execute("SET allowed_directories = $folders", {"folders": [lake.storage.duckdb_root]})
     for setting, value in (
         ("allow_community_extensions", False),
         ("autoinstall_known_extensions", False),

@@ -17,13 +17,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config import Config
-from pipeline.running.runs import SETTINGS, run_settings
+from pipeline.running.runs import SETTINGS, run_settings, runs_under
 from store.dashboard import labels, sandbox, texts
 from store.dashboard.access import COOKIE, HEADERS, Access
 from store.dashboard.errors import PageError
@@ -33,9 +33,14 @@ from store.dashboard.pages import checkpoints, events, groups, judge, overview, 
 from store.storage import StoreError
 
 _HERE = Path(__file__).parent
+_FOLLOW = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Journeywork</title><meta http-equiv="refresh" content="0"></head>
+<body><main><h1>Journeywork</h1><p>You followed a link. The page opens.</p></main></body></html>
+"""
+"""Answers a link on another site: the browser asks again, now from a page of the dashboard."""
 _BODY = 256 * 1024
 """Bytes of a form at most."""
-SECTIONS = ("store", "gateway", "models", "ui")
+SECTIONS = ("store", "gateway", "models", "trainer", "ui")
 """The settings of a run that the pages need."""
 
 Data = dict[str, Any]
@@ -91,7 +96,7 @@ class Dashboard:
         ]
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(_Headers)],
+            middleware=[Middleware(_Guard, access=access)],
             exception_handlers={PageError: self._failed, StoreError: self._failed, duckdb.Error: self._failed,
                                 404: self._failed, 405: self._failed},
             lifespan=self._life,
@@ -108,7 +113,7 @@ class Dashboard:
     async def _answer(self, request: Request, page: str, load: Callable[[], Data]) -> Response:
         """Check the user, load the page's data in a thread, and render it as HTML or JSON. A page about versions gets
         what the gateway says they are now."""
-        key = self._admit(request)
+        key = self._access.key(request)
         if key is None:
             return self._to_sign_in(request)
         data = await anyio.to_thread.run_sync(load)
@@ -125,10 +130,6 @@ class Dashboard:
             run=data.get("run"), run_name=str(self._history.config.run_dir), query_of=request.query_params,
         )  # fmt: skip
         return HTMLResponse(text, status)
-
-    def _admit(self, request: Request) -> str | None:
-        self._access.check_origin(request)
-        return self._access.key(request)
 
     def _to_sign_in(self, request: Request) -> Response:
         if request.url.path.endswith(".json"):
@@ -203,11 +204,10 @@ class Dashboard:
     def _runs(self) -> dict[str, Path]:
         """The run and its neighbours that have a history, by name."""
         here = Path(self._history.config.run_dir)
-        found = {folder.name: folder for folder in here.parent.glob("*/") if (folder / "store").is_dir()}
-        return found | {here.name: here}
+        return {folder.name: folder for folder in runs_under(here.parent)} | {here.name: here}
 
     async def _decide(self, request: Request) -> Response:
-        key = self._admit(request)
+        key = self._access.key(request)
         if key is None:
             return self._to_sign_in(request)
         form = await self._form(request)
@@ -227,7 +227,7 @@ class Dashboard:
 
     async def _label(self, request: Request) -> Response:
         """Record the scores or the ranking of the form (`store.dashboard.labels`)."""
-        key = self._admit(request)
+        key = self._access.key(request)
         if key is None:
             return self._to_sign_in(request)
         group, form = request.path_params["group"], await self._form(request)
@@ -238,7 +238,6 @@ class Dashboard:
     # -- signing in --------------------------------------------------------------------------------------------------
 
     async def _sign_in(self, request: Request) -> Response:
-        self._access.check_origin(request)
         if request.method == "GET":
             return self._render(request, "sign_in", {"error": ""})
         form = await self._form(request)
@@ -250,7 +249,6 @@ class Dashboard:
         return response
 
     async def _sign_out(self, request: Request) -> Response:
-        self._access.check_origin(request)
         self._access.sessions.close(request.cookies.get(COOKIE, ""))
         response = RedirectResponse("/sign-in", 303)
         response.delete_cookie(COOKIE)
@@ -263,11 +261,11 @@ class Dashboard:
         return {name: str(value) for name, value in (await request.form(max_files=0)).items()}
 
 
-class _Headers:
-    """Adds the security headers to every answer."""
+class _Guard:
+    """Checks where every request comes from, and adds the security headers to every answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -278,7 +276,14 @@ class _Headers:
                 ]
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                if self._access.check_origin(Request(scope)):
+                    app = HTMLResponse(_FOLLOW)
+            except PageError as error:
+                app = PlainTextResponse(f"{error}\n", error.status)
+        await app(scope, receive, with_headers)
 
 
 def make_app(config: Config) -> Starlette:

@@ -134,11 +134,8 @@ def read_state(config: Config) -> dict[str, Any]:
 
 async def log_lag(broker: Broker) -> dict[str, int]:
     """The events that each service's consumers have not acknowledged. Raises `BrokerError`."""
-    lag: dict[str, int] = {}
-    for spec in streams.CONSUMERS:
-        service = spec.name.partition("-")[0]
-        lag[service] = lag.get(service, 0) + await broker.lag(spec.name)
-    return lag
+    services = dict.fromkeys(spec.name.partition("-")[0] for spec in streams.CONSUMERS)
+    return {service: await broker.lag(service) for service in services}
 
 
 def _models(config: Config, steps: Sequence[dict[str, Any]]) -> tuple[Model, ...]:

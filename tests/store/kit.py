@@ -132,9 +132,10 @@ async def publish(broker: Broker, events: Iterable[Event]) -> None:
         await broker.publish(event)
 
 
-def fill(run_dir: Path, events: list[Event]) -> Lake:
-    """A store to which `events` are added, one file a tag, sequences counted per stream."""
-    lake = lake_in(run_dir / "store")
+def fill(where: Path | Lake, events: list[Event]) -> Lake:
+    """The store of a run directory, or the lake, to which `events` are added: one file a tag, sequences counted per
+    stream."""
+    lake = lake_in(where / "store") if isinstance(where, Path) else where
     counts: dict[str, int] = {}
     for table in lake.tables():
         stream = streams.stream_of_subject(table.tag)

@@ -5,6 +5,6 @@
 | `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
 | `histories` | reads a group's exchanges from the log |
 | `sequences` | exchanges to exact token sequences and loss masks |
-| `sampling` | how a token was sampled, and the same distribution from the trainer's logits |
+| `sampling` | a server's sampling defaults, and the sampler's distribution from the trainer's logits |
 | `packing` | sequences to micro-batches, padded or with shared prefixes |
 """

@@ -10,8 +10,8 @@ import anyio
 from pipeline.events import ExchangeRecorded, Member
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.sampling import Defaults
 from trainer.batches.groups import Refusal, TrainingGroup
-from trainer.batches.sampling import Defaults
 from trainer.batches.sequences import build
 
 _CONCURRENT_READS = 16

@@ -2,9 +2,7 @@
 
 An exchange whose prompt begins with all tokens of an earlier sequence (prompt and reply) continues that sequence.
 Any other exchange begins a new one: the agent rewrote its history, or made a call beside it. Only sampled tokens
-are trained. Prompts, tool results and user turns are context. So are tokens that a grammar forced, tokens that
-were chosen greedily or under penalties and biases (`trainer.batches.sampling`), and replies that did not reach the
-agent.
+are trained, those that `pipeline.sampling` names. Prompts, tool results and user turns are context.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
-from trainer.batches.sampling import NO_DEFAULTS, Defaults, Sampling, sampling_of
+from pipeline.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
 
 _UNCUT = np.array([0, 1, 0], np.float32)
 
@@ -118,8 +116,13 @@ def build(
     builders: list[_Builder] = []
     for key in sorted(unique):
         exchange = unique[key]
-        if exchange.side_call or exchange.status != "complete":
-            continue
+        sampling = sampling_of(exchange.request, defaults)
+        reason = untrained_reason(
+            status=exchange.status, side_call=exchange.side_call, finish_reason=exchange.finish_reason,
+            sampling=sampling, mask_truncated=mask_truncated,
+        )  # fmt: skip
+        if reason in ("side_call", "cancelled", "failed"):
+            continue  # no part of the conversation, as far as the log knows
         prompt, sampled = unpack_ids(exchange.prompt_ids), unpack_ids(exchange.sampled_ids)
         if not len(sampled):
             continue
@@ -129,26 +132,17 @@ def build(
             builder = _Builder()
             builders.append(builder)
         builder.add_context(prompt[len(builder.ids) :])
-        sampling = sampling_of(exchange.request, defaults)
         reproducible = not sampling.greedy and not sampling.unsupported
         if sampling.unsupported and left_out is not None:
             left_out[sampling.unsupported] += len(sampled)
         builder.add(
             sampled,
-            _loss_mask(exchange, len(sampled), mask_truncated) & reproducible,
+            loss_mask(reason, unpack_mask(exchange.forced), len(sampled)),
             _logprobs(exchange, len(sampled)),
             exchange.step,
             sampling if reproducible else Sampling(),
         )
     return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
-
-
-def _loss_mask(exchange: ExchangeRecorded, length: int, mask_truncated: bool) -> npt.NDArray[np.bool_]:
-    """False for tokens that a grammar forced, and for a truncated reply with `mask_truncated`."""
-    if mask_truncated and exchange.finish_reason == "length":
-        return np.zeros(length, np.bool_)
-    forced = unpack_mask(exchange.forced)
-    return forced == 0 if len(forced) == length else np.ones(length, np.bool_)
 
 
 def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32]:

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
+from pipeline.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
 from store.dashboard.errors import PageError
 from store.dashboard.history import History, Row
 from store.dashboard.pages import chat
@@ -62,6 +66,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         call["messages"] = [chat.message(one) for one in sent[call["earlier"] :]]
         call["tools"] = chat.part(request, "tools") or []
         call["reply"] = chat.reply(call["response"], call["choice"])
+        call["untrained"] = _untrained(history, call)
         call["tokens"] = _tokens(call, decode)
         before = sent
         del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
@@ -94,15 +99,33 @@ def _shared(before: list[Any], sent: list[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+def _untrained(history: History, call: Row) -> Untrained:
+    """Why no token of a call is trained; empty if its unforced tokens are."""
+    return untrained_reason(
+        status=call["status"], side_call=call["side_call"], finish_reason=call["finish_reason"],
+        sampling=sampling_of((call["request"] or "").encode(), _sampling_defaults(history, call["model"])),
+        mask_truncated=history.config.trainer.loss.mask_truncated,
+    )  # fmt: skip
+
+
+def _sampling_defaults(history: History, model: str) -> Defaults:
+    """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
+    for one in history.config.models:
+        file = Path(one.base) / "generation_config.json"
+        if one.name == model and file.is_file():
+            return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False)
+    return NO_DEFAULTS
+
+
 def _tokens(call: Row, decode: Decode) -> list[Row]:
-    """Every sampled token of a call. It is trained if it was sampled freely in a call of the task that did not fail."""
+    """Every sampled token of a call, with what the trainer's loss mask says of it."""
     ids, logprobs, forced = (call[name] or [] for name in ("sampled_ids", "logprobs", "forced"))
-    trained = not call["side_call"] and call["status"] != "failed"
+    trained = loss_mask(call["untrained"], np.array(forced, np.int8), len(ids))
     return [
         {
             "id": token, "text": decode(token), "logprob": logprobs[i] if i < len(logprobs) else None,
             "forced": bool(forced[i]) if i < len(forced) else False,
-            "trained": trained and not (i < len(forced) and forced[i]),
+            "trained": bool(trained[i]),
         }
         for i, token in enumerate(ids)
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.exchanges import ExchangeNotWholeError
 from pipeline.log.messages import Place
+from pipeline.sampling import Defaults
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
@@ -31,7 +32,6 @@ from tests.kits.conversations import growing
 from tests.rollout_gateway.kit import StubCall
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
-from trainer.batches.sampling import Defaults
 
 pytestmark = pytest.mark.anyio
 

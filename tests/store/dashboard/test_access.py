@@ -103,3 +103,34 @@ def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
         assert (answer.status_code, "journeywork up" in answer.text) == (503, True)
     assert client.post("/policies/m", data={"action": "x"}, headers={"origin": URL}).status_code == 400
     assert client.post("/label/g0", data={"score:t0": "2"}, headers={"origin": URL}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path", ["overview", "overview.json", "sql?query=FROM+rewards", "groups?task=win", "none"]
+)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
+        {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+        {"origin": "https://evil.example"},
+    ],
+)
+def test_another_page_reads_nothing(client: TestClient, headers: dict[str, str], path: str) -> None:
+    """Not even by the time that an answer takes: the history is not asked."""
+    answer = client.get(f"/{path}", headers=headers)
+    assert answer.status_code == 403
+    assert "another web page" in answer.text
+
+
+@pytest.mark.parametrize("path", ["groups?task=win", "sql?query=FROM+rewards"])
+def test_a_link_of_another_page_is_followed_by_the_dashboard_itself(client: TestClient, path: str) -> None:
+    """The first answer is the same for all histories; the page is asked for by the browser again, from here."""
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    answer = client.get(f"/{path}", headers=headers)
+    assert answer.status_code == 200
+    assert 'http-equiv="refresh"' in answer.text
+    assert "g0" not in answer.text
+    again = client.get(f"/{path}", headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "navigate"})
+    assert "http-equiv" not in again.text

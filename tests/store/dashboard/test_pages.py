@@ -6,13 +6,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 from starlette.testclient import TestClient
 
-from pipeline.running.runs import run_settings
+from pipeline.config import Config, StoreConfig, save
+from pipeline.events import GroupDiscarded, pack_mask
+from pipeline.running.runs import SETTINGS, run_settings
 from store.dashboard.history import History
-from tests.store.kit import fill, run_of_one_step
+from store.lake import open_lake
+from tests.store.dashboard.conftest import URL, Open
+from tests.store.kit import exchange, fill, run_of_one_step
 
 PAGES = (
     "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql", "group/g0", "group/g9",
@@ -116,7 +122,7 @@ def test_a_value_that_no_row_can_have_is_told_with_those_that_are_possible(clien
 def test_a_page_that_does_not_exist_is_named(client: TestClient) -> None:
     assert client.get("/nosuch.json").json()["message"] == "There is no page '/nosuch.json'."
     assert "There is no page" in client.get("/nosuch").text
-    refused = client.delete("/overview")
+    refused = client.delete("/overview", headers={"origin": URL})
     assert (refused.status_code, "DELETE is not for" in refused.text) == (405, True)
 
 
@@ -204,3 +210,54 @@ def test_one_query_runs_at_a_time(run_dir: Path) -> None:
         found = list(pool.map(lambda _: history.rows("SELECT meet(1) AS met"), range(2)))
     history.close()
     assert found == [[{"met": False}]] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "trained"),
+    [
+        ({}, [True, True]),
+        ({"status": "cancelled"}, [False, False]),
+        ({"status": "failed"}, [False, False]),
+        ({"side_call": True}, [False, False]),
+        ({"forced": pack_mask([0, 1])}, [True, False]),
+        ({"request": b'{"temperature": 0}'}, [False, False]),
+        ({"request": b'{"logit_bias": {"3": 1}}'}, [False, False]),
+    ],
+)
+def test_a_token_is_trained_by_the_trainer_s_rule(
+    open_dashboard: Open, run_dir: Path, more: dict[str, Any], trained: list[bool]
+) -> None:
+    (opened, *_) = run_of_one_step()
+    fill(run_dir, [structs.replace(opened, trajectory="one"), exchange("one", **more)])  # type: ignore[type-var]
+    call = open_dashboard().get("/trajectory/one.json").json()["calls"][0]
+    assert [token["trained"] for token in call["tokens"]] == trained
+    assert bool(call["untrained"]) == (trained == [False, False])
+
+
+def test_a_run_in_object_storage_is_compared(
+    client: TestClient, run_dir: Path, object_store: dict[str, str]
+) -> None:
+    """It has no folder `store`."""
+    other = Config(run_dir=str(run_dir.parent / "far"), store=StoreConfig(**object_store))  # type: ignore[arg-type]
+    (run_dir.parent / "far").mkdir()
+    save(other, run_dir.parent / "far" / SETTINGS)
+    fill(open_lake(other), run_of_one_step()[:1])
+    page = client.get("/compare.json?run_b=far").json()
+    assert page["runs"] == ["far", "here"]
+    assert [side["counts"]["opened"] for side in page["sides"]] == [2, 1]
+
+
+def test_a_group_that_was_scored_and_then_discarded_is_listed_once(
+    open_dashboard: Open, run_dir: Path
+) -> None:
+    discarded = GroupDiscarded(
+        project="p", group="g0", model="m", trajectories=("t0", "t1"), reason="stale", by="trainer"
+    )
+    fill(run_dir, [discarded])
+    client = open_dashboard()
+    rows = client.get("/groups.json").json()["rows"]
+    assert sorted((row["group_id"], row["status"], row["reason"], row["reward_mean"]) for row in rows) == [
+        ("g0", "scored", "stale", 0.5),
+        ("g9", "discarded", "stale", None),
+    ]
+    assert len(client.get("/group/g0.json").json()["scored"]) == 1

@@ -7,8 +7,11 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from pipeline.config import Config, StoreConfig, save
 from pipeline.running.runs import SETTINGS, run_settings
 from store.dashboard import sandbox
+from store.lake import open_lake
+from tests.store.kit import fill, run_of_one_step
 
 REFUSED = (
     "FROM read_text('/etc/passwd')", "FROM read_csv('/etc/passwd')", "FROM '/etc/passwd.csv'",
@@ -54,3 +57,20 @@ def test_time_and_memory_are_bounded(run_dir: Path) -> None:
         sandbox.run(run_dir / SETTINGS, "")
     with pytest.raises(sandbox.SandboxError, match="Memory"):
         sandbox.run(run_dir / SETTINGS, "SELECT list(i) FROM range(1000000000) t(i)")
+
+
+def test_a_history_in_object_storage_is_asked(
+    tmp_path: Path, object_store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(run_dir=str(tmp_path), store=StoreConfig(**object_store))  # type: ignore[arg-type]
+    save(config, tmp_path / SETTINGS)
+    fill(open_lake(config), run_of_one_step())
+    result = sandbox.run(tmp_path / SETTINGS, "SELECT trajectory, reward FROM rewards ORDER BY 1")
+    assert result.rows == [["t0", 1.0], ["t1", 0.0]]
+    other = object_store["dir"].removeprefix("s3://").rpartition("/")[0]
+    for query in (
+        "FROM read_text('/etc/hostname')", "FROM read_csv('journeywork-s3:///etc/hostname')",
+        f"FROM glob('journeywork-s3://{other}/*')", f"FROM read_text('journeywork-s3://{other}/secret')",
+    ):  # fmt: skip
+        with pytest.raises((sandbox.SandboxError, duckdb.Error)):
+            sandbox.answer(config, query, 10.0)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import anyio
 import pytest
 from rich.text import Text
 
+from pipeline.config import NatsConfig
+from pipeline.events import GroupDiscarded
+from pipeline.log.broker import Broker
 from store.dashboard.history import History
-from store.watch.snapshot import Model, Snapshot, take_snapshot
+from store.watch.snapshot import Model, Snapshot, log_lag, take_snapshot
 from store.watch.view import chart, lines, plain
 from tests.store.watch.kit import REPLICA, events, make_run
 
@@ -113,3 +117,14 @@ def test_many_models_share_the_height(snapshot: Snapshot) -> None:
     assert "m@30" in shown
     assert "other@2" in shown
     assert shown.count("1.000 ") >= 2
+
+
+@pytest.mark.anyio
+async def test_a_timer_is_counted_once(nats_config: NatsConfig) -> None:
+    group = GroupDiscarded(project="p", group="g", model="m", trajectories=(), reason="late", by="judge")
+    async with Broker.connect(nats_config) as broker:
+        await broker.set_timer(group, at=0)
+        while not (waiting := await broker.lag("judge-timers")):
+            await anyio.sleep(0.02)  # the server delivers it when it likes
+        assert (await log_lag(broker))["judge"] == waiting
+        assert await broker.lag("judge", exact=True) == 0

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig
+from pipeline.sampling import NO_DEFAULTS, Defaults, sampling_of
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import padded, prefix_shared
-from trainer.batches.sampling import NO_DEFAULTS, Defaults, defaults_of, restrict, sampling_of
+from trainer.batches.sampling import defaults_of, restrict
 from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
 

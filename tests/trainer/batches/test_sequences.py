@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.events import pack_logprobs
+from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
-from trainer.batches.sampling import Defaults
 from trainer.batches.sequences import TokenSequence, build
 
 

@@ -1,0 +1,127 @@
+"""How the tokens of a call were sampled, and which of them are trained.
+
+The trainer and the pages of the store use the same rule: the tokens of a complete reply of the agent are trained,
+except those that a grammar forced. A reply is context as a whole where its settings leave no distribution to learn
+from (greedy decoding), or one that the trainer can't compute (penalties, biases, lists of tokens).
+
+The request names the settings; for those that it does not name, vLLM uses the model's generation_config.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+GREEDY = 1e-5
+"""A temperature below this means greedy decoding."""
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """Sampling settings that the inference server uses if a request does not name them. `None`: the server has no
+    default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+NO_DEFAULTS = Defaults()
+
+
+class _Request(Defaults, frozen=True):
+    """The sampling settings of a request body."""
+
+    min_tokens: int | None = None
+    logit_bias: dict[str, Any] | None = None
+    bad_words: list[Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    logits_processors: list[Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Request, strict=False)
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the tokens of one call were sampled."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    unsupported: str = ""
+    """Names of the settings that the trainer can't apply, separated by commas; empty if it can apply all."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY
+
+    @property
+    def restricts(self) -> bool:
+        """Whether `top_k`, `top_p` or `min_p` exclude tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
+    """Return the sampling settings of a request body (JSON). A body that can't be decoded names none."""
+    try:
+        settings = _decoder.decode(request)
+    except msgspec.DecodeError:
+        settings = _Request()
+
+    def effective(name: str, neutral: float) -> float:
+        """Return a setting of the request, else the server's default, else the value without effect."""
+        value = getattr(settings, name)
+        value = getattr(defaults, name) if value is None else value
+        return neutral if value is None else value
+
+    unsupported = [
+        name
+        for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
+        if effective(name, neutral) != neutral
+    ]  # fmt: skip
+    unsupported += [
+        name
+        for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
+        if getattr(settings, name)
+    ]  # fmt: skip
+    return Sampling(
+        temperature=float(effective("temperature", 1.0)),
+        top_k=max(0, int(effective("top_k", 0))),
+        top_p=float(effective("top_p", 1.0)),
+        min_p=float(effective("min_p", 0.0)),
+        unsupported=", ".join(unsupported),
+    )
+
+
+Untrained = Literal["", "side_call", "cancelled", "failed", "truncated", "greedy", "unsupported"]
+"""Why no token of a reply is trained; empty: its unforced tokens are."""
+
+
+def untrained_reason(
+    *, status: str, side_call: bool, finish_reason: str, sampling: Sampling, mask_truncated: bool = False
+) -> Untrained:
+    """Return why no token of a recorded reply is trained. `mask_truncated`: the trainer's setting."""
+    if side_call:
+        return "side_call"
+    if status != "complete":
+        return "cancelled" if status == "cancelled" else "failed"
+    if mask_truncated and finish_reason == "length":
+        return "truncated"
+    return "greedy" if sampling.greedy else "unsupported" if sampling.unsupported else ""
+
+
+def loss_mask(reason: Untrained, forced: npt.NDArray[Any], length: int) -> npt.NDArray[np.bool_]:
+    """Return for each of `length` sampled tokens whether it is trained. `forced`, shape [length] or [0]: nonzero where
+    a grammar left no choice."""
+    if reason:
+        return np.zeros(length, np.bool_)
+    return forced == 0 if len(forced) == length else np.ones(length, np.bool_)
