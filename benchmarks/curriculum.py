@@ -188,7 +188,7 @@ def train_all(args: argparse.Namespace) -> dict[str, Any]:
 
     config = with_values(
         load("examples/tictactoe/journeywork.toml").trainer,
-        {"threads": args.threads, "max_staleness": 10_000, "check_sequences": 0},
+        {"threads": args.threads, "max_staleness": 10_000, "check_share": 0.0},
     )
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:

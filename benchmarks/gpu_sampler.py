@@ -92,7 +92,7 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
         )
         engine = Engine(base, config, scratch)
         # What is measured must not end the measurement: the bound is reported beside it.
-        engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf, check_sequences=32))
+        engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf, check_share=1.0))
         state = engine.initial_state()
         version = f"{server.model}@0"
         steps: list[dict[str, Any]] = []

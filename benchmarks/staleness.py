@@ -304,7 +304,7 @@ def main() -> None:
     asked = {"optimizer.learning_rate": args.learning_rate, "loss.type": args.loss_type}
     config = with_values(
         given,
-        {"threads": args.threads, "max_staleness": 10_000, "check_sequences": 0}
+        {"threads": args.threads, "max_staleness": 10_000, "check_share": 0.0}
         | {name: value for name, value in asked.items() if value},
     )
     settings = {k: getattr(args, k) for k in ("steps", "groups", "group_size", "games")}

@@ -107,7 +107,7 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
         threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
     if implementation == "journeywork_unchecked":
-        config = msgspec.structs.replace(config, check_sequences=0)
+        config = msgspec.structs.replace(config, check_share=0.0)
     if implementation == SMALL_PASSES:
         config = with_values(config, {"memory.tokens_per_batch": 896})
     with tempfile.TemporaryDirectory() as scratch:

@@ -30,7 +30,8 @@ SELECT (SELECT count(*) FROM trajectories WHERE completed_at IS NOT NULL) AS com
   (SELECT count(DISTINCT trajectory) FROM trajectories WHERE completed_at IS NOT NULL) AS distinct_completed,
   (SELECT count(*) FROM exchanges) AS exchanges,
   (SELECT count(*) FROM checkpoints) AS checkpoints,
-  (SELECT max(metrics['sampler_logprob_diff']) FROM checkpoints) AS sampler_logprob_diff,
+  (SELECT max(greatest(metrics['on_policy_logprob_diff'], metrics['sampler_logprob_diff']))
+   FROM checkpoints) AS sampler_logprob_diff,
   (SELECT avg(staleness) FROM lineage) AS staleness_mean,
   (SELECT max(staleness) FROM lineage) AS staleness_max
 """

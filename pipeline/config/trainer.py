@@ -165,11 +165,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Largest difference of logprobs, in nats, that counts as rounding. At the start, the logprobs of a training
     pass are compared with those of the model's own forward pass: the largest difference of any token in float32,
     the mean in bfloat16, where rounding may send a token to another expert. Above the bound the trainer refuses
-    the model. In every step, recomputed logprobs are compared with the recorded ones (the mean). Above the bound
+    the model. In every step, computed logprobs are compared with the recorded ones (the mean). Above the bound
     the step is not taken. Not set: 1e-3 for float32, 0.08 for bfloat16."""
-    check_sequences: Natural = 8
-    """Sequences per step whose recorded logprobs are compared with logprobs recomputed at the version that sampled
-    them."""
+    check_share: Share = 0.03
+    """Tokens of the passes that only check, as a share of the tokens that steps compute. Half of them compare tokens of
+    earlier versions with the recorded logprobs, in one of ten steps at least; half measure the KL divergence from the
+    base model. Tokens of the current version are compared in training. 0: no such passes."""
     peak_tflops: NotNegative = 0.0
     """The device's peak in TFLOP/s at `dtype`, from which the metric of model FLOPs utilisation is computed. 0:
     unknown, not reported."""

@@ -32,7 +32,7 @@ EXAMPLES: dict[str, list[str]] = {
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
-UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_sequences=0"]
+UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_share=0.0"]
 """The double's logprobs are not the model's."""
 SHORT = ["--end-every", "2"]
 """Short replies of the double: a run whose prompt outgrows the model's length fails."""

@@ -81,7 +81,7 @@ class Layout:
         return Layout(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
 
 
-def _used(sequence: TokenSequence) -> npt.NDArray[np.int32]:
+def used_ids(sequence: TokenSequence) -> npt.NDArray[np.int32]:
     """The ids up to the one that predicts the last trained token. No later token matters."""
     return sequence.ids[: int(np.flatnonzero(sequence.loss_mask)[-1])]
 
@@ -124,7 +124,7 @@ def _layout(
 
 def padded(sequences: Sequence[TokenSequence]) -> Layout:
     """One row per sequence, padded on the right, where causal attention does not see the padding."""
-    used = [_used(s) for s in sequences]
+    used = [used_ids(s) for s in sequences]
     length = max(len(u) for u in used)
     ids_RL = np.zeros((len(used), length), np.int64)
     for row, ids in enumerate(used):
@@ -146,7 +146,7 @@ class _Tree:
     """For each sequence the column of each of its tokens."""
 
 
-def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
@@ -163,7 +163,7 @@ def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
     before = -1
     for i in order:
         sequence = sequences[i]
-        shared = _common(sequence, sequences[before]) if before >= 0 else 0
+        shared = common_prefix(sequence, sequences[before]) if before >= 0 else 0
         if before >= 0:
             ends[columns[before][shared:]] = size
         fresh = np.arange(size, size + len(sequence) - shared)
@@ -189,7 +189,7 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
 
     `groups[s]` is the group of sequence s."""
     members = by_group(groups)
-    trees = [_tree([_used(sequences[s]) for s in inside]) for inside in members]
+    trees = [_tree([used_ids(sequences[s]) for s in inside]) for inside in members]
     length = max(len(t.ids) for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
@@ -241,7 +241,7 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
     for inside in by_group(groups):
-        size = len(_tree([_used(sequences[s]) for s in inside]).ids)
+        size = len(_tree([used_ids(sequences[s]) for s in inside]).ids)
         trees += size * cost.per_token + size**2 * cost.per_pair
     return trees < 0.95 * rows
 
@@ -285,8 +285,8 @@ def _group_pieces(
         piece: list[int] = []
         size = 0
         for s in inside:
-            used = _used(sequences[s])
-            fresh = len(used) - (_common(used, _used(sequences[piece[-1]])) if piece else 0)
+            used = used_ids(sequences[s])
+            fresh = len(used) - (common_prefix(used, used_ids(sequences[piece[-1]])) if piece else 0)
             if piece and size + fresh > budget:
                 pieces.append((size, piece))
                 piece, size, fresh = [], 0, len(used)

@@ -1,102 +1,174 @@
-"""Diagnostics computed with extra forward passes: the mismatch with the sampler, and the KL to the base model."""
+"""Checks of a step that need forward passes of their own, on a small sample of its tokens.
+
+Tokens that the current version sampled need no such pass: the training pass computes their logprobs, and all of them
+are compared with the recorded ones (`on_policy_logprob_diff`). Two measurements remain. Tokens of earlier versions are
+computed again with the adapters of these versions, and compared with the recorded logprobs. The KL divergence from the
+base model needs the base model's logprobs.
+
+Each check may use half of `trainer.check_share` of the tokens that the step computes. Where that is not enough for one
+sequence, the check saves the tokens of up to `MAX_STEPS` steps for it. Tokens of earlier versions are compared in one
+of `MAX_STEPS` steps at least, if need be with one sequence for which the saved tokens do not suffice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from trainer.batches.groups import Example
-from trainer.batches.packing import Packing, by_group, micro_batches
-from trainer.engine.model import PolicyModel, shape_of
-from trainer.engine.state import TrainState
+from trainer.batches.packing import MicroBatch, Packing, common_prefix, micro_batches, used_ids
+from trainer.batches.sequences import TokenSequence
+from trainer.engine.model import PolicyModel
+from trainer.engine.state import Logprobs, TrainState
 
-_PER_GROUP = 4
-"""At least this many sequences are taken per group, so that the shared prompt prefix is also packed once in the
-check."""
+MAX_STEPS = 10
+"""A wrong version, mask or base model is found within this number of steps, whichever version's tokens show it."""
+
+Metrics = dict[str, float]
 
 
-def sample_indices(groups: Sequence[int], count: int) -> list[int]:
-    """Return the indices of about `count` sequences, spread over the groups of the batch, several per group.
+class Candidate(NamedTuple):
+    """A sequence that may be in a check's sample. Only the tokens that the check looks at are in its mask."""
 
-    `groups[i]` is the group of sequence i. Returns at most `count` indices, and all of a small batch."""
-    if not count:
+    sequence: TokenSequence
+    example: int
+    """Index of its example in the step."""
+    tree: tuple[int, int]
+    """Sequences with an equal `tree` share prefixes: the group, and the version whose tokens are compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a check needs of the step: the policy before it, and its batch."""
+
+    state: TrainState
+    examples: Sequence[Example]
+    groups: Sequence[int]
+    """`groups[i]` is the group of `examples[i]`."""
+    logprobs: Sequence[Logprobs]
+    """Of each example, by the policy before the step."""
+    packing: Packing
+    """The layout in which the batch was trained."""
+    tokens: float
+    """Number of tokens that the step's passes computed."""
+
+
+def sample(
+    candidates: Sequence[Candidate], limit: float, packing: Packing, rng: np.random.Generator
+) -> list[Candidate]:
+    """Draw candidates, members of a group together, whose passes have at most `limit` tokens."""
+    trees = list(dict.fromkeys(c.tree for c in candidates))
+    rank = dict(zip(trees, rng.permutation(len(trees)).tolist(), strict=True))
+    order = sorted(rng.permutation(len(candidates)).tolist(), key=lambda i: rank[candidates[i].tree])
+    drawn: list[Candidate] = []
+    for candidate in (candidates[i] for i in order):
+        ids = used_ids(candidate.sequence)
+        shared = 0
+        if packing == "prefix" and drawn and drawn[-1].tree == candidate.tree:
+            shared = common_prefix(ids, used_ids(drawn[-1].sequence))
+        if len(ids) - shared <= limit:
+            limit -= len(ids) - shared
+            drawn.append(candidate)
+    return drawn
+
+
+def sample_due(
+    candidates: Sequence[Candidate], step: Step, share: float, name: str, at_latest: float
+) -> list[Candidate]:
+    """Return the sample of a check in this step; empty if it has to save tokens for one sequence.
+
+    `share` is the check's share of the tokens of a step. After `at_latest` steps one sequence is drawn anyway."""
+    if not candidates or not share:
         return []
-    members = by_group(groups)
-    per_group = min(count, max(_PER_GROUP, -(-count // len(members))))
-    stride = max(1, len(members) * per_group // count)
-    return [index for inside in members[::stride] for index in inside[:per_group]][:count]
+    saved_steps = step.state.unchecked_steps.get(name, MAX_STEPS)
+    limit = share * step.tokens
+    rng = np.random.default_rng([step.state.step, *name.encode()])
+    drawn = sample(candidates, limit * min(saved_steps, MAX_STEPS), step.packing, rng)
+    if not drawn:
+        shortest = min(candidates, key=lambda c: len(used_ids(c.sequence)))
+        if saved_steps >= at_latest or len(used_ids(shortest.sequence)) <= limit * saved_steps:
+            return [shortest]
+    return drawn
 
 
-def sampler_logprob_difference(
-    model: PolicyModel,
-    state: TrainState,
-    examples: Sequence[Example],
-    groups: Sequence[int],
-    packing: Packing,
-    budget: int,
-) -> dict[str, float]:
-    """Compare the sampler's recorded logprobs with logprobs recomputed by the trainer, for some sequences of a batch.
+def batches_of(drawn: Sequence[Candidate], step: Step, budget: int) -> list[MicroBatch]:
+    """The passes over a sample, of at most `budget` tokens each; their indices are places in `drawn`."""
+    trees = list(dict.fromkeys(c.tree for c in drawn))
+    return micro_batches(
+        [c.sequence for c in drawn], [trees.index(c.tree) for c in drawn], budget, step.packing
+    )
 
-    Each token's logprob is recomputed with the adapter of the policy version that sampled it, packed as in training, in
-    passes of at most `budget` tokens. `groups[i]` is the group of `examples[i]`.
+
+def compare_earlier_versions(model: PolicyModel, step: Step, share: float, budget: int) -> Metrics:
+    """Compare recorded logprobs with logprobs recomputed at the versions that sampled, for tokens of versions before
+    that of the step, in passes of at most `budget` tokens in the layout of training.
 
     Returns `sampler_logprob_diff` and `sampler_logprob_diff_max` (mean and maximum absolute difference in nats) and
-    `sampler_logprob_checked` (number of tokens compared). Returns {} if no token has both a recorded logprob and a
-    version whose adapter is still in the history. If the trainer computes NaN, the differences are NaN.
+    `sampler_logprob_checked` (number of tokens compared), and `tokens_checked` (tokens of the passes). Returns {} if
+    the check is not due, or no token has both a recorded logprob and a version whose adapter is in the history. If the
+    trainer computes NaN, the differences are NaN.
 
     A mean above about 1e-3 in float32 means that the tokens, the mask or the version are not those of the sampler."""
-    chosen = [(examples[i].sequence, groups[i]) for i in sample_indices(groups, model.config.check_sequences)]
-    diffs: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-    # `TokenSequence.steps` holds, for each token, the step of the policy version that sampled it.
-    for version in sorted({int(step) for s, _ in chosen for step in np.unique(s.steps[s.loss_mask])}):
-        adapter_weights = state.history.get(version)
-        if adapter_weights is None:
-            continue
-        # Tokens of other versions stay in the sequence as context; only those of this version are compared.
-        at_version = [(s.masking_out(s.steps != version), group) for s, group in chosen]
-        at_version = [(s, group) for s, group in at_version if s.loss_mask.any()]
-        sequences = [s for s, _ in at_version]
-        batches = micro_batches(sequences, [group for _, group in at_version], budget, packing)
-        with model.with_adapter(adapter_weights):
-            # S: sequences in the pass; K: the largest number of trained tokens in one of them.
-            for batch, logprobs_SK in model.logprobs_of(batches, sequences):
-                computed = logprobs_SK.cpu().numpy()
-                for row, i in enumerate(batch.indices):
-                    s = sequences[i]
-                    recorded = s.logprobs[s.loss_mask]
-                    # NaN: the sampler recorded no logprob. A NaN that the trainer computed is kept, so the check fails.
-                    has_logprob = ~np.isnan(recorded)
-                    diffs.append(np.abs(computed[row, : s.trained_tokens] - recorded)[has_logprob])
-    compared = np.concatenate(diffs) if diffs else np.zeros(0, np.float32)
-    if not len(compared):
+    candidates = [
+        Candidate(part, index, (step.groups[index], version))
+        for index, example in enumerate(step.examples)
+        for version in sorted(set(example.sequence.steps[example.sequence.loss_mask].tolist()))
+        if version != step.state.step and version in step.state.history
+        # Tokens of other versions, and tokens without a recorded logprob, stay in the sequence as context.
+        if (part := _comparable(example.sequence, version)).loss_mask.any()
+    ]
+    drawn = sample_due(candidates, step, share, "sampler", MAX_STEPS)
+    differences: list[Logprobs] = []
+    tokens = 0
+    for version in sorted({c.tree[1] for c in drawn}):
+        of_version = [c for c in drawn if c.tree[1] == version]
+        batches = batches_of(of_version, step, budget)
+        tokens += sum(b.layout.tokens for b in batches)
+        with model.with_adapter(step.state.history[version]):
+            for place, computed in model.logprobs_of(batches, [c.sequence for c in of_version]).items():
+                s = of_version[place].sequence
+                differences.append(np.abs(computed - s.logprobs[s.loss_mask]))
+    if not differences:
         return {}
+    all_differences = np.concatenate(differences)
     return {
-        "sampler_logprob_diff": float(compared.mean()),
-        "sampler_logprob_diff_max": float(compared.max()),
-        "sampler_logprob_checked": float(len(compared)),
+        "sampler_logprob_diff": float(all_differences.mean()),
+        "sampler_logprob_diff_max": float(all_differences.max()),
+        "sampler_logprob_checked": float(len(all_differences)),
+        "tokens_checked": float(tokens),
     }
 
 
-def kl_to_base(
-    model: PolicyModel, examples: Sequence[Example], groups: Sequence[int], packing: Packing, budget: int
-) -> dict[str, float]:
-    """Return `kl`: the KL divergence of the current policy from the base model, estimated on some sequences of a batch.
+def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
+    return sequence.masking_out((sequence.steps != version) | np.isnan(sequence.logprobs))
 
-    In nats per token, by the k3 estimator. For losses without a KL term; a loss with one computes it anyway. Returns {}
-    if no sequence is chosen. `groups[i]` is the group of `examples[i]`; a pass has at most `budget` tokens."""
-    chosen = sample_indices(groups, model.config.check_sequences)
-    sequences = [examples[i].sequence for i in chosen]
-    if not sequences:
+
+def kl_to_base(model: PolicyModel, step: Step, share: float, budget: int) -> Metrics:
+    """Return `kl`: the KL divergence of the policy before the step from the base model, estimated on a sample.
+
+    In nats per token, by the k3 estimator. Returns `tokens_checked` (tokens of the passes) too, and {} if the check is
+    not due, or the loss has a KL term and computes it anyway. A pass has at most `budget` tokens."""
+    if model.config.loss.beta:
         return {}
-    kl = 0.0
-    batches = micro_batches(sequences, [groups[i] for i in chosen], budget, packing)
-    for batch, logprobs_SK in model.logprobs_of(batches, sequences):
-        shape = shape_of([sequences[i] for i in batch.indices])
-        with torch.no_grad(), model.model.disable_adapter():
-            base_SK, _ = model.logprobs(batch.layout, shape, entropy=False)
-        difference = base_SK - logprobs_SK  # padding is 0 in both, so it adds nothing to the sum
-        kl += float((torch.exp(difference) - difference - 1).sum())
-    return {"kl": kl / sum(s.trained_tokens for s in sequences)}
+    candidates = [Candidate(e.sequence, i, (step.groups[i], 0)) for i, e in enumerate(step.examples)]
+    drawn = sample_due(candidates, step, share, "kl", float("inf"))
+    if not drawn:
+        return {}
+    batches = batches_of(drawn, step, budget)
+    with model.model.disable_adapter():
+        base = model.logprobs_of(batches, [c.sequence for c in drawn])
+    differences = np.concatenate([base[i] - step.logprobs[c.example] for i, c in enumerate(drawn)])
+    return {
+        "kl": float((np.exp(differences) - differences - 1).mean()),
+        "tokens_checked": float(sum(b.layout.tokens for b in batches)),
+    }
+
+
+def saved_after(step: Step, metrics: Mapping[str, float]) -> dict[str, int]:
+    """Return `TrainState.unchecked_steps` after a step with these metrics."""
+    before = step.state.unchecked_steps
+    done = {"sampler": "sampler_logprob_diff" in metrics, "kl": "kl" in metrics}
+    return {name: 1 if done[name] else before.get(name, MAX_STEPS) + 1 for name in done}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within, over_what_fits
-from trainer.engine.gradients import GradientEngine, PassResult
+from trainer.engine.gradients import GradientEngine, PassResult, first_logprobs
 from trainer.engine.memory import Memory, estimate
 from trainer.engine.optimizer import make_optimizer
 from trainer.engine.state import (
@@ -30,6 +31,7 @@ from trainer.engine.state import (
     StepResult,
     TrainState,
     UntrainableError,
+    Weights,
     get_rng,
     set_rng,
 )
@@ -49,8 +51,26 @@ def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Itera
     for epoch in range(config.optimizer.epochs):
         order = np.random.default_rng([config.seed, step, epoch]).permutation(len(names))
         for part in np.array_split(order, count):
-            chosen = {names[i] for i in part}
-            yield [index for index, group in enumerate(groups) if group in chosen]
+            members = {names[i] for i in part}
+            yield [index for index, group in enumerate(groups) if group in members]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """The optimizer updates of a step."""
+
+    weights: Weights
+    """The adapter after the last update, as it is published."""
+    master: Weights
+    """The weights that the optimizer updates; `weights` itself if they are not rounded."""
+    examples: Sequence[Example]
+    """The examples that fit into memory."""
+    groups: Sequence[int]
+    dropped: tuple[TokenSequence, ...]
+    """The sequences that do not."""
+    results: list[PassResult]
+    norms: list[float]
+    """The gradient's norm before clipping, for each update."""
 
 
 class Engine(GradientEngine):
@@ -97,30 +117,54 @@ class Engine(GradientEngine):
         trainer's."""
         self.set_threads()
         began = time.perf_counter()
-        held = self.budget.tokens
+        budget = self.budget.tokens
         optimizer, scheduler = make_optimizer(self.config, self.parameters, state)
         set_rng(state.rng)
+        update = self._update(state, optimizer, examples, groups)
+        metrics, unchecked_steps = self._measure(state, update)
+        metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        step = state.step + 1
+        history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
+        history[step] = update.weights
+        after = TrainState(
+            step, update.weights, optimizer.state_dict(), scheduler.state_dict(), get_rng(), history,
+            None if update.weights is update.master else update.master, unchecked_steps,
+        )  # fmt: skip
+        metrics |= self._speed(metrics, time.perf_counter() - began)
+        if self.budget.tokens == budget and self.budget.record_success():
+            log.info("memory sufficed: the token budget of a pass grows", budget=self.budget.tokens)
+        return StepResult(after, metrics, update.dropped)
+
+    def _update(
+        self,
+        state: TrainState,
+        optimizer: torch.optim.Optimizer,
+        examples: Sequence[Example],
+        groups: Sequence[int],
+    ) -> Update:
+        """Take the optimizer updates of a step over what of the batch fits into memory."""
         self.load_adapter(state.weights)
         dropped: list[TokenSequence] = []
-        updates = list(updates_of(groups, self.config, state.step))
-        if len(updates) > 1:
+        parts = list(updates_of(groups, self.config, state.step))
+        if len(parts) > 1:
             scored = over_what_fits(self.scores, examples, groups, self.budget, self.free, state.step + 1)
             examples = [
                 dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(scored.examples)
             ]
             groups, dropped = scored.groups, list(scored.dropped)
-            updates = list(updates_of(groups, self.config, state.step))
+            parts = list(updates_of(groups, self.config, state.step))
         results: list[PassResult] = []
         norms: list[float] = []
         weights, master = state.weights, state.master or state.weights
-        for update in updates:
-            chosen = _without(examples, dropped, update)
-            if not chosen:
+        for part in parts:
+            fitting = [i for i in part if examples[i].sequence not in dropped]
+            if not fitting:
                 continue
             optimizer.zero_grad(set_to_none=True)
             try:
                 fitted = over_what_fits(
-                    self.passes, [examples[i] for i in chosen], [groups[i] for i in chosen], self.budget,
+                    self.passes, [examples[i] for i in fitting], [groups[i] for i in fitting], self.budget,
                     self.free, state.step + 1
                 )  # fmt: skip
             except NothingFitsError as error:
@@ -138,37 +182,49 @@ class Engine(GradientEngine):
                 self.load_adapter(weights)
         if not results:
             raise NothingFitsError(dropped, state.step + 1)
-        kept = _without(examples, dropped, range(len(examples)))
-        examples, groups = [examples[i] for i in kept], [groups[i] for i in kept]
-        metrics = self.summary(results, examples, state.step, len(norms))
-        metrics |= self._checks(state, examples, groups)
-        self._require_sampler_logprobs(metrics, state.step)
-        metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
-        scheduler.step()
-        step = state.step + 1
-        history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
-        history[step] = weights
-        after = TrainState(
-            step, weights, optimizer.state_dict(), scheduler.state_dict(), get_rng(), history,
-            None if weights is master else master,
+        trained = [i for i, e in enumerate(examples) if e.sequence not in dropped]
+        return Update(
+            weights, master, [examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped),
+            results, norms
         )  # fmt: skip
-        compute = time.perf_counter() - began
+
+    def _measure(self, state: TrainState, update: Update) -> tuple[dict[str, float], dict[str, int]]:
+        """Return the metrics of a step and its checks, and `TrainState.unchecked_steps` after it.
+
+        Raises `SamplerMismatchError` where the sampler's logprobs are not the trainer's."""
+        metrics = self.summary(update.results, update.examples, state.step, len(update.norms))
+        self._require_sampler_logprobs(metrics, state.step)
+        step = checks.Step(
+            state, update.examples, update.groups, first_logprobs(update.results, update.examples),
+            self.packing_of(update.examples, update.groups), metrics["tokens_forward"],
+        )  # fmt: skip
+        share = self.config.check_share / 2
+        metrics["tokens_checked"] = 0.0
+        for check in (checks.compare_earlier_versions, checks.kl_to_base):
+            result = check_within(self.budget, self.free, partial(check, self, step, share))
+            result["tokens_checked"] = metrics["tokens_checked"] + result.get("tokens_checked", 0.0)
+            metrics |= result
+        self._require_sampler_logprobs(metrics, state.step)
         metrics |= {
-            "grad_norm": float(np.mean(norms)),
-            "updates": float(len(norms)),
-            "sequences_dropped": float(len(dropped)),
-            "tokens_dropped": float(sum(s.trained_tokens for s in dropped)),
-            "compute_s": compute,
-            "trained_tokens_per_s": self.config.optimizer.epochs * metrics["tokens"] / compute,
-            "forward_tokens_per_s": metrics["tokens_forward"] / compute,
+            "grad_norm": float(np.mean(update.norms)),
+            "updates": float(len(update.norms)),
+            "sequences_dropped": float(len(update.dropped)),
+            "tokens_dropped": float(sum(s.trained_tokens for s in update.dropped)),
+        }
+        return metrics, checks.saved_after(step, metrics)
+
+    def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:
+        """Metrics of a step that computed for so many seconds."""
+        speed = {
+            "compute_s": compute_s,
+            "trained_tokens_per_s": self.config.optimizer.epochs * metrics["tokens"] / compute_s,
+            "forward_tokens_per_s": metrics["tokens_forward"] / compute_s,
         }
         if self.config.peak_tflops:
             # Forward, and backward through activations only: the base model's weights take no gradient.
             flops = 4 * self.size * metrics["tokens_forward"]
-            metrics["mfu"] = flops / compute / (self.config.peak_tflops * 1e12)
-        if self.budget.tokens == held and self.budget.record_success():
-            log.info("memory sufficed: the token budget of a pass grows", budget=self.budget.tokens)
-        return StepResult(after, metrics, tuple(dropped))
+            speed["mfu"] = flops / compute_s / (self.config.peak_tflops * 1e12)
+        return speed
 
     def _clip_gradients(self, step: int) -> float:
         """Clip the gradients; returns their norm before. Raises `UntrainableError` where it is not finite."""
@@ -178,41 +234,16 @@ class Engine(GradientEngine):
             raise UntrainableError(f"gradient norm {norm} at step {step}: the step is not taken")
         return float(norm)
 
-    def _checks(
-        self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]
-    ) -> dict[str, float]:
-        """Metrics of the policy that the step began with; leaves its adapter loaded."""
-        self.load_adapter(state.weights)
-        packing, budget = self.packing_of(examples, groups), self.budget
-        metrics = check_within(
-            budget,
-            self.free,
-            lambda: checks.sampler_logprob_difference(self, state, examples, groups, packing, budget.tokens),
-        )
-        if self.config.loss.beta == 0.0:
-            metrics |= check_within(
-                budget, self.free, lambda: checks.kl_to_base(self, examples, groups, packing, budget.tokens)
-            )
-        return metrics
-
     def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
         bound = logprob_bound_for(self.config, self.dtype)
-        for name, what in (("sampler_logprob_diff", "at the versions that sampled"),
+        for name, what in (("sampler_logprob_diff", "at the earlier versions that sampled"),
                            ("on_policy_logprob_diff", "of tokens sampled by this version")):  # fmt: skip
-            found = metrics.get(name, 0.0)
-            if not found <= bound:
+            difference = metrics.get(name, 0.0)
+            if not difference <= bound:
                 raise SamplerMismatchError(
-                    f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by {found:.3g} "
-                    f"nats on average {what}, and trainer.logprob_bound is {bound:g}. Check that the inference "
-                    "server runs this base model in the same type, with --logprobs-mode processed_logprobs, and "
-                    "serves the adapter that its name says"
+                    f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by "
+                    f"{difference:.3g} nats on average {what}, and trainer.logprob_bound is {bound:g}. Check that the "
+                    "inference server runs this base model in the same type, with --logprobs-mode processed_logprobs, "
+                    "and serves the adapter that its name says"
                 )
-
-
-def _without(
-    examples: Sequence[Example], dropped: Sequence[TokenSequence], indices: Sequence[int]
-) -> list[int]:
-    """The `indices` without those of the `dropped` sequences."""
-    gone = {id(s) for s in dropped}
-    return [i for i in indices if id(examples[i].sequence) not in gone]

@@ -90,14 +90,14 @@ def over_what_fits(
 
 
 def check_within(
-    budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
+    budget: Budget, free: Callable[[], None], work: Callable[[int], dict[str, float]]
 ) -> dict[str, float]:
-    """Return the metrics that `work` computes, with smaller passes when memory runs out.
+    """Return the metrics that `work` computes in passes of so many tokens, fewer when memory runs out.
 
     If one sequence does not fit even alone, the check is skipped and the metric `checks_left_out` is 1."""
     while True:
         try:
-            return work()
+            return work(budget.tokens)
         except RuntimeError as error:
             only_index = _handle_out_of_memory(budget, error)
         free()

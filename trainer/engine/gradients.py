@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline.config import ConfigError, TrainerConfig, config_hash
@@ -24,7 +23,8 @@ from trainer.engine.budget import Budget
 from trainer.engine.fitting import within_memory
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.parallel import Job, ProcessGroup
-from trainer.engine.statistics import BatchStatistics
+from trainer.engine.state import Logprobs
+from trainer.engine.statistics import sampler_metrics
 from trainer.engine.verify import verify
 
 log = get_logger("trainer.engine.gradients")
@@ -32,7 +32,7 @@ log = get_logger("trainer.engine.gradients")
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
 
-Scores = dict[int, np.ndarray[Any, Any]]
+Scores = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
 
 
@@ -46,15 +46,17 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     return {name: operator.attrgetter(name)(config) for name in names}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PassResult:
     """One process's results of one update, besides its gradients."""
 
-    statistics: BatchStatistics
-    trl: dict[str, list[float]]
-    """TRL's own metrics, a value per pass."""
     tokens_forward: int
+    """Tokens that went through the model, without padding."""
     micro_batches: int
+    loss: float = 0.0
+    logprobs: Scores = field(default_factory=dict)
+    trl: dict[str, list[float]] = field(default_factory=dict)
+    """TRL's own metrics, a value per pass."""
 
 
 class GradientEngine(PolicyModel):
@@ -174,29 +176,23 @@ class GradientEngine(PolicyModel):
 
     def own_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
         """`scores` of this process's share of the batch."""
-        sequences = [e.sequence for e in examples]
-        out: Scores = {}
-        for batch, logprobs_SK in self.logprobs_of(self._own_batches(examples, groups, budget), sequences):
-            computed = logprobs_SK.cpu().numpy()
-            out |= {i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)}
-        return out
+        return self.logprobs_of(self._own_batches(examples, groups, budget), [e.sequence for e in examples])
 
     def own_passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
         """Forward and backward passes over this process's share of the batch."""
         batches = self._own_batches(examples, groups, budget)
         tokens = sum(e.sequence.trained_tokens for e in examples)
-        statistics = BatchStatistics()
+        result = PassResult(sum(b.layout.tokens for b in batches), len(batches))
         for batch in batches:
             with within_memory(batch):
-                self._backward(batch, examples, tokens, statistics)
-        return PassResult(
-            statistics, self.trainer.take_metrics(), sum(b.layout.tokens for b in batches), len(batches)
-        )
+                self._backward(batch, examples, tokens, result)
+        result.trl = self.trainer.take_metrics()
+        return result
 
     def _backward(
-        self, batch: MicroBatch, examples: Sequence[Example], tokens: int, statistics: BatchStatistics
+        self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult
     ) -> None:
-        """One pass; `tokens` are the trained tokens of the update that it is a part of."""
+        """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
         inside = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in inside])
         logprobs_SK, entropies_SK = self.logprobs(batch.layout, shape)
@@ -212,23 +208,22 @@ class GradientEngine(PolicyModel):
         # The bonus is the mean over the batch's tokens, whatever the loss type averages over.
         loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, own / tokens / share) * share
         loss.backward()
-        statistics.loss += float(loss.detach())
+        result.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()
-        for row, e in enumerate(inside):
-            now = computed[row, : e.sequence.trained_tokens]
-            statistics.add(e.sequence, now if e.old_logprobs is None else e.old_logprobs)
+        for row, i in enumerate(batch.indices):
+            result.logprobs[i] = computed[row, : examples[i].sequence.trained_tokens]
 
     def summary(
         self, results: Sequence[PassResult], examples: Sequence[Example], step: int, updates: int
     ) -> dict[str, float]:
-        """Metrics of so many updates over `examples`."""
+        """Metrics of so many updates over `examples`, from the results of all their passes."""
         sequences = [e.sequence for e in examples]
         laid_out = sum(r.tokens_forward for r in results)
-        metrics = BatchStatistics.merged(r.statistics for r in results).summary(
-            step, self.config.loss.importance_clip
+        metrics = sampler_metrics(
+            sequences, first_logprobs(results, examples), step, self.config.loss.importance_clip
         )
         return metrics | losses.averages([r.trl for r in results]) | {
-            "loss": metrics["loss"] / updates,
+            "loss": sum(r.loss for r in results) / updates,
             "tokens": float(sum(s.trained_tokens for s in sequences)),
             "tokens_forward": float(laid_out),
             "sequences": float(len(examples)),
@@ -236,3 +231,10 @@ class GradientEngine(PolicyModel):
             "token_budget": float(self.budget.tokens),
             "packing_ratio": self.config.optimizer.epochs * sum(len(s.ids) for s in sequences) / max(laid_out, 1),
         }  # fmt: skip
+
+
+def first_logprobs(results: Sequence[PassResult], examples: Sequence[Example]) -> list[Logprobs]:
+    """Return the logprobs of each example by the policy before the first update: those of the passes (`results`) if
+    there was one update, else those that were computed before it."""
+    computed = {index: logprobs for result in results for index, logprobs in result.logprobs.items()}
+    return [computed[i] if e.old_logprobs is None else e.old_logprobs for i, e in enumerate(examples)]

@@ -17,7 +17,7 @@ from trainer.batches.sequences import TokenSequence
 from trainer.engine.fitting import within_memory
 from trainer.engine.forward import Forward
 from trainer.engine.loading import device_for, load
-from trainer.engine.state import Weights
+from trainer.engine.state import Logprobs, Weights
 
 _VOCAB_CHUNK = 32_000_000
 """Maximum of logits (tokens times vocabulary) in memory. Larger ones are computed in pieces, and again for the
@@ -114,15 +114,17 @@ class PolicyModel:
 
     def logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]
-    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Each of `batches` with the logprobs [S, K] of its sequences; without gradients.
+    ) -> dict[int, Logprobs]:
+        """The logprobs of the sequences in `batches` by their indices in `sequences`; without gradients.
 
         Raises `PassTooLargeError` where memory runs out."""
+        out: dict[int, Logprobs] = {}
         for batch in batches:
             shape = shape_of([sequences[i] for i in batch.indices])
             with torch.no_grad(), within_memory(batch):
-                computed = self.logprobs(batch.layout, shape, entropy=False)[0]
-            yield batch, computed
+                computed = self.logprobs(batch.layout, shape, entropy=False)[0].cpu().numpy()
+            out |= {i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)}
+        return out
 
 
 def shape_of(sequences: Sequence[TokenSequence]) -> tuple[int, int]:

@@ -188,7 +188,7 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
         gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, replicas=ReplicasConfig(health_interval_s=0.5)),
         judge=JudgeConfig(group_size=GROUP),
         trainer=TrainerConfig(
-            groups_per_step=2, max_staleness=8, check_sequences=0, logprob_bound=1e9, lora=LoraConfig(rank=4),
+            groups_per_step=2, max_staleness=8, check_share=0.0, logprob_bound=1e9, lora=LoraConfig(rank=4),
             optimizer=OptimizerConfig(learning_rate=1e-3), memory=MemoryConfig(tokens_per_batch=1024),
         ),
         store=StoreConfig(flush_rows=40, flush_s=0.05, compact_s=0.1, compact_files=3, compact_grace_s=0.0),

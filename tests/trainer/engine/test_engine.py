@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -18,15 +15,12 @@ from pipeline.config import (
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
-    with_values,
 )
-from tests.trainer.engine.kit import batch, sampled_by
+from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, backward, exactly, settings
 from trainer.batches.groups import Example
-from trainer.batches.packing import Layout
-from trainer.engine import checks
 from trainer.engine.engine import Engine
-from trainer.engine.state import SamplerMismatchError, TrainState, UntrainableError
+from trainer.engine.state import TrainState, UntrainableError
 from trainer.learner import _shape
 
 
@@ -36,87 +30,6 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
         dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
     )
     return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
-
-
-def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: Engine) -> None:
-    state = engine.initial_state()
-    old = batch(engine, state)
-    for _ in range(2):
-        state = engine.step(state, batch(engine, state, seed=50), [0] * 6).state
-    fresh = batch(engine, state, seed=90)
-    metrics = engine.step(state, [*old, *fresh], [0] * 12).metrics
-    assert metrics["sampler_logprob_diff"] < 1e-5
-    assert metrics["sampler_logprob_checked"] > 0
-    assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2, 1)
-    # The old ones did move: it is the version that makes the difference small.
-    assert abs(metrics["ratio_max"] - 1) > 1e-3
-
-
-def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engine) -> None:
-    state = engine.initial_state()
-    state = engine.step(state, batch(engine, state), [0] * 6).state
-    examples = batch(engine, state, seed=40)
-    measured = engine.step(state, examples, [0] * 6).metrics["kl"]
-    config = engine.config
-    engine.configure(with_values(config, {"loss.beta": 1e-9}))
-    in_the_loss = engine.step(state, examples, [0] * 6).metrics["kl"]
-    engine.configure(config)
-    assert measured == pytest.approx(in_the_loss, rel=1e-4)
-    assert measured > 1e-6
-
-
-def test_tokens_recorded_under_a_wrong_version_fail_the_step(engine: Engine) -> None:
-    state = engine.initial_state()
-    for i in range(2):
-        state = engine.step(state, batch(engine, state, seed=20 * i), [0] * 6).state
-    wrong = [Example(sampled_by(engine, state, f"t{i}", i, step=0), 1.0) for i in range(4)]
-    with pytest.raises(
-        SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the versions that sampled"
-    ):
-        engine.step(state, wrong, [0] * 4)
-    config = engine.config
-    engine.configure(msgspec.structs.replace(config, logprob_bound=10.0))
-    assert engine.step(state, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
-    engine.configure(config)
-
-
-def test_every_token_of_the_current_version_is_compared_with_the_sampler(engine: Engine) -> None:
-    """Beyond the few sequences that are recomputed: what the passes compute anyway says it for all of them."""
-    state = engine.initial_state()
-    examples = batch(engine, state)
-    metrics = engine.step(state, examples, [0] * 6).metrics
-    assert metrics["on_policy_logprob_diff_max"] < 1e-5
-    wrong = [
-        Example(dataclasses.replace(e.sequence, logprobs=e.sequence.logprobs - 0.01), 1.0) for e in examples
-    ]
-    config = engine.config
-    engine.configure(msgspec.structs.replace(config, check_sequences=0))
-    with pytest.raises(
-        SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this version"
-    ):
-        engine.step(state, wrong, [0] * 6)
-    engine.configure(config)
-
-
-def test_the_check_uses_the_layout_of_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the check looked at padded rows while prefix trees were trained."""
-    state = engine.initial_state()
-    examples = batch(engine, state)
-    original = Layout.dense_mask
-
-    def shifted(self: Layout, *args: Any) -> Any:
-        mask = original(self, *args)
-        return None if mask is None else mask & (torch.arange(mask.shape[-1]) != 3)
-
-    config = engine.config
-    engine.configure(with_values(config, {"memory.packing": "prefix"}))
-    monkeypatch.setattr(Layout, "dense_mask", shifted)
-    monkeypatch.setattr("trainer.engine.engine.SamplerMismatchError", RuntimeError)
-    with pytest.raises(RuntimeError, match="at the versions that sampled"):
-        engine.step(state, examples, [0] * 6)
-    engine.configure(with_values(config, {"memory.packing": "padded"}))
-    engine.step(state, examples, [0] * 6)
-    engine.configure(config)
 
 
 def test_an_abandoned_step_does_not_change_the_state(engine: Engine) -> None:
@@ -226,32 +139,3 @@ def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
     one = warm.step(warm.initial_state(), examples, [0] * 6).state
     two = cold.step(cold.initial_state(), examples, [0] * 6).state
     assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
-
-
-def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: every NaN counted as a logprob that the sampler had not recorded."""
-    state = engine.initial_state()
-    examples = batch(engine, state)
-    unknown = examples[0].sequence.logprobs.copy()
-    unknown[-1] = np.nan  # the sampler recorded no logprob of this token: it is not compared
-    examples[0] = Example(dataclasses.replace(examples[0].sequence, logprobs=unknown), 1.0)
-    packing = engine.packing_of(examples, [0] * 6)
-    engine.load_adapter(state.weights)
-    found = checks.sampler_logprob_difference(engine, state, examples, [0] * 6, packing, 1024)
-    assert found["sampler_logprob_diff_max"] < 1e-5
-    assert found["sampler_logprob_checked"] == 6 * 5 - 1
-    original = Engine.logprobs
-
-    def broken(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        logprobs, rest = original(self, *args, **kwargs)
-        logprobs[0, 0] = torch.nan
-        return logprobs, rest
-
-    monkeypatch.setattr(Engine, "logprobs", broken)
-    found = checks.sampler_logprob_difference(engine, state, examples, [0] * 6, packing, 1024)
-    assert np.isnan(found["sampler_logprob_diff"])
-    assert np.isnan(found["sampler_logprob_diff_max"])
-    with pytest.raises(SamplerMismatchError, match="differ by nan nats"):
-        engine._require_sampler_logprobs(found, 0)

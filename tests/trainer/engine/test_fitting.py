@@ -59,7 +59,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
     with_room_for(engine, 60, monkeypatch)
-    engine.config = msgspec.structs.replace(engine.config, check_sequences=0)
+    engine.config = msgspec.structs.replace(engine.config, check_share=0.0)
     halved = engine.step(state, examples, [0] * 6)
     assert halved.metrics["token_budget"] <= 64
     assert halved.metrics["micro_batches"] > 1
@@ -138,6 +138,7 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
     state = engine.initial_state()
     examples = batch(engine, state)
     monkeypatch.setattr(Engine, "logprobs", checks_fail)
+    engine.configure(msgspec.structs.replace(engine.config, check_share=1.0))
     metrics = engine.step(state, examples, [0] * 6).metrics
     assert metrics["checks_left_out"] == 1
     assert "sampler_logprob_diff" not in metrics
@@ -149,10 +150,10 @@ def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
     tokens = budget.Budget(64)
     errors: list[BaseException] = [torch.OutOfMemoryError()]
 
-    def work() -> dict[str, float]:
+    def work(budget: int) -> dict[str, float]:
         if errors:
             raise errors.pop()
-        return {"ok": 1.0}
+        return {"budget": float(budget)}
 
-    assert check_within(tokens, lambda: None, work) == {"ok": 1.0}
+    assert check_within(tokens, lambda: None, work) == {"budget": 32.0}
     assert tokens.tokens == 32

@@ -1,0 +1,306 @@
+"""Comparisons of a step with the sampler and with the base model: what they find, and what they cost."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
+from tests.trainer.engine.kit import batch, sampled_by
+from tests.trainer.kit import exactly, sequence
+from trainer.batches.groups import Example
+from trainer.batches.packing import Layout, Packing, micro_batches
+from trainer.engine import checks
+from trainer.engine.engine import Engine
+from trainer.engine.state import SamplerMismatchError, TrainState
+
+Configure = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    config = TrainerConfig(
+        dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
+    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+
+
+@pytest.fixture
+def configured(engine: Engine) -> Iterator[Configure]:
+    """Set settings of the engine for one test."""
+    before = engine.config
+    yield lambda values: engine.configure(with_values(before, values))
+    engine.configure(before)
+
+
+def sampled(engine: Engine, policy: TrainState, seed: int, count: int, step: int) -> list[Example]:
+    """Examples that `policy` sampled and that are recorded as those of `step`."""
+    return [
+        Example(sampled_by(engine, policy, f"t{i}", seed + i, step), 1.0 if i % 2 else -1.0)
+        for i in range(count)
+    ]
+
+
+def after(engine: Engine, steps: int) -> list[TrainState]:
+    """The states of a run of so many steps, the first one included."""
+    states = [engine.initial_state()]
+    for i in range(steps):
+        states.append(engine.step(states[-1], batch(engine, states[-1], seed=20 * i), [0] * 6).state)
+    return states
+
+
+# -- what they cost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("age", [0, 1], ids=["this version", "the version before"])
+def test_checks_compute_at_most_their_share_of_the_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, age: int
+) -> None:
+    """3 % by default, whichever version sampled the tokens."""
+    tokens = {True: 0, False: 0}
+    compute = Engine.logprobs
+
+    def counted(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+        tokens[torch.is_grad_enabled()] += layout.tokens
+        return compute(self, layout, *args, **kwargs)
+
+    before = state = engine.initial_state()
+    for i in range(22):
+        examples = sampled(engine, before if age else state, 30 * i, 24, max(0, state.step - age))
+        with monkeypatch.context() as counting:
+            if i > 1:  # the first steps make checks that were due
+                counting.setattr(Engine, "logprobs", counted)
+            before, state = state, engine.step(state, examples, [n // 8 for n in range(24)]).state
+    assert 0 < tokens[False] <= 0.03 * tokens[True]
+
+
+def test_a_sample_has_whole_prefix_trees_within_its_limit(engine: Engine) -> None:
+    prompt = list(range(2, 22))
+    candidates = [
+        checks.Candidate(sequence([*prompt, 3 + i, 4, 5], [20, 21, 22]), i, (i // 8, 0)) for i in range(16)
+    ]
+    rng = np.random.default_rng(0)
+    expected: tuple[tuple[int, Packing, int], ...] = (
+        (21, "prefix", 0), (22, "prefix", 1), (30, "prefix", 5), (44, "padded", 2)
+    )  # fmt: skip
+    for limit, packing, count in expected:
+        drawn = checks.sample(candidates, limit, packing, rng)
+        assert len(drawn) == count, limit
+        assert len({c.tree for c in drawn}) <= (1 if packing == "prefix" else 2)
+        made = micro_batches([c.sequence for c in drawn], [0] * count, 1000, packing) if drawn else []
+        assert sum(b.layout.tokens for b in made) <= limit
+
+
+# -- what they find --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_fault(_: Engine) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def another_base(engine: Engine) -> Iterator[None]:
+    """The sampler's base model has other weights."""
+    embedding = engine.model.get_base_model().get_input_embeddings().weight
+    before = embedding.detach().clone()
+    with torch.no_grad():
+        embedding.mul_(1.02)
+    yield
+    with torch.no_grad():
+        embedding.copy_(before)
+
+
+def shift_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's attention masks miss a column from now on."""
+    original = Layout.dense_mask
+
+    def shifted(self: Layout, *args: Any) -> Any:
+        mask = original(self, *args)
+        return None if mask is None else mask & (torch.arange(mask.shape[-1]) != 3)
+
+    monkeypatch.setattr(Layout, "dense_mask", shifted)
+
+
+FAULTS: dict[str, Callable[[Engine], AbstractContextManager[None]]] = {
+    "wrong adapter": no_fault, "another base": another_base, "shifted mask": no_fault
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("age", "within"), [(0, 1), (1, 10)], ids=["this version", "the version before"])
+def test_a_planted_fault_is_found(
+    engine: Engine, configured: Configure, monkeypatch: pytest.MonkeyPatch, fault: str, age: int, within: int
+) -> None:
+    """Within one step if the tokens of the current version show it, else within ten; the refused step leaves no
+    trace."""
+    configured({"memory.packing": "prefix"})
+    groups = [0] * 3 + [1] * 3
+    wrong = engine.initial_state()
+    wrong.weights.update({k: w + 0.05 * torch.randn_like(w) for k, w in wrong.weights.items()})
+    before = state = engine.initial_state()
+
+    def step(planted: bool, i: int) -> TrainState:
+        policy = wrong if planted and fault == "wrong adapter" else before if age else state
+        with (FAULTS[fault] if planted else no_fault)(engine):
+            examples = sampled(engine, policy, 10 * i, 6, state.step - age)
+        return engine.step(state, examples, groups).state
+
+    for i in range(3):
+        before, state = (
+            state,
+            (step(False, i) if i else engine.step(state, batch(engine, state), groups).state),
+        )
+    if fault == "shifted mask":
+        monkeypatch.setattr("tests.trainer.engine.test_checks.sampled", _sampled_before(monkeypatch))
+    for taken in range(within):
+        kept = copy.deepcopy(state)
+        try:
+            before, state = state, step(True, 10 + taken)
+        except SamplerMismatchError as error:
+            refusal = str(error)
+            break
+    else:
+        pytest.fail(f"{fault}: not found within {within} step(s)")
+    assert ("at the earlier versions that sampled" if age else "of tokens sampled by this version") in refusal
+    torch.testing.assert_close(state.weights, kept.weights, rtol=0, atol=0)
+    torch.testing.assert_close(state.optimizer, kept.optimizer, rtol=0, atol=0)
+    assert (state.step, state.unchecked_steps) == (kept.step, kept.unchecked_steps)
+    monkeypatch.undo()
+    assert step(False, 90).step == state.step + 1
+
+
+def _sampled_before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Example]]:
+    """`sampled` with the right masks, after which the trainer has wrong ones."""
+
+    def sampled_right(*args: Any) -> list[Example]:
+        monkeypatch.undo()
+        examples = _SAMPLED(*args)
+        shift_masks(monkeypatch)
+        monkeypatch.setattr("tests.trainer.engine.test_checks.sampled", sampled_right)
+        return examples
+
+    return sampled_right
+
+
+_SAMPLED = sampled
+
+
+def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: Engine) -> None:
+    first, _, state = after(engine, 2)
+    old, fresh = sampled(engine, first, 0, 6, 0), sampled(engine, state, 90, 6, 2)
+    metrics = engine.step(state, [*old, *fresh], [0] * 12).metrics
+    assert metrics["sampler_logprob_diff"] < 1e-5
+    assert metrics["sampler_logprob_checked"] > 0
+    assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2, 1)
+    # The old ones did move: it is the version that makes the difference small.
+    assert abs(metrics["ratio_max"] - 1) > 1e-3
+
+
+def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine, configured: Configure) -> None:
+    """The tokens of other versions are context."""
+    configured({"check_share": 1.0})
+    first, second, state = after(engine, 2)
+    one, other = sampled_by(engine, first, "t", 5, 0), sampled_by(engine, second, "t", 5, 1)
+    late = np.arange(len(one.ids)) >= len(one.ids) - 2  # the same tokens: only their logprobs differ
+    mixed = dataclasses.replace(
+        one,
+        logprobs=np.where(late, other.logprobs, one.logprobs),
+        steps=np.where(late, other.steps, one.steps),
+    )
+    metrics = engine.step(state, [Example(mixed, 1.0)], [0]).metrics
+    assert metrics["sampler_logprob_checked"] == 5
+    assert metrics["sampler_logprob_diff_max"] < 1e-5
+
+
+def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(
+    engine: Engine, configured: Configure
+) -> None:
+    state = after(engine, 1)[-1]
+    examples = batch(engine, state, seed=40)
+    configured({"check_share": 1.0})
+    sampled_all = dataclasses.replace(state, unchecked_steps={})
+    measured = engine.step(sampled_all, examples, [0] * 6).metrics
+    configured({"loss.beta": 1e-9})
+    in_the_loss = engine.step(state, examples, [0] * 6).metrics
+    assert measured["kl"] == pytest.approx(in_the_loss["kl"], rel=1e-4)
+    assert measured["kl"] > 1e-6
+    assert (measured["tokens_checked"], in_the_loss["tokens_checked"]) == (measured["tokens_forward"], 0)
+
+
+def test_tokens_recorded_under_a_wrong_version_fail_the_step(engine: Engine, configured: Configure) -> None:
+    state = after(engine, 2)[-1]
+    wrong = sampled(engine, state, 0, 4, 0)
+    with pytest.raises(
+        SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the earlier version"
+    ):
+        engine.step(state, wrong, [0] * 4)
+    configured({"logprob_bound": 10.0})
+    assert engine.step(state, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
+
+
+def test_every_token_of_the_current_version_is_compared_with_the_sampler(
+    engine: Engine, configured: Configure
+) -> None:
+    """Without a pass of its own: the training pass has their logprobs."""
+    state = engine.initial_state()
+    examples = batch(engine, state)
+    configured({"check_share": 0.0})
+    metrics = engine.step(state, examples, [0] * 6).metrics
+    assert metrics["on_policy_logprob_diff_max"] < 1e-5
+    assert metrics["tokens_checked"] == 0
+    last = examples[-1]
+    examples[-1] = Example(dataclasses.replace(last.sequence, logprobs=last.sequence.logprobs - 0.06), 1.0)
+    with pytest.raises(
+        SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this"
+    ):
+        engine.step(state, examples, [0] * 6)
+
+
+def test_the_check_uses_the_layout_of_the_step(
+    engine: Engine, configured: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the check looked at padded rows while prefix trees were trained."""
+    first, state = after(engine, 1)
+    examples = sampled(engine, first, 0, 6, 0)
+    shift_masks(monkeypatch)
+    configured({"memory.packing": "prefix"})
+    with pytest.raises(SamplerMismatchError, match="at the earlier versions that sampled"):
+        engine.step(state, examples, [0] * 6)
+    configured({"memory.packing": "padded"})
+    engine.step(state, examples, [0] * 6)
+
+
+def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: every NaN counted as a logprob that the sampler had not recorded."""
+    first, state = after(engine, 1)
+    examples = sampled(engine, first, 0, 6, 0)
+    unknown = examples[0].sequence.logprobs.copy()
+    unknown[-1] = np.nan  # the sampler recorded no logprob of this token: it is not compared
+    examples[0] = Example(dataclasses.replace(examples[0].sequence, logprobs=unknown), 1.0)
+    step = checks.Step(state, examples, [0] * 6, [], "padded", 100.0)
+    metrics = checks.compare_earlier_versions(engine, step, 1.0, 1024)
+    assert metrics["sampler_logprob_diff_max"] < 1e-5
+    assert metrics["sampler_logprob_checked"] == 6 * 5 - 1
+    compute = Engine.logprobs
+
+    def broken(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        logprobs, rest = compute(self, *args, **kwargs)
+        logprobs[0, 0] = torch.nan
+        return logprobs, rest
+
+    monkeypatch.setattr(Engine, "logprobs", broken)
+    metrics = checks.compare_earlier_versions(engine, step, 1.0, 1024)
+    assert np.isnan(metrics["sampler_logprob_diff"])
+    assert np.isnan(metrics["sampler_logprob_diff_max"])
+    with pytest.raises(SamplerMismatchError, match="differ by nan nats"):
+        engine._require_sampler_logprobs(metrics, 0)
