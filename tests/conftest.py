@@ -316,6 +316,8 @@ def _shuffle_seed() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     _shuffle_seed()
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")
     if getattr(config.option, "loadgroup", False):  # a worker under `--dist loadgroup`
         config.pluginmanager.register(_GroupNames())
 

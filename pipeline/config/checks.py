@@ -157,6 +157,29 @@ def _check_gateway(config: Config) -> None:
         )
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for `--max-lora-rank`. An adapter may have any rank up to the server's."""
+
+
+def _check_ranks(config: Config) -> None:
+    slot, rank = (
+        config.vllm.max_lora_rank,
+        max((config.trainer_of(m).lora.rank for m in config.models), default=1),
+    )
+    if slot not in LORA_RANKS:
+        raise ConfigError(f"vllm.max_lora_rank is {slot}: vLLM takes {', '.join(map(str, LORA_RANKS))}")
+    if rank > LORA_RANKS[-1] or (rank > slot and not config.vllm.urls):
+        needed = next((r for r in LORA_RANKS if r >= rank), None)
+        raise ConfigError(
+            f"trainer.lora.rank is {rank}: "
+            + (
+                f"an adapter of vllm.max_lora_rank = {slot} at most would load; set that to {needed}"
+                if needed
+                else f"vLLM serves adapters up to rank {LORA_RANKS[-1]}"
+            )
+        )
+
+
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
     _check_urls(config)
@@ -188,13 +211,7 @@ def check(config: Config) -> None:
         raise ConfigError("judge.min_size is larger than judge.group_size")
     for model in config.models:
         check_trainer(config.trainer_of(model))
-    rank = max((config.trainer_of(m).lora.rank for m in config.models), default=0)
-    if rank > config.vllm.max_lora_rank and not config.vllm.urls:
-        raise ConfigError(
-            f"vllm.max_lora_rank is {config.vllm.max_lora_rank}: adapters of trainer.lora.rank = {rank} "
-            f"would not load; set it to at "
-            "least that (vLLM takes 8, 16, 32, 64, 128, 256, 320 or 512)"
-        )
+    _check_ranks(config)
     if config.models and config.vllm.max_loras <= len(config.models):
         raise ConfigError(
             f"vllm.max_loras is {config.vllm.max_loras}: it must be larger than the number of models, "

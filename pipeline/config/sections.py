@@ -127,7 +127,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """Adapters that a server holds at once; at least `trainer.max_staleness` + 2, and more
     than there are models."""
     max_lora_rank: Count = 8
-    """Largest rank of an adapter: 8, 16, 32, 64, 128, 256, 320 or 512."""
+    """Largest rank of an adapter, one that vLLM takes: 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
     max_model_len: Natural = 0
     """Longest prompt and reply together, in tokens. 0: the model's own limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

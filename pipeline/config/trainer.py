@@ -11,7 +11,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     """The LoRA adapter that is trained."""
 
     rank: Count = 8
-    """Rank of the adapter's matrices. `vllm.max_lora_rank` must be at least as large."""
+    """Rank of the adapter's matrices, at most `vllm.max_lora_rank`."""
     alpha: Positive = 16.0
     """Scale of the adapter; its output is multiplied by `alpha / rank`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

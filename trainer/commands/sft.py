@@ -200,7 +200,7 @@ def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
-    from trainer.engine.losses import trl_imports
+    from trainer.engine.trl_source import trl_imports
 
     with trl_imports():
         from trl import SFTConfig, SFTTrainer

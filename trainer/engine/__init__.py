@@ -11,6 +11,7 @@
 | `attention` | the masks: dense for SDPA, or a rule for FlexAttention |
 | `verify` | the comparison of a training pass with the model's own forward pass, at the start |
 | `losses` | TRL's losses over captured tokens, and what of TRL's inside they rely on |
+| `trl_source` | TRL's own classes, whatever Unsloth made of `trl` |
 | `optimizer` | AdamW and its schedule |
 | `fitting` | passes within the memory that there is |
 | `budget` | the tokens of a pass, found out as memory runs out |

@@ -9,10 +9,7 @@ Shape letters as in `trainer.batches.packing`: S sequences, K largest number of 
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +25,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config import TrainerConfig
 from pipeline.config.checks import check_trainer
 from trainer.batches.groups import Example
-
-
-@contextmanager
-def trl_imports() -> Iterator[None]:
-    """Import TRL without the warnings that libraries raise about their own code, and without vLLM.
-
-    TRL would import vLLM if it is installed, which takes seconds and memory. An entry of `None` in `sys.modules` makes
-    `import vllm` raise `ImportError`."""
-    loaded = sys.modules.get("vllm")
-    sys.modules["vllm"] = None  # type: ignore[assignment]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            del sys.modules["vllm"]
-            if loaded is not None:
-                sys.modules["vllm"] = loaded
-
-
-with trl_imports():
-    from trl import GRPOConfig, GRPOTrainer
+from trainer.engine.trl_source import GRPOConfig, GRPOTrainer, require_own
 
 transformers_logging.disable_progress_bar()
 
@@ -127,9 +103,12 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
 
 
 class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """TRL's loss on batches that were sampled elsewhere. `beta` is the weight of the KL term."""
+    """TRL's loss on batches that were sampled elsewhere. `beta` is the weight of the KL term.
+
+    Raises `ConfigError` if another library put its own loss in the place of TRL's."""
 
     def __init__(self, model: torch.nn.Module, args: GRPOConfig, beta: float = 0.0) -> None:
+        require_own(type(self), type(args))
         # TRL casts the adapter of a base model in four bits to bfloat16, which rounds away updates below 1/256 of a
         # weight. Keep its tensors to restore them.
         adapter = {p: p.data for p in model.parameters() if p.requires_grad}

@@ -21,7 +21,12 @@ from pipeline.config.checks import check
         ("nonsense", "section.key=value"),
         ("judge.min_size=1", "min_size"),
         ("vllm.max_loras=1", "max_loras"),
-        ("trainer.lora.rank=64", "max_lora_rank"),
+        ("trainer.lora.rank=64", r"trainer\.lora\.rank is 64: .* vllm\.max_lora_rank = 8 .* set that to 64"),
+        ("trainer.lora.rank=1024", "vLLM serves adapters up to rank 512"),
+        (
+            "vllm.max_lora_rank=24",
+            r"vllm\.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512",
+        ),
         ("models.0.name=a@b", "@"),
     ],
 )
