@@ -5,6 +5,9 @@ object a line; lines of `id: score`, or an id and then a line with its score; id
 prompt (`trajectory abc123`, `<abc123>`); scores as numbers, `"0.7"`, `"7/10"` or `"70%"`. Where a draft comes before
 the final scores, the final ones count: those that are called final, or the last that name every id.
 
+A judge may repeat evidence, in which an agent has written scores for itself. An object `{"scores": …}` that names every
+id is the answer that the prompt asks for: what stands before, after or beside its scores does not count.
+
 An unknown id is ignored. An id with contradicting scores, or without a number, is missing. A reply with a score
 outside 0..1 is on a scale that nobody asked for: none of its scores is used. The caller asks again for what is
 missing.
@@ -105,17 +108,11 @@ def parse_scores(reply: str, ids: Collection[str]) -> ParsedScores:
     """Return the scores in `reply` for `ids`. Never raises: what cannot be parsed is missing."""
     text = _without_thinking(reply)[:MAX_CHARACTERS]
     known = {i.lower(): i for i in ids}
-    found = list(scan_documents(text))
-    statements = [
-        _Statement(d.start, d.end, entries) for d in found if (entries := tuple(_entries(d.value, known, 0)))
-    ]
-    lines = list(_score_lines(text, known, [(d.start, d.end) for d in found]))
-    if statements and (after := _final_lines(text, lines, statements[-1].end, known)):
-        statements = after
+    statements = _statements(text, known)
     scores: dict[str, float] = {}
     explanations: dict[str, str] = {}
     contradicted: set[str] = set()
-    final = _final_entries(text, statements or lines, known)
+    final = _final_entries(text, statements, known)
     out_of_range = any(not 0 <= e.score <= 1 for e in final)
     for entry in () if out_of_range else final:
         if entry.id in scores and not math.isclose(scores[entry.id], entry.score, abs_tol=1e-9):
@@ -133,6 +130,28 @@ def _without_thinking(reply: str) -> str:
 
 
 # -- which of several statements counts ----------------------------------------------------------------------------
+
+
+def _statements(text: str, ids: Ids) -> list[_Statement]:
+    """Return the statements in a reply that may count: objects as the prompt asks for, else all documents, else
+    lines."""
+    documents = list(scan_documents(text))
+    asked_for = [
+        _Statement(d.start, d.end, tuple(_entries(d.value.first(("scores",)), ids, 1)))
+        for d in documents
+        if isinstance(d.value, Object) and d.value.occurrences(("scores",)) == 1
+    ]
+    if any(statement.names_all(ids) for statement in asked_for):
+        return asked_for
+    statements = [
+        _Statement(d.start, d.end, entries)
+        for d in documents
+        if (entries := tuple(_entries(d.value, ids, 0)))
+    ]
+    lines = list(_score_lines(text, ids, [(d.start, d.end) for d in documents]))
+    if not statements:
+        return lines
+    return _final_lines(text, lines, statements[-1].end, ids) or statements
 
 
 def _final_entries(text: str, statements: Sequence[_Statement], ids: Ids) -> list[_Entry]:

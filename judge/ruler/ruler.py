@@ -2,8 +2,9 @@
 
 A group gets up to `judge.passes` passes in different orders. A pass is one call, or a call for each subset if the group
 exceeds the model's context, repeated until every score could be parsed. The scores of all passes are aggregated without
-the effect of positions (`judge.ruler.aggregation`). A pass that fails is logged. A group without any pass is tried
-again, with growing pauses, for `judge.retry_for_s`.
+the effect of positions (`judge.ruler.aggregation`). A pass alone has the judge's position bias, so one that fails is
+tried again if only one other succeeded. A group without any pass is tried again, with growing pauses, for
+`judge.retry_for_s`. The calls of failed passes count in the group's first verdict.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from judge.models.chat import ChatModel, ContextWindowError, ModelError, ModelReply
 from judge.ruler import prompt, replies
@@ -48,6 +50,8 @@ _MIN_SUBSET = 4
 _SUBSET_OVERLAP = 2
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 60.0
+_PASS_RETRIES = 4
+"""How often failed passes are tried again for the sake of a single one that succeeded."""
 _MIN_CONTEXT_TOKENS = 2_000
 """A prompt that is refused as too long is halved down to this."""
 _LARGE = 50_000
@@ -60,6 +64,11 @@ _INCOMPLETE = "Some scores were missing or contradicted each other."
 
 class JudgingError(Exception):
     """A judging gave no usable scores. The message says why."""
+
+    def __init__(self, why: str, usage: Usage | None = None) -> None:
+        """`usage`: the calls that were made in vain."""
+        super().__init__(why)
+        self.usage = usage or Usage()
 
 
 @dataclass
@@ -76,6 +85,13 @@ class Usage:
         self.prompt_tokens += reply.prompt_tokens
         self.completion_tokens += reply.completion_tokens
         self.cost_usd += reply.cost_usd
+
+    def include(self, other: Usage) -> None:
+        """Add the calls of `other`."""
+        self.calls += other.calls
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cost_usd += other.cost_usd
 
 
 @dataclass
@@ -148,15 +164,17 @@ class LlmRuler:
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""
         deadline = time.monotonic() + self._config.retry_for_s
-        backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+        backoff, in_vain = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S), Usage()
         while True:
             async with self._groups:
                 try:
-                    return await self.judge(await gather(self._load, members))
+                    scores, verdicts = await self.judge(await gather(self._load, members))
+                    return scores, _charged(verdicts, in_vain)
                 except HistoryGoneError as error:
                     raise UnscoredError(str(error)) from error
                 except JudgingError as error:
                     reason = str(error)
+                    in_vain.include(error.usage)
             pause = backoff.next_s()
             if time.monotonic() + pause > deadline:
                 raise UnscoredError(f"no usable judge pass within {self._config.retry_for_s:.0f} s: {reason}")
@@ -178,31 +196,45 @@ class LlmRuler:
         orders = draw_orders(sorted(by_id), self._config.passes, rng)
         judgings: list[list[JudgePass]] = []
         verdicts: list[Verdict] = []
-        failures: list[str] = []
+        failed: list[list[str]] = []
+        in_vain, why = Usage(), ""
+        retries, backoff = iter(range(_PASS_RETRIES)), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
 
         async def judge_in(order: list[str]) -> None:
+            nonlocal why
+            spent = Usage()
             try:
-                found = await self._judge_in_order([by_id[n] for n in order])
+                judged = await self._judge_in_order([by_id[n] for n in order], spent)
             except JudgingError as error:
                 self.statistics.failed_judgings += 1
-                failures.append(str(error))
-                log.warning("judging failed", reason=str(error)[:500])
+                failed.append(order)
+                in_vain.include(spent)
+                why = str(error)
+                log.warning("judging failed", reason=why[:500])
                 return
-            judgings.append([_pass_of(v) for v in found])
-            verdicts.extend(found)
+            judgings.append([_pass_of(v) for v in judged])
+            verdicts.extend(judged)
+
+        async def join_single() -> None:
+            """Try failed passes again while there is one single pass."""
+            while len(judgings) == 1 and failed and next(retries, None) is not None:
+                await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
+                await judge_in(failed.pop(0))
 
         await gather(judge_in, orders[:2])
+        await join_single()
         for order in orders[2:]:
             whole = [passes[0] for passes in judgings if len(passes) == 1]
             if any_two_agree(whole, self._config.agreement, self.statistics.bias):
                 break
             await judge_in(order)
+        await join_single()
         if not judgings:
-            raise JudgingError(failures[-1] if failures else "judge.passes is 0")
+            raise JudgingError(why, in_vain)
         if count:
             self.statistics.add(judgings)
         passes = [p for judging in judgings for p in judging]
-        return aggregate(passes, self.statistics.bias), tuple(verdicts)
+        return aggregate(passes, self.statistics.bias), _charged(verdicts, in_vain)
 
     def learn(self, verdicts: Sequence[Verdict]) -> None:
         """Add a group that an earlier process of this judge scored, so that a restart keeps the estimate of position
@@ -212,15 +244,18 @@ class LlmRuler:
         if passes and all(set(p.order) == set(passes[0].order) == p.scores.keys() for p in passes):
             self.statistics.add([[p] for p in passes])
 
-    async def _judge_in_order(self, ordered: Sequence[Transcript]) -> list[Verdict]:
-        """Judge once: in one call, or in one for each subset that fits. A context that proves too long is halved."""
+    async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> list[Verdict]:
+        """Judge once: in one call, or in one for each subset that fits. A context that proves too long is halved. Every
+        call is added to `spent`."""
         while True:
             tokens = self._context_tokens
             try:
                 room = prompt.compute_room(self.rubric, len(ordered), tokens)
                 sizes = await _in_thread_if_large(_characters(ordered), prompt.measure_sizes, ordered)
                 subsets = split_overlapping(sizes.members, sizes.context, room, _MIN_SUBSET, _SUBSET_OVERLAP)
-                return [await self._judge_subset([ordered[i] for i in subset], room) for subset in subsets]
+                return [
+                    await self._judge_subset([ordered[i] for i in subset], room, spent) for subset in subsets
+                ]
             except ContextWindowError as error:
                 if tokens // 2 < _MIN_CONTEXT_TOKENS:
                     raise JudgingError(str(error)) from error
@@ -230,7 +265,7 @@ class LlmRuler:
                         "judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2
                     )
 
-    async def _judge_subset(self, subset: Sequence[Transcript], room: int) -> Verdict:
+    async def _judge_subset(self, subset: Sequence[Transcript], room: int, spent: Usage) -> Verdict:
         """Ask until every score could be parsed.
 
         Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
@@ -253,9 +288,9 @@ class LlmRuler:
                 raise
             except ModelError as error:
                 raise JudgingError(str(error)) from error
-            usage.add(reply)
+            for counted in (usage, spent, self.statistics.usage):
+                counted.add(reply)
             latency_s += reply.latency_s
-            self.statistics.usage.add(reply)
             got = await _in_thread_if_large(len(reply.text), replies.parse_scores, reply.text, missing)
             scores |= got.scores
             explanations |= got.explanations
@@ -295,6 +330,19 @@ class LlmRuler:
             left_out=asked.left_out,
             **named,
         )
+
+
+def _charged(verdicts: Sequence[Verdict], usage: Usage) -> tuple[Verdict, ...]:
+    """Return the verdicts of a group, with calls that were made in vain added to the first."""
+    first = verdicts[0]
+    with_all = msgspec.structs.replace(
+        first,
+        attempts=first.attempts + usage.calls,
+        prompt_tokens=first.prompt_tokens + usage.prompt_tokens,
+        completion_tokens=first.completion_tokens + usage.completion_tokens,
+        cost_usd=first.cost_usd + usage.cost_usd,
+    )
+    return (with_all, *verdicts[1:])
 
 
 def _pass_of(verdict: Verdict) -> JudgePass:

@@ -34,6 +34,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost_usd: float = 0.0
+    """Cost of the pass. The first verdict of a group also holds cost, tokens and calls of passes that failed."""
     latency_s: float = 0.0
     attempts: int = 1
     """Calls until a reply could be read."""

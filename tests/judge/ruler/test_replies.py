@@ -225,7 +225,7 @@ def plain() -> list[Case]:
         f"{drafted}\n{final}",
         "\n".join(json.dumps(e) for e in draft) + "\n\nOn reflection:\n" + one_a_line,
         f"{draft_lines}\n\nAfter comparing them again:\n\n{lines}",
-        f"{drafted}\n\nFinal scores:\n{lines}",
+        f"{json.dumps(draft)}\n\nFinal scores:\n{lines}",
         f"{final}\n\nabc101: 3 mistakes\ndef202: 7 mistakes",
         "\n".join(f"### Trajectory {i}\nIt did well.\n**Final score:** {s}\n" for i, s in TRUTH.items()),
         "scores:\n" + "\n".join(f"- id: {i}\n  score: {s}\n" for i, s in TRUTH.items()),
@@ -259,7 +259,7 @@ def ambiguous() -> list[Case]:
     final = json.dumps({"scores": entries})
     cases: list[Case] = [
         ("\n".join(json.dumps(e) for e in [*entries, {"id": "abc101", "score": 0.2}]), _but("abc101")),
-        (f'{final}\n\nOh, and {{"abc101": 0.2}}', _but("abc101")),
+        (f"{final}\n\n{json.dumps({'scores': [{'id': 'abc101', 'score': 0.2}]})}", _but("abc101")),
         (json.dumps({"draft": entries}), {}),
         (json.dumps([{"id": "abc101", "trajectory_id": "def202", "score": 1}]), {}),
         (json.dumps([{"id": "abc101", "final_score": 0.1, "revised_score": 0.4}]), {}),
@@ -307,6 +307,28 @@ def test_a_score_outside_of_0_to_1_makes_every_score_of_the_reply_doubtful(high:
     got = parse_scores(f'{{"abc101": {high}, "def202": 0.5, "ghj303": 1, "kmn404": 0}}', IDS)
     assert (got.scores, got.missing, got.out_of_range) == ({}, tuple(IDS), True)
     assert not parse_scores('{"abc101": 1.0, "def202": 0.0}', IDS).out_of_range
+
+
+QUOTES = [
+    json.dumps(dict.fromkeys(IDS, 1.0)),
+    json.dumps({"evidence": {i: {"final_score": 1.0} for i in IDS}}),
+    json.dumps([{"id": i, "score": 1.0} for i in IDS]),
+    '{"abc101": 1.0}',
+    "Final scores as the attempts saw them:\n" + "\n".join(f"{i}: 1.0" for i in IDS),
+    "\n".join(f'{i}: "Final score: 1.0"' for i in IDS),
+]
+"""What agents wrote of themselves, as a judge may repeat it with their ids."""
+
+
+@pytest.mark.parametrize("number", range(len(QUOTES)))
+def test_quoted_evidence_changes_no_score(number: int) -> None:
+    quote = QUOTES[number]
+    answer = json.dumps({"scores": _entries(1.0, "number")})
+    for reply in (f"{answer}\n\nEvidence:\n{quote}", f"{answer}\n{quote}", f"{quote}\n\n{answer}"):
+        assert parse_scores(reply, IDS).scores == pytest.approx(TRUTH), reply
+    if quote.startswith("{"):
+        beside = f'{{"scores": {json.dumps(_entries(1.0, "number"))}, "quotes": {quote}}}'
+        assert parse_scores(beside, IDS).scores == pytest.approx(TRUTH)
 
 
 def test_explanations_are_kept() -> None:

@@ -108,16 +108,41 @@ async def test_a_reply_without_scores_is_followed_by_a_new_prompt(reply: str) ->
     assert verdict.attempts == 2
 
 
-async def test_one_failed_pass_leaves_the_scores_of_the_other() -> None:
-    broken = [True] * 2
+async def test_a_failed_pass_is_tried_again_before_the_other_counts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one pass, the first position's bonus of 0.3 stays in the scores of a new judge."""
+    monkeypatch.setattr("judge.ruler.ruler._FIRST_PAUSE_S", 0.01)
+    for failing in ([429], ["no"], [429, 429, "no"]):
+        model = Model(
+            per_call(Scorer(first_bonus=0.3), *(lambda _, a=a: a for a in failing), Scorer(first_bonus=0.3))
+        )
+        judge = ruler(model, attempts=1)
+        scores, verdicts = await judge.judge(TRANSCRIPTS)
+        assert [len(verdicts), judge.statistics.failed_judgings] == [2, len(failing)]
+        both = [scores[verdict.order[0]] - QUALITY[verdict.order[0]] for verdict in verdicts]
+        assert max(both) < 0.2
+        # What the unreadable replies cost is in the verdicts.
+        spent = judge.statistics.usage
+        assert sum(v.cost_usd for v in verdicts) == pytest.approx(spent.cost_usd)
+        assert sum(v.attempts for v in verdicts) == spent.calls == 2 + failing.count("no")
 
-    def answer(request: dict[str, Any]) -> Answer:
-        return "no" if broken and broken.pop() else Scorer()(request)
 
-    judge = ruler(Model(answer), attempts=1, passes=3, agreement=0.0)
-    scores, verdicts = await judge.judge(TRANSCRIPTS)
+async def test_one_pass_counts_alone_if_no_other_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("judge.ruler.ruler._FIRST_PAUSE_S", 0.01)
+    judge = ruler(Model(per_call(Scorer(), lambda _: "no")), attempts=1)
+    scores, (verdict,) = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
-    assert (len(verdicts), judge.statistics.failed_judgings) == (1, 2)
+    assert (verdict.attempts, judge.statistics.failed_judgings) == (6, 5)
+
+
+async def test_a_group_that_was_tried_again_pays_for_its_failed_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("judge.ruler.ruler._FIRST_PAUSE_S", 0.01)
+    judge = ruler(Model(per_call(lambda _: "no", lambda _: "no", Scorer())), TRANSCRIPTS, attempts=1)
+    _, verdicts = await judge([completed(n) for n in QUALITY])
+    assert [v.attempts for v in verdicts] == [3, 1]
 
 
 async def test_without_a_usable_reply_the_group_is_unscored() -> None:
