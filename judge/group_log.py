@@ -3,7 +3,6 @@ scores."""
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from judge.groups import MOVED_HEADER, Arrival, GroupKey, GroupOnLog, read_group
+from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
 from pipeline.backoff import Backoff
@@ -22,18 +21,15 @@ from pipeline.events import (
     GroupScored,
     GroupTimedOut,
     TrajectoryCompleted,
-    encode,
     now_us,
 )
 from pipeline.log.broker import Broker, Delivery, HistoryGoneError, Recorded
 from pipeline.log.messages import Place
 from pipeline.log.subjects import subject_filter
-from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.group_log")
 
-_COMPLETED, _MOVED = "rollout.completed.", "rollout.moved."
 _MAX_CACHED = 512
 """Number of closed groups in the cache."""
 _MAX_TIMEOUT_S = 10 * 365 * 86_400.0
@@ -86,7 +82,7 @@ class GroupLog:
             TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group
         )
         timeout = self._timeout(key).subject()
-        subjects = [subject, _MOVED + subject.removeprefix(_COMPLETED), timeout]
+        subjects = [subject, timeout]
         backoff, stream = Backoff(), self._broker.layout.stream_of(timeout)
         while True:
             found = await self._broker.newest_messages(stream, subjects)
@@ -132,18 +128,11 @@ class GroupLog:
             await self._broker.publish(late_event(event))
             log.info("late", group=event.group, trajectory=event.trajectory)
 
-    async def move(self, delivery: Delivery, event: TrajectoryCompleted) -> None:
-        """Publish a completion again whose subject, from an earlier version, lacks the group. Only judges read the new
-        subject, because other services have read the original. May be called again."""
-        headers = {k: v for k, v in delivery.headers.items() if not k.startswith("Nats-")}
-        headers |= {RETRY_HEADER: "judge", MOVED_HEADER: str(delivery.seq)}
-        subject = _MOVED + event.subject().removeprefix(_COMPLETED)
-        await self._broker.publish_raw(subject, encode(event), headers)
-
-    async def set_deadline(self, key: GroupKey, first: TrajectoryCompleted) -> None:
-        """Set the deadline timer of an open group. `first`: its first completed trajectory."""
+    async def set_deadline(self, key: GroupKey, first: Place) -> None:
+        """Set the deadline timer of an open group. `first`: the place of its first completed trajectory, whose time is
+        the clock of the NATS server, which delivers the timer."""
         at = first.at / 1e6 + min(self._config.timeout_s, _MAX_TIMEOUT_S)
-        await self._broker.set_timer(self._timeout(key), max(at, time.time()))
+        await self._broker.set_timer(self._timeout(key), at)
         crash.point("judge.timer_set")
 
     def forget(self, key: GroupKey) -> None:
@@ -167,7 +156,5 @@ class GroupLog:
 def names_group(delivery: Delivery, event: TrajectoryCompleted) -> bool:
     """Return whether a completion was delivered on a subject of its group, which `GroupLog.read` reads."""
     own = event.subject()
-    at = delivery.subject.replace(_MOVED, _COMPLETED, 1)
-    return at == own or at.startswith(
-        f"{own}."
-    )  # the subject of a dead letter that was published again has one more token
+    # The subject of a dead letter that was published again has one more token.
+    return delivery.subject == own or delivery.subject.startswith(f"{own}.")

@@ -15,9 +15,6 @@ from typing import Literal, NamedTuple
 from pipeline.events import AnyEvent, GroupTimedOut, Split, TrajectoryCompleted
 from pipeline.log.broker import Recorded
 
-MOVED_HEADER = "Journeywork-Moved-From"
-"""Header of a completion that a judge published again on its group's subject: the sequence of the original."""
-
 
 class GroupKey(NamedTuple):
     """The identity of a group."""
@@ -87,7 +84,7 @@ def read_group(key: GroupKey, messages: Iterable[Recorded[AnyEvent]], group_size
             continue
         if event.trajectory in members:
             continue  # a dead letter that was published again
-        arrival = Arrival(event, int(message.headers.get(MOVED_HEADER, message.seq)))
+        arrival = Arrival(event, message.seq)
         if closed_at:
             late[message.seq] = arrival
             continue

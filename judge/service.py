@@ -144,13 +144,10 @@ class Judge:
         by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
         for delivery in batch:
             event = delivery.event
-            if not isinstance(event, TrajectoryCompleted):
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
-            elif names_group(delivery, event):
+            if isinstance(event, TrajectoryCompleted) and names_group(delivery, event):
                 by_group[key_of(event)].append(delivery)
             else:
-                await self._log.move(delivery, event)
-                await delivery.ack()
+                await delivery.give_back(_WRONG_EVENT_DELAY_S)
 
         await gather(self._on_arrivals, list(by_group.items()), _READS)
 
@@ -167,8 +164,9 @@ class Judge:
                 return
         if late := [found.late[d.seq] for d in deliveries if d.seq in found.late]:
             await self._log.record_late(late, (await self._log.end_of(key)).trajectories)
-        if not found.closed_at and any(d.seq == found.first for d in deliveries):
-            await self._log.set_deadline(key, found.group.members[0].event)
+        first = next((d.place for d in deliveries if d.seq == found.first), None)
+        if first is not None and not found.closed_at:
+            await self._log.set_deadline(key, first)
         for delivery in deliveries:
             if delivery.seq == found.closed_at:
                 self._begin_scoring(found.group, delivery)

@@ -82,7 +82,7 @@ USERS: tuple[User, ...] = (
     ),
     User(
         "judge", "scores groups",
-        publishes=("group.>", "rollout.timeout.>", "rollout.moved.>"),
+        publishes=("group.>", "rollout.timeout.>"),
         consumes=("judge", "judge-timers"),
         sets_timers=True,
         reads=("ROLLOUTS", "GROUPS"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from judge.groups import MOVED_HEADER, GroupKey, GroupOnLog, key_of, read_group
+from judge.groups import GroupKey, GroupOnLog, key_of, read_group
 from pipeline.events import AnyEvent, GroupTimedOut
 from pipeline.log.broker import Recorded
 from tests.judge.kit import completed
@@ -75,10 +75,3 @@ def test_messages_of_other_groups_are_skipped() -> None:
     assert read_group(
         key_of(val), [Recorded[AnyEvent](val, "ROLLOUTS", 5, "")], 1
     ).group.trajectories == frozenset("v")
-
-
-def test_a_moved_completion_keeps_the_sequence_at_which_it_was_recorded() -> None:
-    moved = Recorded[AnyEvent](completed("a"), "ROLLOUTS", 9, "", {MOVED_HEADER: "4"})
-    found = read_group(KEY, [moved], 1)
-    assert found.closed_at == 9
-    assert found.group.members[0].seq == 4

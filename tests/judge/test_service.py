@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import anyio
@@ -311,25 +312,18 @@ async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing
         assert (group.closed_by, len(group.members)) == ("size", 3)
 
 
-async def test_a_completion_on_the_former_subject_joins_its_group(nats_config: NatsConfig) -> None:
-    """It was recorded by an earlier version, and no judge had acknowledged it."""
-    async with Broker.connect(nats_config) as broker:
-        old = completed("a", reward=1.0)
-        await broker.client.publish("rollout.completed.p.m.a", encode(old))
-        await broker.client.flush()
-        await publish(broker, [completed("b")])
-        async with judging(broker, settings(nats_config)):
-            await broker.publish(completed("c"))
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert sorted((m.trajectory, m.completed_seq) for m in group.members) == [
-            ("a", 1),
-            ("b", 2),
-            ("c", 3),
-        ]
-        async with broker.consume("store-rollouts") as stored:  # the moved message is for judges only
-            subjects = [d.subject for d in await stored.batch(10)]
-        assert subjects == ["rollout.completed.p.m.a", *(f"rollout.completed.p.m.g.{t}" for t in "bc")]
+async def test_the_deadline_of_a_group_follows_the_clock_of_the_log_alone(nats_config: NatsConfig) -> None:
+    """A gateway's clock was an hour behind: its groups were closed at once. Ahead: they waited an hour longer."""
+    now = completed("x").at
+    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, timeout_s=600)):
+        for group, at in (("behind", now - 3_600_000_000), ("ahead", now + 3_600_000_000)):
+            ack = await broker.publish(completed("a", group, at=at))
+            (message,) = [m async for m in broker.messages(ack.stream, ack.seq, ack.seq)]
+            (timer,) = [t for t in await timers(broker, 1) if group in t.subject]
+            due = datetime.fromisoformat(timer.headers["Nats-Schedule"].removeprefix("@at "))
+            assert round(due.timestamp() * 1e6) == message.place.at + 600_000_000
+            await broker.cancel_timer(decode(timer.payload))
+            await timers(broker, 0)
 
 
 async def test_a_dead_letter_that_is_delivered_again_joins_its_group(nats_config: NatsConfig) -> None:

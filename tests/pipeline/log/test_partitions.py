@@ -68,7 +68,6 @@ def test_partitions_share_the_bytes_of_their_stream() -> None:
         # The events of a trajectory; those of a group, in both streams.
         ("rollout.opened.p.t", "rollout.exchange.p.t"),
         ("rollout.completed.p.m.g.t", "rollout.completed.p.m.g.other"),
-        ("rollout.completed.p.m.g.t", "rollout.moved.p.m.g.t"),
         ("rollout.completed.p.m.g.t", "rollout.timeout.p.m.g.val"),
         ("rollout.completed.p.m.g.t", "group.scored.p.m.g.j.main"),
         ("group.scored.p.m.g.j.main", "group.discarded.p.m.g.>"),
