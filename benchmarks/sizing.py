@@ -71,8 +71,7 @@ class Load:
     peak: float = 3.0
     """The busiest minute over the mean of the day."""
     flush_s: float = 5.0
-    """`store.flush_s`: each partition writes files of new events this often."""
-    partitions: int = 1
+    """`store.flush_s`: the store writes files of new events this often."""
 
     @classmethod
     def of_agents(cls, agents: int, seconds_a_turn: float = 10.0) -> Load:
@@ -124,7 +123,7 @@ def size(load: Load, measured: Measured | None = None) -> Size:
         gateway_cores=calls_s / m.calls_per_core_s,
         judge_cores=runs_s / load.group_size * load.peak * m.judge_core_s,
         stores=math.ceil(events_s / m.written_per_process_s), log_share=events_s / m.log_events_s,
-        objects_day=load.partitions * DAY_S / load.flush_s * 3,
+        objects_day=DAY_S / load.flush_s * 3,
     )  # fmt: skip
 
 

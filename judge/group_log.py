@@ -25,11 +25,12 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker, Delivery, HistoryGoneError, Recorded
 from pipeline.log.messages import Place
-from pipeline.log.subjects import subject_filter
+from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.group_log")
 
+_ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
 _MAX_CACHED = 512
 """Number of closed groups in the cache."""
 _MAX_TIMEOUT_S = 10 * 365 * 86_400.0
@@ -83,12 +84,12 @@ class GroupLog:
         )
         timeout = self._timeout(key).subject()
         subjects = [subject, timeout]
-        backoff, stream = Backoff(), self._broker.layout.stream_of(timeout)
+        backoff = Backoff()
         while True:
-            found = await self._broker.newest_messages(stream, subjects)
+            found = await self._broker.newest_messages(_ROLLOUTS, subjects)
             if any(m.seq == place.seq and m.place.matches(place) for m in found):
                 break
-            if not await self._broker.holds(stream, place):
+            if not await self._broker.holds(_ROLLOUTS, place):
                 return None
             await backoff.wait()
         messages = []
@@ -97,7 +98,9 @@ class GroupLog:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            messages.append(Recorded[AnyEvent](event, stream, message.seq, message.subject, message.headers))
+            messages.append(
+                Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
+            )
         return read_group(key, messages, self._config.group_size)
 
     async def end_of(self, key: GroupKey) -> GroupEnd:
@@ -106,8 +109,7 @@ class GroupLog:
         of_group = subject_filter(GroupDiscarded, **names).replace(
             GroupDiscarded.subject_prefix(), "group.*", 1
         )
-        stream = self._broker.stream_of(GroupDiscarded, **names)
-        if await self._broker.leader_get(stream, {"last_by_subj": of_group}) is None:
+        if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case needs this request only
         ended, held = False, set[str]()
         for scored in [r.event for r in await self._broker.read(GroupScored, **names)]:

@@ -32,7 +32,6 @@ from pipeline import streams
 from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.log.provision import repartition
 from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
 from pipeline.running.runs import find_run
@@ -134,11 +133,6 @@ def _parser() -> argparse.ArgumentParser:
 
     provision = commands.add_parser(
         "provision", parents=[settings], help="create streams, consumers and buckets on your own NATS server"
-    )
-    provision.add_argument(
-        "--repartition",
-        action="store_true",
-        help="divide the log into nats.partitions partitions, although it has another number (docs/operations.md)",
     )
     provision.set_defaults(run=_provision)
 
@@ -275,10 +269,6 @@ def _provision(args: argparse.Namespace) -> None:
     nats = with_values(config.nats, {"provision": True})
 
     async def make() -> None:
-        if args.repartition:
-            adopted = with_values(nats, {"partitions": 0})
-            async with Broker.connect(adopted, name="provision", provision=False) as broker:
-                await repartition(broker, nats.partitions)
         async with Broker.connect(nats, name="provision") as broker:
             await broker.provision_consumer(streams.trainer_consumer(config.trainer.branch))
 

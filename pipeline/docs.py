@@ -174,13 +174,6 @@ def streams_page() -> str:
         f"limits. A judge sets a timer on `{streams.TIMER_SET}.>` with the headers `Nats-Schedule` and "
         f"`Nats-Schedule-Target` (NATS 2.12 or newer), and the server moves it to `{streams.TIMER_DUE}.>` when it is "
         "due. An acknowledged timer is deleted. A timer holds the event that its delivery publishes.\n",
-        "## Partitions\n",
-        "With `nats.partitions` = n > 1, `ROLLOUTS` and `GROUPS` are n streams each, `ROLLOUTS_0` to `ROLLOUTS_<n-1>`, "
-        "with an nth of the bytes each. So are their consumers (`judge-3`) and buckets (`CLAIMS_ROLLOUTS_3`). Their "
-        "subjects begin with the number of the partition: `3.rollout.exchange.<project>.<trajectory>`. The number is "
-        "the CRC-32 of some tokens of the subject, modulo n: "
-        f"of the two tokens after the tag for {_names(streams.SHORT_KEYS)} (project and trajectory, group or model), "
-        "of three for all others (project, model and group). All other streams stay as they are.\n",
         "## Consumers\n",
         _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
         _table(

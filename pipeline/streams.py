@@ -1,17 +1,9 @@
-"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and docs/streams.md use it.
-
-With `nats.partitions` = n > 1, streams ROLLOUTS and GROUPS are n streams each, `ROLLOUTS_0` to `ROLLOUTS_<n-1>`, and so
-are their consumers and buckets. Such a stream has the subjects of the table with its number before them:
-`3.rollout.exchange.<project>.<trajectory>`. Everywhere else in the program subjects have no number: `pipeline.log` adds
-it to what it sends and removes it from what it reads (`Layout`)."""
+"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and docs/streams.md use it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,13 +56,6 @@ class ConsumerSpec:
     """How often a message may end the process that handles it before it becomes a dead letter."""
     max_ack_pending: int = 10_000
     start: Literal["all", "new"] = "all"
-    partition: int = -1
-    """Number of the partition that it reads; -1: its stream is not divided."""
-
-    @property
-    def durable(self) -> str:
-        """The name that the server knows it by. Services, dead letters and metrics use `name`."""
-        return self.name if self.partition < 0 else f"{self.name}-{self.partition}"
 
 
 STREAMS: tuple[StreamSpec, ...] = (
@@ -218,111 +203,15 @@ def claims_bucket(stream: str) -> str:
     return f"CLAIMS_{stream}"
 
 
-PARTITIONED = ("ROLLOUTS", "GROUPS")
-"""The streams that `nats.partitions` divides."""
-SHORT_KEYS = ("rollout.opened", "rollout.exchange", "group.labeled", "group.measured", "group.admitted")
-"""Events whose partition is chosen by the first two tokens after their tag: project and trajectory, or project and
-group or model. That of all others is chosen by three: project, model and group."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The streams of a log with `partitions` partitions."""
-
-    partitions: int = 1
-
-    @property
-    def divided(self) -> bool:
-        return self.partitions > 1
-
-    def names(self, stream: str) -> tuple[str, ...]:
-        """Return the streams that a stream of the table is."""
-        if not self.divided or stream not in PARTITIONED:
-            return (stream,)
-        return tuple(f"{stream}_{i}" for i in range(self.partitions))
-
-    @property
-    def streams(self) -> tuple[StreamSpec, ...]:
-        """The streams of events."""
-        return self.kept()
-
-    def kept(self, rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]:
-        """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds; 0: that of
-        the table. Partitions of a stream share its bytes equally."""
-        out: list[StreamSpec] = []
-        for spec in STREAMS:
-            if spec.name == "ROLLOUTS" and rollouts_max_age_s:
-                spec = dataclasses.replace(spec, max_age_s=rollouts_max_age_s)
-            if (names := self.names(spec.name)) == (spec.name,):
-                out.append(spec)
-                continue
-            for i, name in enumerate(names):
-                subjects = tuple(f"{i}.{s}" for s in spec.subjects)
-                out.append(
-                    dataclasses.replace(spec, name=name, subjects=subjects, share=spec.share / len(names))
-                )
-        return tuple(out)
-
-    @property
-    def consumers(self) -> tuple[ConsumerSpec, ...]:
-        """The durable consumers of all services."""
-        return tuple(c for spec in CONSUMERS for c in self.consumers_of(spec))
-
-    def consumers_of(self, spec: ConsumerSpec) -> tuple[ConsumerSpec, ...]:
-        """Return a consumer of the table, or one like it, for each partition of its stream."""
-        if (names := self.names(spec.stream)) == (spec.stream,):
-            return (spec,)
-        return tuple(
-            dataclasses.replace(
-                spec, stream=name, subjects=tuple(f"{i}.{s}" for s in spec.subjects), partition=i
-            )
-            for i, name in enumerate(names)
-        )
-
-    @functools.cached_property
-    def prefixes(self) -> Mapping[str, str]:
-        """What the subjects of a partition begin with, by its stream. Other streams are not in it."""
-        return {n: f"{i}." for s in PARTITIONED for i, n in enumerate(self.names(s)) if self.divided}
-
-    def partition(self, subject: str) -> int:
-        """Return the number of the partition of `subject`, which has no number; -1 if its wildcards leave it open, or
-        its stream is not divided."""
-        first, _, rest = subject.partition(".")
-        if not self.divided or first not in ("rollout", "group"):
-            return -1
-        kind, *tokens = rest.split(".")
-        key = tokens[: 2 if f"{first}.{kind}" in SHORT_KEYS else 3]
-        if ">" in key or "*" in key or not key:
-            return -1
-        return zlib.crc32(".".join(key).encode()) % self.partitions
-
-    def streams_of(self, subject: str) -> tuple[str, ...]:
-        """Return the streams that may hold a message on `subject`, which has no number and may have wildcards. Raises
-        `KeyError` if none does."""
-        names = self.names(_base_stream(subject))
-        number = self.partition(subject) if len(names) > 1 else 0
-        return names if number < 0 else names[number : number + 1]
-
-    def stream_of(self, subject: str) -> str:
-        """Return the one stream of `subject`. Raises `ValueError` if its wildcards leave open which one it is."""
-        found = self.streams_of(subject)
-        if len(found) != 1:
-            raise ValueError(f"{subject} may lie in {len(found)} partitions: name what chooses one of them")
-        return found[0]
-
-    def on_log(self, subject: str) -> str:
-        """Return the subject to which an event is published whose own subject is `subject`."""
-        number = self.partition(subject)
-        return subject if number < 0 else f"{number}.{subject}"
-
-
-UNDIVIDED = Layout()
-"""The layout of a log with one partition."""
-
-
-def without_partition(subject: str) -> str:
-    """Return a subject of the log without the number of its partition."""
-    return subject.partition(".")[2] if subject[:1].isdigit() else subject
+def kept(rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]:
+    """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds; 0: that of the
+    table."""
+    return tuple(
+        dataclasses.replace(s, max_age_s=rollouts_max_age_s)
+        if s.name == "ROLLOUTS" and rollouts_max_age_s
+        else s
+        for s in STREAMS
+    )
 
 
 def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
@@ -341,15 +230,8 @@ def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
 
 
 def stream_of_subject(subject: str) -> str:
-    """Return the name of the stream that holds `subject`, with the number of its partition if there are several. It may
-    also be an event's tag. Raises `KeyError` if none does."""
-    if subject[:1].isdigit():
-        number, _, subject = subject.partition(".")
-        return f"{_base_stream(subject)}_{number}"
-    return _base_stream(subject)
-
-
-def _base_stream(subject: str) -> str:
+    """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none
+    does."""
     for spec in (*STREAMS, DETECTED, TIMERS):
         if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
             return spec.name

@@ -17,7 +17,6 @@ import pyarrow as pa
 from pipeline import events
 from pipeline.events import AnyEvent, schema
 from pipeline.events.schema import Column
-from pipeline.streams import stream_of_subject
 
 # Delta Lake has no unsigned numbers. Masks hold 0 and 1.
 _ITEMS = {"<i4": pa.int32(), "<f4": pa.float32(), "u1": pa.int8(), "<i8": pa.int64()}
@@ -138,23 +137,12 @@ def _builders(tag: str) -> tuple[tuple[str, Callable[[list[Any]], pa.Array]], ..
 
 
 def table(
-    tag: str,
-    rows: Sequence[AnyEvent],
-    seqs: Sequence[int],
-    ats: Sequence[int],
-    traces: Sequence[str],
-    stream: str = "",
+    tag: str, rows: Sequence[AnyEvent], seqs: Sequence[int], ats: Sequence[int], traces: Sequence[str]
 ) -> pa.Table:
     """Return events of one tag as a table, with their stream sequences, stream times (microseconds) and trace parents.
-    `stream` holds them; empty: the stream of the tag on a log with one partition.
 
     Raises `UnstorableError` if a row does not fit; `why_unstorable` tells for each event."""
-    arrays = [
-        pa.array(seqs, pa.int64()),
-        pa.array(ats, pa.timestamp("us")),
-        pa.array(traces, pa.string()),
-        pa.repeat(stream or stream_of_subject(tag), len(rows)),
-    ]
+    arrays = [pa.array(seqs, pa.int64()), pa.array(ats, pa.timestamp("us")), pa.array(traces, pa.string())]
     try:
         for name, build in _builders(tag):
             arrays.append(build([getattr(row, name) for row in rows]))

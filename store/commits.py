@@ -31,35 +31,21 @@ _JOURNAL_KEPT = "interval 1 hours"
 """How long commits are kept that a checkpoint covers."""
 
 
-def transaction_id(stream: str) -> str:
-    """Return the application id under which events of a stream are committed: `<consumer>/<partition>`."""
-    base, _, partition = stream.partition("_")
-    return f"store-{base.lower()}/{partition or 0}"
-
-
-def stream_of_rows(tag: str, table: pa.Table) -> str:
-    """Return the stream that holds the events of a table, which is one for all of them."""
-    stream = table["log_stream"][0].as_py() if "log_stream" in table.column_names and table.num_rows else None
-    return stream or streams.stream_of_subject(tag)
-
-
-def stream_of_file(tag: str, name: str) -> str:
-    """Return the stream that holds the events of a file, by the file's name."""
-    stream = streams.stream_of_subject(tag)
-    found = name.partition("-")[0]
-    return found if found.partition("_")[0] == stream else stream
+def transaction_id(tag: str) -> str:
+    """Return the application id under which a tag's events are committed: `<consumer>/0`."""
+    return f"store-{streams.stream_of_subject(tag).lower()}/0"
 
 
 def file_name_of_rows(tag: str, table: pa.Table) -> str:
     """Return a new unique file name for these rows."""
     seqs = table["log_seq"].to_numpy()
-    return file_name(stream_of_rows(tag, table), int(seqs.min()), int(seqs.max()))
+    return file_name(tag, int(seqs.min()), int(seqs.max()))
 
 
-def file_name(stream: str, first: int, last: int) -> str:
-    """Return a new unique name for a file that holds sequences from `first` to `last` of a stream. Only people read the
-    sequences in it."""
-    return f"{stream}-{first:012d}-{last:012d}-{uuid.uuid4().hex[:12]}.parquet"
+def file_name(tag: str, first: int, last: int) -> str:
+    """Return a new unique name for a file that holds sequences from `first` to `last`. Only people read the sequences
+    in it."""
+    return f"{streams.stream_of_subject(tag)}-{first:012d}-{last:012d}-{uuid.uuid4().hex[:12]}.parquet"
 
 
 def add_action_of_rows(name: str, size: int, table: pa.Table) -> AddAction:
@@ -109,10 +95,9 @@ def remove_action(name: str, *, merged: bool = False) -> RemoveAction:
 
 
 def create_table(
-    storage: Storage, tag: str, actions: Iterable[AddAction], stream: str, last: int, config: StoreConfig
+    storage: Storage, tag: str, actions: Iterable[AddAction], last: int, config: StoreConfig
 ) -> None:
-    """Create a table and add files to it, in one commit. `last`: the highest sequence of `stream` in the
-    files.
+    """Create a table and add files to it, in one commit. `last`: the highest sequence in the files.
 
     Raises `CommitFailedError` if another process has created the table."""
     schema = Schema.from_arrow(columns.arrow_schema(tag))
@@ -122,7 +107,7 @@ def create_table(
             storage_options=storage.options,
             # delta-rs would repeat a refused commit as the next version: a second writer would create the table too.
             commit_properties=CommitProperties(
-                app_transactions=[Transaction(transaction_id(stream), last)], max_commit_retries=0
+                app_transactions=[Transaction(transaction_id(tag), last)], max_commit_retries=0
             ),
             post_commithook_properties=NO_HOOKS,
         )  # fmt: skip

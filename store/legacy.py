@@ -13,7 +13,6 @@ import re
 from deltalake.exceptions import CommitFailedError
 
 from pipeline.config import StoreConfig
-from pipeline.streams import stream_of_subject
 from pipeline.telemetry.logs import get_logger
 from store.commits import add_action_of_file, create_table
 from store.recovery import DamagedFile
@@ -83,7 +82,7 @@ def import_files(table: EventTable, config: StoreConfig) -> list[DamagedFile]:
     if not current:
         return []
     try:
-        create_table(storage, tag, actions, stream_of_subject(tag), last, config)
+        create_table(storage, tag, actions, last, config)
     except CommitFailedError:
         return []  # another process created the table first
     table.snapshot()

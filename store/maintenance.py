@@ -101,8 +101,7 @@ class Maintenance:
             delta.alter.set_table_properties(wanted, post_commithook_properties=NO_HOOKS)
 
     def _merge(self, table: EventTable) -> bool:
-        """Merge small files of one stream with adjacent sequences, and return whether any were merged. Each merge is a
-        commit.
+        """Merge small files with adjacent sequences, and return whether any were merged. Each merge is a commit.
 
         delta-rs's `optimize` is not used: it drops the writer's transaction, and two of them at once double the rows
         (docs/decisions/0053-delta-lake.md)."""
@@ -113,8 +112,7 @@ class Maintenance:
                 # No newer snapshot is read before the commit, so that delta-rs refuses it if these files were removed.
                 files, inputs = to_merge
                 names = [files.names[i] for i in inputs]
-                stream = files.streams[inputs[0]]
-                new = file_name(stream, int(files.first[inputs].min()), int(files.last[inputs].max()))
+                new = file_name(table.tag, int(files.first[inputs].min()), int(files.last[inputs].max()))
                 size = table.storage.write(table.tag, new, _rows(table, names))
                 action, _ = add_action_of_file(table.storage, table.tag, new, size, merged=True)
                 table.commit([action, *(remove_action(name, merged=True) for name in names)])
@@ -131,25 +129,18 @@ class Maintenance:
             return None
         if not covers(columns.arrow_schema(table.tag), table.schema()):
             return None
-        for stream in sorted(set(files.streams)):
-            if run := self._run(files, stream, target):
-                return files, run
-        return None
-
-    def _run(self, files: Files, stream: str, target: int) -> list[int]:
-        """The first run of small files of a stream that is long enough to be merged; empty if there is none."""
         run: list[int] = []
         size = 0
         for i in np.argsort(files.first, kind="stable").tolist():
-            if files.streams[i] != stream or files.sizes[i] * 2 >= target:
+            if files.sizes[i] * 2 >= target:
                 continue
             run.append(i)
             size += int(files.sizes[i])
             if size >= target:
                 if len(run) >= self._config.compact_files:
-                    return run
+                    return files, run
                 run, size = [], 0
-        return run if len(run) >= self._config.compact_files else []
+        return (files, run) if len(run) >= self._config.compact_files else None
 
     def _remove_old(self, table: EventTable) -> bool:
         """Remove the files whose newest event is older than `store.keep_days`."""

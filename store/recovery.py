@@ -15,7 +15,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from pyarrow import fs
 
 from pipeline.telemetry.logs import get_logger
-from store.commits import read_commit, stream_of_file
+from store.commits import read_commit
 from store.storage import LOG, DamagedFileError, Storage
 from store.table import EventTable
 
@@ -35,11 +35,6 @@ class DamagedFile:
     first: int
     last: int
     why: str
-
-    @property
-    def stream(self) -> str:
-        """The stream whose events it held."""
-        return stream_of_file(self.tag, self.name)
 
 
 def recover_journal(storage: Storage, tag: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import anyio.to_thread
 import msgspec
 
+from pipeline import streams
 from pipeline.events import AnyEvent, wire_name
 from pipeline.log.broker import Broker, HistoryGoneError, Recorded
 from pipeline.telemetry.logs import get_logger
@@ -28,7 +29,7 @@ async def repair(broker: Broker, lake: Lake, damaged: list[DamagedFile]) -> int:
     An error is logged for each file whose events the log no longer holds completely. Raises `LakeError`."""
     written = 0
     for one in damaged:
-        stream = one.stream
+        stream = streams.stream_of_subject(one.tag)
         state = (await broker.stream_info(stream)).state
         rows: list[Recorded[AnyEvent]] = []
         first, end = max(one.first, state.first_seq), min(one.last, state.last_seq)
@@ -63,7 +64,7 @@ def _replace(table: EventTable, damaged: DamagedFile, rows: list[Recorded[AnyEve
     if rows:
         traces = [r.headers.get("traceparent", "") for r in rows]
         events, seqs, ats = [r.event for r in rows], [r.seq for r in rows], [r.place.at for r in rows]
-        found = columns.table(table.tag, events, seqs, ats, traces, damaged.stream)
+        found = columns.table(table.tag, events, seqs, ats, traces)
     count = table.replace(damaged.name, found)
     aside = table.storage.set_aside(table.tag, damaged.name)
     log.error("damaged file set aside", file=aside, why=damaged.why, first=damaged.first, last=damaged.last)

@@ -36,7 +36,7 @@ from store.storage import StoreError
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group of the history and its sequence in its stream."""
+    """A group of the history and its sequence in GROUPS."""
 
     group: GroupScored
     seq: int
@@ -58,14 +58,14 @@ def select_groups(
     SQL."""
     query = f"""
         SELECT s.* FROM group_scored s
-        JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream = s.log_stream
-          AND g.stream_seq = s.log_seq AND g.group_id = s."group"
+        JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream_seq = s.log_seq
+          AND g.group_id = s."group"
         WHERE s.branch = ? AND (? = '' OR s.project = ?) AND (? = '' OR s.model = ?)
           AND (? = '' OR s."at" >= TRY_CAST(? AS TIMESTAMP)) AND (? = '' OR s."at" < TRY_CAST(? AS TIMESTAMP))
-          AND (s.log_stream, s.log_seq, s."group") IN (
-            SELECT (stream, stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
+          AND (s.log_seq, s."group") IN (
+            SELECT (stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
           )
-        ORDER BY s.log_at, s.log_stream, s.log_seq
+        ORDER BY s.log_seq
     """  # noqa: S608 - `where` is SQL on purpose; the connection holds nothing but views
     values = [source, project, project, model, model, since, since, until, until]
     if limit:

@@ -45,7 +45,7 @@ async def serve(config: Config, ready: Ready) -> None:
     async with Broker.connect(config.nats, name="store") as broker:
         await _open(lake, broker)
         async with anyio.create_task_group() as tg:
-            for spec in store_consumers(broker.layout):
+            for spec in store_consumers():
                 await tg.start(Writer(broker, lake, config.store, spec).run)
             tg.start_soon(Maintenance(lake, config.store).run)
             tg.start_soon(_serve_run_directory, config, broker)

@@ -25,7 +25,6 @@ import msgspec
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
 from pipeline.running.runs import run_settings
-from pipeline.streams import stream_of_subject
 from store import columns
 from store.lake import Lake, open_lake
 from store.storage import StoreError
@@ -105,10 +104,7 @@ def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Se
     held = _types(connection, read)
     chosen = []
     for name, wanted in _types(connection, f"FROM {table_name(tag)}").items():
-        if name == "log_stream":  # files of earlier versions lack it: their log had one partition
-            value = f'"{name}"' if name in held else "NULL"
-            chosen.append(f"coalesce({value}, '{stream_of_subject(tag)}') AS \"{name}\"")
-        elif held.get(name) == wanted:
+        if held.get(name) == wanted:
             chosen.append(f'"{name}"')
         else:
             value = f'"{name}"' if name in held else "NULL"

@@ -1,11 +1,10 @@
 """The Delta table of one event tag.
 
-An event is identified by its stream, sequence and stream time together: a stream that was deleted and made again, or a
+An event is identified by its stream sequence and stream time together: a stream that was deleted and made again, or a
 log that lost its end in a power cut, uses the same sequences again.
 
-A file holds events of one stream, which its name begins with. Each commit adds a file and sets the transaction
-`<consumer>/<partition>` to the highest sequence of that stream that was ever committed, so data and position move
-together. delta-rs refuses a commit if another one has set that transaction since
+Each commit adds a file and sets the transaction `<consumer>/0` to the highest sequence that was ever
+committed, so data and position move together. delta-rs refuses a commit if another one has set that transaction since
 its snapshot. Any number of processes may therefore append the same deliveries: a process whose commit is refused, or
 whose commit's answer was lost, reads the newest snapshot, leaves out what files hold by now, and commits the rest.
 
@@ -35,7 +34,6 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from pipeline import crash
 from pipeline.config import StoreConfig
-from pipeline.streams import stream_of_subject
 from store import columns
 from store.commits import (
     NO_HOOKS,
@@ -45,8 +43,6 @@ from store.commits import (
     last_checkpoint,
     read_commit,
     remove_action,
-    stream_of_file,
-    stream_of_rows,
     transaction_id,
 )
 from store.storage import LOG, Storage
@@ -75,8 +71,6 @@ class Files:
     """The files of a table at one version. Each field has one item per file."""
 
     names: list[str]
-    streams: list[str]
-    """The stream whose events each holds."""
     sizes: Ints
     rows: Ints
     first: Ints
@@ -91,7 +85,7 @@ class Files:
     """When the file was written, in milliseconds since the epoch."""
 
     @classmethod
-    def of(cls, tag: str, delta: DeltaTable) -> Files:
+    def of(cls, delta: DeltaTable) -> Files:
         found = pa.table(delta.get_add_actions(flatten=True))
 
         def ints(name: str, missing: int) -> Ints:
@@ -101,9 +95,8 @@ class Files:
             return filled
 
         lowest, highest = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
-        names = found["path"].to_pylist()
         return cls(
-            names, [stream_of_file(tag, name) for name in names], ints("size_bytes", 0), ints("num_records", 0),
+            found["path"].to_pylist(), ints("size_bytes", 0), ints("num_records", 0),
             ints("min.log_seq", lowest), ints("max.log_seq", highest),
             ints("min.log_at", lowest), ints("max.log_at", highest), ints("modification_time", 0),
         )  # fmt: skip
@@ -155,7 +148,7 @@ class EventTable:
         with self._lock:
             delta = self.snapshot()
             if delta is not None and self._files is None:
-                self._files = Files.of(self.tag, delta)
+                self._files = Files.of(delta)
             return self._files
 
     def schema(self) -> pa.Schema:
@@ -166,10 +159,9 @@ class EventTable:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def append(self, table: pa.Table) -> int:
-        """Commit those rows of `table`, events of one stream, that no file holds, durably. Return their number.
+        """Commit those rows of `table` that no file holds, durably. Return their number.
 
         Raises `LakeError`. Even then the rows may have been committed; the call can be repeated."""
-        stream = stream_of_rows(self.tag, table)
         with self._lock:
             written: tuple[str, int, int] | None = None
             version, refused = -1, 0
@@ -189,9 +181,7 @@ class EventTable:
                         0  # another process has committed, so the refusals were conflicts and not a failure
                     )
                 try:
-                    self.commit(
-                        [add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)), stream
-                    )
+                    self.commit([add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)))
                 except CommitFailedError:
                     refused += 1
                     if refused == _MAX_REFUSALS:
@@ -218,31 +208,25 @@ class EventTable:
                     actions.append(add_action_of_rows(new, self.storage.write(self.tag, new, [fresh]), fresh))
                 if actions:
                     try:
-                        if fresh is not None and fresh.num_rows:
-                            self.commit(actions, _highest(fresh), stream_of_rows(self.tag, fresh))
-                        else:
-                            self.commit(actions)
+                        self.commit(
+                            actions, _highest(fresh) if fresh is not None and fresh.num_rows else None
+                        )
                     except CommitFailedError:
                         continue
                 return int(fresh.num_rows) if fresh is not None else 0
 
-    def commit(
-        self, actions: Sequence[AddAction | RemoveAction], last: int | None = None, stream: str = ""
-    ) -> None:
+    def commit(self, actions: Sequence[AddAction | RemoveAction], last: int | None = None) -> None:
         """Commit actions against the last snapshot. Creates the table if it does not exist.
 
-        `last`: the highest sequence of the new rows, to which the transaction of `stream` (empty: the tag's on a log
-        with one partition) is set if that is higher.
+        `last`: the highest sequence of the new rows, to which the tag's transaction is set if that is higher.
         Raises `CommitFailedError` if another process has committed new rows since the snapshot while these actions add
         some, or removed files while these remove some."""
-        stream = stream or stream_of_subject(self.tag)
-        app_id, read_at = transaction_id(stream), self._read_at
+        app_id, read_at = transaction_id(self.tag), self._read_at
         if self._delta is None:
             create_table(
                 self.storage,
                 self.tag,
                 [a for a in actions if isinstance(a, AddAction)],
-                stream,
                 last or 0,
                 self._config,
             )
@@ -313,14 +297,15 @@ class EventTable:
         Raises `LakeError`."""
         while True:
             try:
-                seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-                held = self._stored(stream_of_rows(self.tag, table), seqs, ats, but)
+                held = self._stored(
+                    table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy(), but
+                )
             except FileNotFoundError:
                 self._delta = self._files = None  # a merge replaced a file: read the newest version
                 continue
             return table.filter(pa.array(~held)) if held.any() else table
 
-    def _stored(self, stream: str, seqs: Ints, ats: Ints, but: str) -> npt.NDArray[np.bool_]:
+    def _stored(self, seqs: Ints, ats: Ints, but: str) -> npt.NDArray[np.bool_]:
         held = np.zeros(len(seqs), dtype=bool)
         files = self.files()
         if files is None or not len(seqs) or not len(files.names):
@@ -333,7 +318,7 @@ class EventTable:
             files.oldest - _STATISTICS_US <= ats.max()
         )
         for i in np.flatnonzero(candidates):
-            if files.names[i] == but or files.streams[i] != stream:
+            if files.names[i] == but:
                 continue
             there_seqs, there_ats = self._places(files.names[i])
             hits = np.flatnonzero(np.isin(there_seqs, wanted))

@@ -82,7 +82,7 @@ class Writer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Write until cancelled. Events received by then are written before it returns."""
-        async with pulling(self._broker.client, self.spec.stream, self.spec.durable, ahead=_FETCH) as puller:
+        async with pulling(self._broker.client, self.spec.stream, self.spec.name, ahead=_FETCH) as puller:
             task_status.started()
             try:
                 async with anyio.create_task_group() as tg:
@@ -141,7 +141,7 @@ class Writer:
                     return  # it exists again, or only its server could not be reached
                 log.error(
                     "the store's consumer was deleted",
-                    consumer=self.spec.durable,
+                    consumer=self.spec.name,
                     stream=self.spec.stream,
                     why=str(gone),
                     detail="it is created again. If its stream was deleted too, events that were not yet written are "
@@ -160,14 +160,14 @@ class Writer:
             ) as error:
                 log.warning(
                     "log unavailable; trying again",
-                    consumer=self.spec.durable,
+                    consumer=self.spec.name,
                     why=str(error) or type(error).__name__,
                 )
                 await anyio.sleep(_RETRY_S)  # wait before the retry
 
     async def _consumer_exists(self) -> bool:
         try:
-            await self._broker.js.consumer_info(self.spec.stream, self.spec.durable)
+            await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
         except nats.js.errors.NotFoundError:
             return False
         return True
@@ -261,7 +261,7 @@ class Writer:
             return
 
     def _commit(self, tag: str, rows: Rows) -> int:
-        table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces, self.spec.stream)
+        table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
         return self._lake.append(tag, table)
 
     async def _drop_unstorable(self, batch: WriteBatch, rows: Rows) -> None:
@@ -287,6 +287,6 @@ class Writer:
         return encode(event)
 
 
-def store_consumers(layout: streams.Layout = streams.UNDIVIDED) -> Sequence[streams.ConsumerSpec]:
-    """Return the consumers whose events the store writes, one for each partition."""
-    return [c for c in layout.consumers if c.name.startswith("store-")]
+def store_consumers() -> Sequence[streams.ConsumerSpec]:
+    """Return the consumers whose events the store writes."""
+    return [c for c in streams.CONSUMERS if c.name.startswith("store-")]

@@ -65,9 +65,9 @@ class ModelQueue:
         return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
 
     @property
-    def first(self) -> tuple[int, int]:
-        """`TrainingGroup.order` of the first group held here; zeros if none is."""
-        return next((group.order for group in self.held()), (0, 0))
+    def first_seq(self) -> int:
+        """Stream sequence of the first group held here; 0 if none is."""
+        return next((group.place.seq for group in self.held()), 0)
 
     def held(self) -> Iterator[TrainingGroup]:
         """Yield all groups that wait or are in the batch."""
@@ -127,6 +127,6 @@ class ModelQueue:
 
 def _index(groups: deque[TrainingGroup] | list[TrainingGroup], group: TrainingGroup) -> int:
     index = len(groups)
-    while index and groups[index - 1].order > group.order:
+    while index and groups[index - 1].place.seq > group.place.seq:
         index -= 1
     return index

@@ -29,7 +29,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.log.messages import Place
-from pipeline.log.subjects import keys_of
+from pipeline.log.subjects import stream_of
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
@@ -87,21 +87,16 @@ class Trainer:
         """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers
         them again only after `ack_wait`, behind newer groups."""
         spec = streams.trainer_consumer(self.config.trainer.branch)
-        for partition in self.broker.layout.consumers_of(spec):
-            await self._queue_unacknowledged_of(partition)
-
-    async def _queue_unacknowledged_of(self, spec: streams.ConsumerSpec) -> None:
         info = await self.broker.consumer_info(spec)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
-        pending = int(info.num_ack_pending or 0)
-        self._redeliveries += pending
-        if not pending:
+        self._redeliveries = int(info.num_ack_pending or 0)
+        if not self._redeliveries:
             return
-        scored = await self.broker.read(GroupScored, start_seq=floor + 1, within=spec.stream)
+        scored = await self.broker.read(GroupScored, start_seq=floor + 1)
         discarded = {
             (r.event.branch, r.event.model, r.event.group)
-            for r in await self.broker.read(GroupDiscarded, start_seq=floor + 1, within=spec.stream)
+            for r in await self.broker.read(GroupDiscarded, start_seq=floor + 1)
             # `too_large` concerns some trajectories; the group itself trains.
             if r.event.by == "trainer" and r.event.reason != "too_large"
         }
@@ -110,7 +105,7 @@ class Trainer:
             if recorded.seq > delivered:
                 break
             if (event.branch, event.model, event.group) in discarded:
-                self._consumed.add(event, recorded.place)
+                self._consumed.add(recorded.place)
             await self._admit(event, recorded.place, None)
 
     async def republish_after_reconnects(self) -> None:
@@ -153,7 +148,7 @@ class Trainer:
                 await self._redelivered.wait()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
-        if self._consumed.has(event, place):
+        if self._consumed.has(place, event.group):
             if delivery is not None:
                 await delivery.ack()
             return
@@ -193,9 +188,9 @@ class Trainer:
         if before is None or not before.place.at:
             return None
         try:
-            found = await self.broker.read_at(GroupScored, before.place.seq, **keys_of(event))
+            found = await self.broker.read_at(GroupScored, before.place.seq)
         except HistoryGoneError:
-            state = (await self.broker.stream_info(self._stream_of(event))).state
+            state = (await self.broker.stream_info(stream_of(GroupScored))).state
             if before.place.seq < state.first_seq:
                 return None
         else:
@@ -205,10 +200,6 @@ class Trainer:
             "repeated",
             f"already trained in {before.version}; the log lost the group's first event and it was scored again",
         )
-
-    def _stream_of(self, event: GroupScored) -> str:
-        """The stream that holds a scored group."""
-        return self.broker.stream_of(GroupScored, **keys_of(event))
 
     async def _discard(self, queue: ModelQueue, group: TrainingGroup, refusal: Refusal) -> None:
         event = group.event
@@ -222,7 +213,7 @@ class Trainer:
                 duration_s=group.duration_s, branch=event.branch,
             )
         )  # fmt: skip
-        self._consumed.add(event, group.place)
+        self._consumed.add(group.place)
         queue.learner.without_variance += refusal.reason == "no_variance"
         queue.settle(event)
         self._group_queued.set()  # the group's batch may be complete without it
@@ -248,7 +239,7 @@ class Trainer:
 
     def _next_queue(self) -> ModelQueue | None:
         ready = [q for q in self.queues.values() if q.full and not q.finished]
-        return min(ready, key=lambda q: (q.step, q.first), default=None)
+        return min(ready, key=lambda q: (q.step, q.first_seq), default=None)
 
     async def _fill_batch(self, queue: ModelQueue) -> bool:
         """Move groups that can train at the current step into the batch. Returns whether the batch is full. A requested
@@ -273,7 +264,7 @@ class Trainer:
                 await self._dead_letter(queue, [group], f"token {token} is not in the model's vocabulary")
                 continue
             refusal = (
-                refusals.get(group)
+                refusals.get(group.place)
                 or group.refuse(queue.step, queue.settings)
                 or group.bound_staleness(queue.step, queue.settings)
             )
@@ -335,12 +326,12 @@ class Trainer:
         for group in groups:
             await self.broker.publish(
                 DeadLettered(
-                    project="", stream=self._stream_of(group.event), stream_seq=group.place.seq,
-                    stream_at=group.place.at, original_subject=group.event.subject(), consumer="trainer",
-                    reason=reason, detail=detail, payload=encode(group.event),
+                    project="", stream=stream_of(GroupScored), stream_seq=group.place.seq, stream_at=group.place.at,
+                    original_subject=group.event.subject(), consumer="trainer", reason=reason, detail=detail,
+                    payload=encode(group.event),
                 )
             )  # fmt: skip
-            self._consumed.add(group.event, group.place)
+            self._consumed.add(group.place)
             if group.delivery is not None:
                 await group.delivery.ack()
             queue.batch.remove(group)

@@ -101,7 +101,7 @@ class Rejudge:
             and _key(r.event) not in scored
         ]
         candidates: list[Recorded[Any]] = [*scored.values(), *dropped]
-        chosen = sorted(candidates, key=lambda recorded: (recorded.place.at, recorded.seq))[-limit:]
+        chosen = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
         todo = [r for r in chosen if _key(r.event) not in done]
         self.report.skipped = len(chosen) - len(todo)
         await gather(self._rejudge, todo, self._config.judge.concurrency)
@@ -164,16 +164,21 @@ class Rejudge:
     ) -> Recorded[TrajectoryCompleted]:
         """Return the completion of a trajectory of the group, which was recorded at `seq` (0: unknown). Raises
         `HistoryGoneError` if the log does not hold it."""
-        keys = {"project": event.project, "model": event.model, "group_key": event.group}
         with suppress(HistoryGoneError):  # then it is looked for by its subject
             if (
                 seq
-                and (at := await self._broker.read_at(TrajectoryCompleted, seq, **keys)).event.trajectory
+                and (at := await self._broker.read_at(TrajectoryCompleted, seq)).event.trajectory
                 == trajectory
             ):
                 return at
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
-        found = await self._broker.read_last(TrajectoryCompleted, **keys, trajectory=trajectory)
+        found = await self._broker.read_last(
+            TrajectoryCompleted,
+            project=event.project,
+            model=event.model,
+            group_key=event.group,
+            trajectory=trajectory,
+        )
         if found is None:
             raise HistoryGoneError(f"the end of trajectory {trajectory}")
         return found

@@ -22,6 +22,7 @@ from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.log.subjects import stream_of
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.rewards.compose")
@@ -191,13 +192,10 @@ async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[
 
     async with open_composer(config, load) as composer:
         if composer is not None and composer.rulers:
-            recent = []
-            streams = broker.streams_of(GroupScored, project=config.project)
-            for stream in streams:
-                first = (await broker.stream_info(stream)).state.last_seq - _RECENT // len(streams)
-                recent += await broker.read(
-                    GroupScored, start_seq=max(1, first), within=stream, project=config.project
-                )
+            newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
+            recent = await broker.read(
+                GroupScored, start_seq=max(1, newest - _RECENT), project=config.project
+            )
             ours = ("main", judge_hash(config.judge))
             for event in (r.event for r in recent if (r.event.branch, r.event.judge) == ours):
                 for ruler in composer.rulers.values():

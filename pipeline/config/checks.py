@@ -9,7 +9,7 @@ from pipeline.config.secrets import written_out
 from pipeline.config.trainer import LOSS_OPTIONS, TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
-from pipeline.streams import STREAMS, Layout
+from pipeline.streams import STREAMS
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
@@ -70,15 +70,11 @@ def _check_access(config: Config) -> None:
             f"sampler.advertise names {len(sampler.advertise)} servers and vllm.urls {len(urls)}: name one URL for each"
         )
     nats = config.nats
-    least = math.ceil(nats.max_payload / min(spec.share for spec in Layout(nats.partitions).streams))
+    least = math.ceil(nats.max_payload / min(spec.share for spec in STREAMS))
     if 0 < nats.max_bytes < least:
         raise ConfigError(
             f"nats.max_bytes: {nats.max_bytes} is too small: with fewer than {least:,} bytes a stream could not take "
             "one message of nats.max_payload; 0 leaves the limit to Journeywork"
-        )
-    if not nats.partitions and not nats.url:
-        raise ConfigError(
-            "nats.partitions: 0 is for a server that runs already; set nats.url, or a number from 1 on"
         )
     window_s = min(spec.duplicate_window_s for spec in STREAMS)
     if nats.publish_deadline_s >= window_s:

@@ -12,7 +12,6 @@ from pipeline.config.types import (
     Count,
     Natural,
     NotNegative,
-    Partitions,
     Payload,
     Port,
     Positive,
@@ -48,10 +47,6 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Largest message in bytes. Larger events go through the object store."""
     replicas: Copies = 1
     """Copies of each stream and bucket in a NATS cluster; usually 3. Existing streams are changed at the next start."""
-    partitions: Partitions = 1
-    """Streams that each of ROLLOUTS and GROUPS is divided into: more than one for a cluster whose servers shall share
-    the work. The number is kept on the log, and a service with another one does not start; docs/operations.md says how
-    to change it. 0: the number that the log has."""
     users: str = ""
     """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md lists the
     users). Each process connects with its own. `journeywork up` makes them for the server that it starts."""

@@ -22,7 +22,6 @@ Correlation = Annotated[float, Meta(ge=-1, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Payload = Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
 Copies = Annotated[int, Meta(ge=1, le=5)]
-Partitions = Annotated[int, Meta(ge=0, le=256)]
 Prompt = Annotated[int, Meta(ge=1000)]
 
 

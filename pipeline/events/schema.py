@@ -60,10 +60,9 @@ class Column:
 
 
 ENVELOPE: tuple[Column, ...] = (
-    Column("log_seq", "int64", "Where the event lies in its stream, which may be one of several partitions."),
+    Column("log_seq", "int64", "Where the event lies in its stream."),
     Column("log_at", "timestamp_us", "When the broker took the event in, UTC."),
     Column("traceparent", "string", "W3C trace context of the message; empty where it had none."),
-    Column("log_stream", "string", "Stream that holds the event. Files of earlier versions lack it."),
 )
 """Columns that every file has before those of its event."""
 

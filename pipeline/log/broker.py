@@ -41,8 +41,7 @@ from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
-from pipeline.log.provision import adopt_partitions
-from pipeline.log.pulling import pulling_all
+from pipeline.log.pulling import pulling
 from pipeline.security.users import READER as READER
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
@@ -147,8 +146,6 @@ class Broker(Reader):
             )
             if provision and config.provision:
                 await broker.provision()
-            else:
-                await adopt_partitions(broker, sure=provision)
             yield broker
         finally:
             await connections.close(client)
@@ -182,8 +179,6 @@ class Broker(Reader):
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(form or event)
-        if self.layout.divided:
-            subject = self.layout.on_log(subject)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, wire_name(event))
         sent = dict(headers or {})
@@ -203,7 +198,6 @@ class Broker(Reader):
         """Publish bytes, which need not be an event of this version, to a subject that is empty. If it is not, nothing
         is published. With a `message_id`, an attempt whose acknowledgement was lost counts even if the message has
         been deleted since: needed where readers delete messages."""
-        subject = self.layout.on_log(subject)
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
         sent = {**headers, EXPECTED_LAST_SEQ: "0"}
@@ -251,7 +245,6 @@ class Broker(Reader):
         arrived, whatever others published after it. None if there is none that counts: then the expected last
         sequence in `headers` is corrected, and the publish can be repeated."""
         stream, expected = streams.stream_of_subject(subject), int(headers[EXPECTED_LAST_SEQ])
-        subject = streams.without_partition(subject)
         found: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
@@ -324,9 +317,8 @@ class Broker(Reader):
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
         letter = DeadLettered(
-            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at,
-            original_subject=streams.without_partition(message.subject), consumer=spec.name, reason=reason,
-            detail=detail[:2000], deliveries=deliveries,
+            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at, original_subject=message.subject,
+            consumer=spec.name, reason=reason, detail=detail[:2000], deliveries=deliveries,
             payload=await self.resolve(message.data), headers=message.headers,
         )  # fmt: skip
         await self.publish(letter)
@@ -338,16 +330,14 @@ class Broker(Reader):
     @asynccontextmanager
     async def consume(self, consumer: str | streams.ConsumerSpec) -> AsyncIterator[Consumption]:
         """Use a durable consumer: one of `pipeline.streams` by its name, or another, which is created if it does not
-        exist. It is used in all partitions of its stream. Deliveries that are held when the block ends go back at
-        once."""
+        exist. Deliveries that are held when the block ends go back at once."""
         if isinstance(consumer, str):
             spec = streams.consumer(consumer)
         else:
             spec = consumer
             await self.provision_consumer(spec)
-        specs = self.layout.consumers_of(spec)
-        async with pulling_all(self.client, specs) as puller, anyio.create_task_group() as tg:
-            consumption = Consumption(self, specs, puller, self.admit, self.dead_letter)
+        async with pulling(self.client, spec.stream, spec.name) as puller, anyio.create_task_group() as tg:
+            consumption = Consumption(self, spec, puller, self.admit, self.dead_letter)
             tg.start_soon(keep_alive, self.client, spec, consumption.replies)
             failure: BaseException | None = None
             try:
@@ -388,10 +378,9 @@ class Broker(Reader):
         return event
 
     async def lag(self, prefix: str = "", *, exact: bool = False) -> int:
-        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet, in all
-        partitions. With `exact`, `prefix` is the whole name of one consumer."""
+        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet. With `exact`, `prefix` is the whole name of one consumer."""
         waiting = 0
-        for spec in self.layout.consumers:
+        for spec in streams.CONSUMERS:
             if spec.name == prefix or (not exact and spec.name.startswith(prefix)):
                 info = await self.consumer_info(spec)
                 waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)

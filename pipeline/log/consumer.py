@@ -13,7 +13,7 @@ whenever it comes. A message that has ended its process `ConsumerSpec.max_deaths
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,8 +31,8 @@ from pipeline.events import AnyEvent
 from pipeline.log import retry
 from pipeline.log.deaths import Deaths
 from pipeline.log.fast_client import FastClient, Pulled
-from pipeline.log.messages import Place, Recorded, parse_ack_subject, stream_of_ack
-from pipeline.log.pulling import ConsumerGoneError, Puller, Pullers
+from pipeline.log.messages import Place, Recorded, parse_ack_subject
+from pipeline.log.pulling import ConsumerGoneError, Puller
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
@@ -127,7 +127,6 @@ class _Redelivery:
     """A message that was delivered before."""
 
     message: Pulled
-    spec: streams.ConsumerSpec
     reconnects: int
 
 
@@ -142,29 +141,24 @@ class _Trial:
 
 
 class Consumption:
-    """A durable consumer in use, in all partitions of its stream; made by `Broker.consume`."""
+    """A durable consumer in use; made by `Broker.consume`."""
 
     def __init__(
         self,
         reader: StreamReader,
-        specs: Sequence[streams.ConsumerSpec],
-        puller: Puller | Pullers,
+        spec: streams.ConsumerSpec,
+        puller: Puller,
         admit: Callable[[Pulled, streams.ConsumerSpec], Awaitable[AnyEvent | None]],
         reject: Callable[[Pulled, streams.ConsumerSpec, str, str], Awaitable[None]],
     ) -> None:
-        """`specs`: the consumer, for each partition. `admit` returns the event in a message, or deals with the message
-        and returns None. `reject` makes a message a dead letter, with a reason and its detail."""
-        self.reader, self.spec, self._puller, self._admit = reader, specs[0], puller, admit
-        self._reject, self._deaths = reject, Deaths(reader, specs[0])
+        """`admit` returns the event in a message, or deals with the message and returns None. `reject` makes a message a dead letter, with a reason and its detail."""
+        self.reader, self.spec, self._puller, self._admit = reader, spec, puller, admit
+        self._reject, self._deaths = reject, Deaths(reader, spec)
         self._redelivered: deque[_Redelivery] = deque()
         """Messages that wait until they are handled alone."""
         self._trial: _Trial | None = None
         self._culprits: list[Delivery] = []
         """Deliveries whose handler raised."""
-        self._specs = specs
-        self._by_stream = {spec.stream: spec for spec in specs}
-        self._pending = dict.fromkeys(self._by_stream, 0)
-        """How many messages waited behind the last one that was delivered, by stream."""
         self.held: set[Delivery] = set()
         self._backoff = Backoff()
 
@@ -194,20 +188,19 @@ class Consumption:
             self._backoff.reset()
             reconnects = self._puller.reconnects
             for message in messages:
-                spec = self._by_stream[stream_of_ack(message.reply)]
                 if parse_ack_subject(message.reply)[0] > 1:
-                    self._redelivered.append(_Redelivery(message, spec, reconnects))
+                    self._redelivered.append(_Redelivery(message, reconnects))
                     continue
-                event = await self._admit(message, spec)
+                event = await self._admit(message, self.spec)
                 if event is not None:
-                    out.append(self._hold(event, message, spec.stream, reconnects))
+                    out.append(self._hold(event, message, reconnects))
         return out or await self._try_alone()
 
     async def _try_alone(self) -> list[Delivery]:
         """Return the next message that was delivered before, to be handled alone; none if there is none."""
         while self._redelivered:
             redelivery = self._redelivered.popleft()
-            message, spec = redelivery.message, redelivery.spec
+            message, spec = redelivery.message, self.spec
             place = parse_ack_subject(message.reply)[1]
             deaths = await self._deaths.count(spec.stream, place)
             if deaths >= spec.max_deaths:
@@ -218,7 +211,7 @@ class Consumption:
             if event is None:
                 continue
             await self._deaths.record(spec.stream, place, deaths + 1)
-            delivery = self._hold(event, message, spec.stream, redelivery.reconnects)
+            delivery = self._hold(event, message, redelivery.reconnects)
             self._trial = _Trial(delivery, deaths)
             return [delivery]
         return []
@@ -253,34 +246,33 @@ class Consumption:
         for reply in self.replies():
             await self.reader.client.publish(reply, Msg.Ack.Nak)
 
-    def _hold(self, event: AnyEvent, message: Pulled, stream: str, reconnects: int) -> Delivery:
+    def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
         pending = int(message.reply.split(".")[-1 if message.reply.count(".") == 8 else -2])
-        subject = streams.without_partition(message.subject)
         delivery = Delivery(
-            event, stream, place.seq, subject, message.headers, deliveries, pending, message, self, reconnects
+            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, pending, message, self,
+            reconnects,
         )  # fmt: skip
         self.held.add(delivery)
         counts.taken[self.spec.name] += 1
-        self._pending[stream] = pending
-        counts.pending[self.spec.name] = sum(self._pending.values())
+        counts.pending[self.spec.name] = pending
         return delivery
 
     async def _wait_for_leader(self, gone: ConsumerGoneError) -> None:
         """Pause before the next request. Raises `BrokerError` if the consumer does not exist."""
-        why, spec = str(gone), self._specs[gone.number]
+        why, spec = str(gone), self.spec
         try:
-            await self.reader.js.consumer_info(spec.stream, spec.durable)
+            await self.reader.js.consumer_info(spec.stream, spec.name)
         except nats.js.errors.NotFoundError:
             raise BrokerError(
-                f"stream {spec.stream} has no consumer {spec.durable} any more: if someone deleted the stream, "
+                f"stream {spec.stream} has no consumer {spec.name} any more: if someone deleted the stream, "
                 "start the service again, which creates both"
             ) from gone
         except nats.errors.Error as error:
             why = retry.reason(error)
             if not retry.is_retryable(error):
-                raise BrokerError(f"consumer {spec.durable}: {why}") from error
-        log.warning("consumer unavailable", consumer=spec.durable, error=why)
+                raise BrokerError(f"consumer {spec.name}: {why}") from error
+        log.warning("consumer unavailable", consumer=spec.name, error=why)
         await self._backoff.wait()
 
     def replies(self) -> list[str]:

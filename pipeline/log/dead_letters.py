@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 def nats_of(args: argparse.Namespace) -> NatsConfig:
     """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
     if args.nats_url and not (args.run_dir or args.config):
-        return NatsConfig(url=args.nats_url, partitions=0)
+        return NatsConfig(url=args.nats_url)
     return log_of(run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",)))
 
 

@@ -28,7 +28,7 @@ from pipeline.events.continuation import (
 )
 from pipeline.log import objects
 from pipeline.log.stream_reader import StreamReader
-from pipeline.log.subjects import subject_filter
+from pipeline.log.subjects import stream_of, subject_filter
 
 _SMALL = 4096
 """Bytes of prompt and request below which an exchange is written whole and not remembered: the comparison would cost
@@ -67,7 +67,7 @@ class RememberedExchanges:
         return None
 
     def shortest(self, exchange: ExchangeRecorded) -> Form:
-        """Return the form of the exchange with the fewest bytes: what continues a remembered one, or the whole."""
+        """Return the exchange as it takes the fewest bytes: continuing a remembered one, or whole."""
         if _is_small(exchange):
             return exchange
         best: Continuation | None = None
@@ -136,7 +136,7 @@ async def _held(reader: StreamReader, exchange: ExchangeRecorded) -> dict[Key, F
     """Return the exchanges of a trajectory as the log holds them."""
     subject = subject_filter(ExchangeRecorded, project=exchange.project, trajectory=exchange.trajectory)
     held: dict[Key, Form] = {}
-    async with aclosing(reader.messages(reader.layout.stream_of(subject), subject=subject)) as messages:
+    async with aclosing(reader.messages(stream_of(ExchangeRecorded), subject=subject)) as messages:
         async for message in messages:
             try:
                 form = decode(message.payload)

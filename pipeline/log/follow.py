@@ -11,7 +11,6 @@ from typing import TypeVar
 import nats.errors
 from nats.js import api
 
-from pipeline import streams
 from pipeline.backoff import Backoff
 from pipeline.errors import BrokerError
 from pipeline.events import Event
@@ -20,8 +19,8 @@ from pipeline.log.fast_client import Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import Place, Recorded, StoredMessage, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, pulling
-from pipeline.log.stream_reader import StreamReader, on_stream, server_headers
-from pipeline.log.subjects import subject_filter
+from pipeline.log.stream_reader import StreamReader, server_headers
+from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import new_id
 from pipeline.telemetry.logs import get_logger
 
@@ -40,15 +39,13 @@ async def follow_events(
     events: Sequence[type[E]],
     next_seq: Callable[[], int],
     after: Place | None = None,
-    within: str = "",
     **keys: str | int,
 ) -> AsyncGenerator[Recorded[E], None]:
     """Yield events of the given classes, all of one stream, from `next_seq()` on: in order, each once, for ever.
 
-    `after` is the place of the last message that the caller read. `within`: the stream, if `keys` leave open which
-    partition it is. A message that cannot be decoded is skipped."""
-    stream = within or reader.stream_of(events[0], **keys)
-    async with aclosing(follow_messages(reader, events, next_seq, after, stream, **keys)) as messages:
+    `after` is the place of the last message that the caller read. A message that cannot be decoded is skipped."""
+    stream = stream_of(events[0])
+    async with aclosing(follow_messages(reader, events, next_seq, after, **keys)) as messages:
         async for message in messages:
             # The message itself is decoded, not fetched once more: a replica that lags would not hold it yet.
             recorded = await reader.recorded(stream, message)
@@ -61,7 +58,6 @@ async def follow_messages(
     events: Sequence[type[Event]],
     next_seq: Callable[[], int],
     after: Place | None = None,
-    within: str = "",
     **keys: str | int,
 ) -> AsyncGenerator[StoredMessage, None]:
     """`follow_events`, undecoded.
@@ -70,8 +66,7 @@ async def follow_messages(
     its end meanwhile (a power cut), the server assigns the same sequences again: then everything newer than the
     reader's last message follows, whatever its sequence."""
     subjects = [subject_filter(event, **keys) for event in events]
-    stream = within or reader.layout.stream_of(subjects[0])
-    async with aclosing(follow_subjects(reader, stream, subjects, next_seq, after)) as messages:
+    async with aclosing(follow_subjects(reader, stream_of(events[0]), subjects, next_seq, after)) as messages:
         async for message in messages:
             yield message
 
@@ -118,12 +113,11 @@ async def _create_consumer(
         # Between two servers nats-py knows no server's version, and would send a request without the consumer's name,
         # to a subject that services have no right to.
         raise nats.errors.ConnectionReconnectingError
-    prefix = reader.layout.prefixes.get(stream, "")
     by_time = position.seq == 0 and position.at > 0
     policy = api.DeliverPolicy.BY_START_TIME if by_time else api.DeliverPolicy.BY_START_SEQUENCE
     config = api.ConsumerConfig(
         name=new_id("follow"),
-        filter_subjects=[on_stream(prefix, subject) for subject in subjects],
+        filter_subjects=list(subjects),
         ack_policy=api.AckPolicy.NONE,
         deliver_policy=policy,
         opt_start_seq=None if by_time else position.seq + 1,
@@ -155,7 +149,7 @@ def _stored(message: Pulled) -> StoredMessage:
     """Return a delivery as a read of the stream gives it."""
     seq = parse_ack_subject(message.reply)[1].seq
     headers = message.headers | server_headers(seq, message.subject, _timestamp(message.reply))
-    return StoredMessage(seq, streams.without_partition(message.subject), headers, message.data)
+    return StoredMessage(seq, message.subject, headers, message.data)
 
 
 def _timestamp(reply: str) -> str:

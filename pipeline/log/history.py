@@ -22,7 +22,7 @@ from pipeline.log.exchanges import ExchangeNotWholeError, RememberedExchanges, m
 from pipeline.log.fast_client import FastClient
 from pipeline.log.messages import Page, Recorded, StoredMessage
 from pipeline.log.stream_reader import StreamReader
-from pipeline.log.subjects import former_subject_filter, subject_filter
+from pipeline.log.subjects import former_subject_filter, stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.history")
@@ -46,56 +46,35 @@ class Reader(StreamReader):
 
     # -- many events ---------------------------------------------------------------------------------------------
 
-    def stream_of(self, event: type[Event], **keys: Any) -> str:
-        """Return the stream that holds the events of a class with these keys. Raises `ValueError` if they may lie in
-        several partitions."""
-        return self.layout.stream_of(subject_filter(event, **keys))
-
-    def streams_of(self, event: type[Event], **keys: Any) -> tuple[str, ...]:
-        """Return the streams that may hold events of a class with these keys: one, or all partitions."""
-        return self.layout.streams_of(subject_filter(event, **keys))
-
     async def read(
-        self, event: type[E], *, start_seq: int = 1, at_least: int = 0, within: str = "", **keys: Any
+        self, event: type[E], *, start_seq: int = 1, at_least: int = 0, **keys: Any
     ) -> list[Recorded[E]]:
-        """Return every event of a class from sequence `start_seq` on, in stream order. Events of several partitions
-        are in the order of their stream times.
+        """Return every event of a class from sequence `start_seq` on, in stream order.
 
         The result holds everything that was acknowledged before the call. If the caller knows that there are `at_least`
-        that many and no more, one request to the leader is saved. `within`: the one partition to read; without it, a
-        `start_seq` needs keys that choose one."""
-        subject = subject_filter(event, **keys)
-        if start_seq > 1 and not within:
-            within = self.layout.stream_of(subject)
-        names = (within,) if within else self.layout.streams_of(subject)
+        that many and no more, one request to the leader is saved."""
+        stream, subject = stream_of(event), subject_filter(event, **keys)
         out: list[Recorded[E]] = []
-        for stream in names:
-            page = Page[E]([], start_seq - 1, more=True)
-            while page.more:
-                page = await self._page(event, stream, subject, page.last + 1, max(at_least - len(out), 0))
-                out += page.events
-        if len(names) > 1:
-            out.sort(key=lambda r: (r.place.at, r.stream, r.seq))
+        page = Page[E]([], start_seq - 1, more=True)
+        while page.more:
+            page = await self._page(event, stream, subject, page.last + 1, max(at_least - len(out), 0))
+            out += page.events
         return out
 
-    async def read_page(
-        self, event: type[E], start_seq: int = 1, *, within: str = "", **keys: Any
-    ) -> Page[E]:
+    async def read_page(self, event: type[E], start_seq: int = 1, **keys: Any) -> Page[E]:
         """Return the first events of a class from sequence `start_seq` on, at most 8 MiB of them (or one).
 
-        Other tasks run between the events of a page. The leader's answer ends a subject, as with `read`. `within`: the
-        partition to read, if `keys` leave open which one it is."""
-        subject = subject_filter(event, **keys)
-        return await self._page(event, within or self.layout.stream_of(subject), subject, start_seq, 0)
+        Other tasks run between the events of a page. The leader's answer ends a subject, as with `read`."""
+        return await self._page(event, stream_of(event), subject_filter(event, **keys), start_seq, 0)
 
     async def read_all(
         self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any
     ) -> list[Recorded[E]]:
-        """Return the events of several classes of one stream that is not divided, in stream order: all up to the newest
-        at the time of the call.
+        """Return the events of several classes of one stream, in stream order: all up to the newest at the time of
+        the call.
 
         One that comes while the classes are read, one after the other, is left for the next call."""
-        end = (await self.stream_info(self.stream_of(events[0]))).state.last_seq
+        end = (await self.stream_info(stream_of(events[0]))).state.last_seq
         found = [r for event in events for r in await self.read(event, start_seq=start_seq, **keys)]
         return sorted((r for r in found if r.seq <= end), key=lambda r: r.seq)
 
@@ -140,38 +119,31 @@ class Reader(StreamReader):
 
     async def count(self, event: type[Event], **keys: Any) -> int:
         """Return how many events a subject holds, without reading them; `keys` must name the whole subject."""
-        return await self.count_messages(self.stream_of(event, **keys), subject_filter(event, **keys))
+        return await self.count_messages(stream_of(event), subject_filter(event, **keys))
 
     # -- one event -----------------------------------------------------------------------------------------------
 
     async def read_last(self, event: type[E], **keys: Any) -> Recorded[E] | None:
         """Return the newest event of a class, by the leader; None if there is none. Keys that name the whole subject
         also find an event that an earlier version published on the class's former subject."""
-        subject, former = subject_filter(event, **keys), former_subject_filter(event, **keys)
-        names = self.layout.streams_of(subject)
-        newest = [
-            (m, s) for s in names if (m := await self.leader_get(s, {"last_by_subj": subject})) is not None
-        ]
-        if not newest and former and not self.layout.divided:
-            message = await self.leader_get(names[0], {"last_by_subj": former})
-            newest = [(message, names[0])] if message is not None else []
-        if not newest:
+        message = await self.leader_get(stream_of(event), {"last_by_subj": subject_filter(event, **keys)})
+        if message is None and (former := former_subject_filter(event, **keys)):
+            message = await self.leader_get(stream_of(event), {"last_by_subj": former})
+        if message is None:
             return None
-        message, stream = max(newest, key=lambda found: found[0].place.at) if len(newest) > 1 else newest[0]
-        recorded = await self.recorded(stream, message)
+        recorded = await self.recorded(stream_of(event), message)
         if found := _of_class(recorded, event):
             return found[0]
         before = await self.read(event, **keys)
         return before[-1] if before else None
 
-    async def read_at(self, event: type[E], seq: int, **keys: Any) -> Recorded[E]:
-        """Return the event of a class at a sequence of its stream. `keys` choose the partition; the event may have
-        others.
+    async def read_at(self, event: type[E], seq: int) -> Recorded[E]:
+        """Return the event of a class at a sequence of its stream.
 
         Raises `HistoryGoneError` if retention removed it; its subclass `OtherEventError` if an event of another class
         has that sequence, `UndecodableError` if the message is no event, `ExchangeNotWholeError` if it continues an
         exchange that is gone."""
-        stream = self.stream_of(event, **keys)
+        stream = stream_of(event)
         message = await self.direct_get(stream, seq)
         if message is None:
             raise HistoryGoneError(f"message {seq} of {stream}")

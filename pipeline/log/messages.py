@@ -86,9 +86,3 @@ def parse_ack_subject(reply: str) -> tuple[int, Place]:
     tokens = reply.split(".")
     at = 5 if len(tokens) == 9 else 7
     return int(tokens[at - 1]), Place(int(tokens[at]), int(tokens[at + 2]) // 1000)
-
-
-def stream_of_ack(reply: str) -> str:
-    """Return the stream of a delivery from its reply subject."""
-    tokens = reply.split(".", 5)
-    return tokens[2 if reply.count(".") == 8 else 4]

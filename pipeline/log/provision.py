@@ -8,21 +8,17 @@ nodes. Every service does this at its start, so several may do it at once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anyio
-import nats.errors
 import nats.js.errors
 from nats.js import api
 
 from pipeline import streams
 from pipeline.errors import BrokerError
-from pipeline.log import leaders
 from pipeline.log.messages import Place
-from pipeline.log.retry import reason, retry_while_unavailable
+from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
 
@@ -32,26 +28,21 @@ _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
     "allow_direct", "allow_msg_ttl", "allow_msg_schedules",
 )  # fmt: skip
-_ASK_PARTITIONS_S = 2.0
 _MARKER_S = 60.0
 """How long the marker of an expired value stays in a key-value bucket."""
-_PARTITIONS = "journeywork.partitions"
-"""Key of the number of partitions in the metadata of stream `DEAD`, which is never divided."""
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
 async def provision(log: StreamReader) -> None:
-    """Create or update everything. Raises `BrokerError` if the server refuses or the log has another number of
-    partitions, `BrokerUnavailableError` if it does not answer."""
+    """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does
+    not answer."""
 
     async def once() -> None:
-        await _adopt_partitions(log)
-        await _stream(log, streams.stream("DEAD"))  # first: it holds the number of partitions
-        specs = [await _stream(log, s) for s in log.layout.kept(log.config.rollouts_max_age_s)]
+        specs = [await _stream(log, s) for s in streams.kept(log.config.rollouts_max_age_s)]
         await _stream(log, streams.IDS)
         await _stream(log, streams.DETECTED)
         await _stream(log, streams.TIMERS)
-        for consumer in log.layout.consumers:
+        for consumer in streams.CONSUMERS:
             await _consumer(log, consumer)
         for bucket in streams.buckets(tuple(specs)):
             await _bucket(log, bucket)
@@ -59,71 +50,11 @@ async def provision(log: StreamReader) -> None:
             await _key_value(log, values)
 
     await _explained(log, once)
-    if log.config.replicas > 1 and log.layout.divided:
-        await leaders.spread_new(log)
-
-
-async def adopt_partitions(log: StreamReader, *, sure: bool) -> None:
-    """Set the layout that the log has. Raises `BrokerError` if the settings name another number of partitions. Unless
-    it must be `sure`, a log that does not answer is taken to have the number of the settings."""
-    if sure:
-        what = "the number of partitions was not answered"
-        await retry_while_unavailable(lambda: _adopt_partitions(log), what, log.config.connect_timeout_s)
-        return
-    try:
-        with anyio.move_on_after(_ASK_PARTITIONS_S):
-            await _adopt_partitions(log)
-    except nats.errors.Error as error:
-        _log.warning("the number of partitions is not known", error=reason(error))
-
-
-async def _adopt_partitions(log: StreamReader) -> None:
-    """Set the layout that the log has. Raises `BrokerError` if `nats.partitions` is another number, nats-py's errors if
-    the server does not answer."""
-    wanted = log.config.partitions
-    try:
-        metadata = (await log.js.stream_info("DEAD")).config.metadata or {}
-    except nats.js.errors.NotFoundError:
-        held = wanted or 1  # the log is empty
-    else:
-        held = int(metadata.get(_PARTITIONS, "1"))
-    if wanted not in (0, held):
-        raise BrokerError(
-            f"the log at {log.config.address} has {held} partition{'s' * (held != 1)}, and nats.partitions is "
-            f"{wanted}: set nats.partitions = {held}. To divide the log anew, stop the gateways, wait until "
-            "`journeywork status` shows that judge, trainer and store are not behind, stop them, and run `journeywork "
-            "provision --repartition` with the new number (docs/operations.md)"
-        )
-    if log.layout.partitions != held:
-        log.layout = streams.Layout(held)
-
-
-async def repartition(log: StreamReader, wanted: int) -> None:
-    """Give the log `wanted` partitions. The next provisioning makes their streams. Old streams keep what they hold
-    until it expires. Raises `BrokerError` while a consumer has not read everything: events would be left behind;
-    nats-py's errors."""
-    try:
-        config = (await log.js.stream_info("DEAD")).config
-    except nats.js.errors.NotFoundError:
-        return
-    held = int((config.metadata or {}).get(_PARTITIONS, "1"))
-    if wanted in (0, held):
-        return
-    for spec in streams.Layout(held).consumers:
-        if spec.start == "all" and await oldest_unread(log, spec) is not None:
-            raise BrokerError(
-                f"the log keeps nats.partitions = {held}: consumer {spec.durable} has not read all of {spec.stream}. "
-                f"Start the services with {held} until `journeywork status` shows that none is behind"
-            )
-    config.metadata = (config.metadata or {}) | {_PARTITIONS: str(wanted)}
-    await log.js.update_stream(config)
 
 
 async def provision_consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
-    """Create or update one consumer, in every partition of its stream; its acknowledgements stay. Raises as `provision`
-    does."""
-    for one in log.layout.consumers_of(spec):
-        await _explained(log, functools.partial(_consumer, log, one))
+    """Create or update one consumer; its acknowledgements stay. Raises as `provision` does."""
+    await _explained(log, lambda: _consumer(log, spec))
 
 
 async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
@@ -160,9 +91,6 @@ async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.Stream
         num_replicas=log.config.replicas,
         allow_direct=True,
         allow_msg_schedules=spec.timers,
-        metadata={_PARTITIONS: str(log.layout.partitions)}
-        if spec.name == "DEAD" and log.layout.divided
-        else None,
     )
     try:
         info = await log.js.stream_info(spec.name)
@@ -180,7 +108,7 @@ async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.Stream
 async def _consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
     policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
     wanted = api.ConsumerConfig(
-        durable_name=spec.durable,
+        durable_name=spec.name,
         description=spec.purpose,
         ack_policy=api.AckPolicy.EXPLICIT,
         ack_wait=spec.ack_wait_s,
@@ -191,7 +119,7 @@ async def _consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
         max_deliver=-1,
     )
     try:
-        existing = (await log.js.consumer_info(spec.stream, spec.durable)).config
+        existing = (await log.js.consumer_info(spec.stream, spec.name)).config
     except nats.js.errors.NotFoundError:
         await log.js.add_consumer(spec.stream, wanted)
         return
@@ -226,14 +154,14 @@ async def _age_limit(log: StreamReader, spec: streams.StreamSpec, info: api.Stre
     now_s = info.config.max_age or 0.0
     if not spec.max_age_s or 0 < now_s <= spec.max_age_s:
         return spec.max_age_s
-    for consumer in log.layout.consumers:
+    for consumer in streams.CONSUMERS:
         if consumer.stream != spec.name or consumer.start == "new":
             continue
         oldest = await oldest_unread(log, consumer)
         if oldest is not None and time.time() - oldest.at / 1e6 > spec.max_age_s:
             _log.error(
                 "the stream's events are kept longer than the settings say, until this consumer has read them",
-                stream=spec.name, consumer=consumer.durable, wanted_h=spec.max_age_s / 3600, kept_h=now_s / 3600,
+                stream=spec.name, consumer=consumer.name, wanted_h=spec.max_age_s / 3600, kept_h=now_s / 3600,
             )  # fmt: skip
             return now_s
     return spec.max_age_s
@@ -243,15 +171,13 @@ async def oldest_unread(log: StreamReader, spec: streams.ConsumerSpec) -> Place 
     """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none, or no such
     consumer."""
     try:
-        info = await log.js.consumer_info(spec.stream, spec.durable)
+        info = await log.js.consumer_info(spec.stream, spec.name)
     except nats.js.errors.NotFoundError:
         return None
     if not (info.num_pending or info.num_ack_pending):
         return None
     after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
-    found = await log.leader_get(
-        spec.stream, {"seq": after + 1, "next_by_subj": streams.without_partition(spec.subjects[0])}
-    )
+    found = await log.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
     return found.place if found is not None else None
 
 

@@ -2,22 +2,21 @@
 and ADR-37.
 
 One request of a consumer is open at a time. Messages that arrived stay with the puller when a wait is cancelled, so a
-service that stops still has everything that it was given. `Pullers` does the same for the partitions of a stream.
+service that stops still has everything that it was given.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import msgspec
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from pipeline import streams
 from pipeline.log.fast_client import FastClient, Pulled
 
 _EXPIRES_S = 2.0
@@ -25,15 +24,11 @@ _BYTES = 16 * 1024 * 1024
 
 
 class ConsumerGoneError(Exception):
-    """The consumer, or its stream, was deleted, or does not answer. `number` is that of its partition."""
-
-    def __init__(self, why: str, number: int = 0) -> None:
-        super().__init__(why)
-        self.number = number
+    """The consumer, or its stream, was deleted, or does not answer."""
 
 
-class _Wakeup:
-    """An event that can be set again; pullers that are waited for together share one."""
+class _News:
+    """Wakes who waits for any of several pullers."""
 
     def __init__(self) -> None:
         self._event = anyio.Event()
@@ -58,11 +53,11 @@ class Puller:
         consumer: str,
         inbox: str,
         ahead: int,
-        wakeup: _Wakeup | None = None,
+        news: _News | None = None,
     ) -> None:
         self._client, self._inbox, self._ahead = client, inbox, ahead
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._wakeup = wakeup or _Wakeup()
+        self._news = news or _News()
         self._outstanding = 0
         """Messages that the open request may still bring."""
         self._requested_at = 0.0
@@ -89,7 +84,7 @@ class Puller:
         self.arrived.append(message)
         self._outstanding -= 1
         if len(self.arrived) == 1 or self._outstanding <= 0:
-            self._wakeup.set()
+            self._news.set()
 
     async def on_message(self, message: Msg) -> None:
         """Take what came through nats-py: the status of a request, seldom a delivery."""
@@ -106,7 +101,7 @@ class Puller:
                 self.gone = text
             elif status == "503":
                 self.gone = "no server answers for it"
-            self._wakeup.set()
+            self._news.set()
 
     async def request(self, size: int, expires_s: float) -> None:
         """Ask for `size` messages, unless a request is open or so many wait to be taken."""
@@ -136,12 +131,12 @@ class Puller:
                 if self.gone:
                     gone, self.gone = self.gone, ""
                     raise ConsumerGoneError(gone)
-                self._wakeup.clear()
+                self._news.clear()
                 if self._client.is_connected:
                     await self.request(size, expires_s)
                 if not self.gone:
                     with anyio.move_on_after(_EXPIRES_S):
-                        await self._wakeup.wait()
+                        await self._news.wait()
         taken = self.take_nowait(limit)
         if self._ahead and self._client.is_connected:
             await self.request(size, expires_s)
@@ -153,81 +148,14 @@ class Puller:
         return [arrived.popleft() for _ in range(min(limit, len(arrived)))]
 
 
-class Pullers:
-    """The pullers of the partitions of one consumer, as one. A `take` asks every partition for its share."""
-
-    def __init__(self, client: FastClient, pullers: Sequence[Puller], wakeup: _Wakeup) -> None:
-        self._client, self._pullers, self._wakeup = client, pullers, wakeup
-        self._first = 0
-        """The partition whose messages the next `take` takes first."""
-        self.reconnects = 0
-
-    @property
-    def arrived(self) -> list[Pulled]:
-        return [message for puller in self._pullers for message in puller.arrived]
-
-    async def close(self) -> None:
-        """As `Puller.close`."""
-        for puller in self._pullers:
-            await puller.close()
-
-    async def take(self, limit: int, wait_s: float) -> list[Pulled]:
-        """As `Puller.take`. Raises `ConsumerGoneError` for a partition only if no other one has messages."""
-        share, expires_s = max(1, limit // len(self._pullers)), min(_EXPIRES_S, wait_s)
-        with anyio.move_on_after(wait_s):
-            while not any(puller.arrived for puller in self._pullers):
-                for number, puller in enumerate(self._pullers):
-                    if puller.gone:
-                        gone, puller.gone = puller.gone, ""
-                        raise ConsumerGoneError(gone, number)
-                self._wakeup.clear()
-                if self._client.is_connected:
-                    for puller in self._pullers:
-                        await puller.request(share, expires_s)
-                if not any(puller.gone for puller in self._pullers):
-                    with anyio.move_on_after(_EXPIRES_S):
-                        await self._wakeup.wait()
-        return self._taken(limit)
-
-    def _taken(self, limit: int) -> list[Pulled]:
-        taken: list[Pulled] = []
-        reconnects = self._client.stats["reconnects"]
-        for i in range(len(self._pullers)):
-            puller = self._pullers[(self._first + i) % len(self._pullers)]
-            if puller.arrived and len(taken) < limit:
-                reconnects = min(reconnects, puller.reconnects)
-                taken += puller.take_nowait(limit - len(taken))
-        self._first = (self._first + 1) % len(self._pullers)
-        self.reconnects = reconnects
-        return taken
-
-
-@asynccontextmanager
-async def pulling_all(
-    client: FastClient, specs: Sequence[streams.ConsumerSpec]
-) -> AsyncIterator[Puller | Pullers]:
-    """Pull the consumers of all partitions of a stream as one."""
-    if len(specs) == 1:
-        async with pulling(client, specs[0].stream, specs[0].durable) as puller:
-            yield puller
-        return
-    wakeup = _Wakeup()
-    async with AsyncExitStack() as stack:
-        pullers = [
-            await stack.enter_async_context(pulling(client, spec.stream, spec.durable, wakeup=wakeup))
-            for spec in specs
-        ]
-        yield Pullers(client, pullers, wakeup)
-
-
 @asynccontextmanager
 async def pulling(
-    client: FastClient, stream: str, consumer: str, *, ahead: int = 0, wakeup: _Wakeup | None = None
+    client: FastClient, stream: str, consumer: str, *, ahead: int = 0, news: _News | None = None
 ) -> AsyncIterator[Puller]:
     """Pull a consumer, in requests of up to 16 MiB. `ahead`: how many messages each request asks for, also before the
-    next `take`; 0: each `take` asks for what it wants. `wakeup`: the event that several pullers share."""
+    next `take`; 0: each `take` asks for what it wants. `news`: what several pullers wake."""
     inbox = client.new_inbox()
-    puller = Puller(client, stream, consumer, inbox, ahead, wakeup)
+    puller = Puller(client, stream, consumer, inbox, ahead, news)
     subscription = await client.subscribe(
         f"{inbox}.*", cb=puller.on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
     )

@@ -70,7 +70,6 @@ class StreamReader:
     def __init__(self, client: FastClient, config: NatsConfig) -> None:
         self.client = client
         self.config = config
-        self.layout = streams.Layout(config.partitions)
         self.js = client.jetstream(timeout=config.ack_timeout_s)
 
     async def retry(self, call: Callable[[], Awaitable[T]], what: str) -> T:
@@ -81,8 +80,7 @@ class StreamReader:
 
     async def leader_get(self, stream: str, request: dict[str, Any]) -> StoredMessage | None:
         """Return one message from the stream's leader: by `seq`, by `last_by_subj`, or the first from `seq` on of
-        `next_by_subj`. None if the stream holds no such message. Subjects are without the number of a partition."""
-        request = self._on_log(stream, request)
+        `next_by_subj`. None if the stream holds no such message."""
         try:
             data = await self._request(f"STREAM.MSG.GET.{stream}", request, f"a read of {stream}")
         except nats.js.errors.APIError as error:
@@ -97,21 +95,7 @@ class StreamReader:
         headers = _parse_headers(base64.b64decode(found.hdrs)) | server_headers(
             found.seq, found.subject, found.time
         )
-        subject = streams.without_partition(found.subject)
-        return StoredMessage(found.seq, subject, headers, base64.b64decode(found.data))
-
-    def _on_log(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Return a request with its subjects as the stream has them."""
-        prefix = self.layout.prefixes.get(stream)
-        if prefix is None:
-            return request
-        request = dict(request)
-        for name in ("last_by_subj", "next_by_subj", "subjects_filter"):
-            if name in request:
-                request[name] = on_stream(prefix, request[name])
-        if "multi_last" in request:
-            request["multi_last"] = [on_stream(prefix, subject) for subject in request["multi_last"]]
-        return request
+        return StoredMessage(found.seq, found.subject, headers, base64.b64decode(found.data))
 
     async def direct_get(self, stream: str, seq: int) -> StoredMessage | None:
         """Return the message at `seq` from any replica, and from the leader if that replica does not hold it."""
@@ -203,7 +187,6 @@ class StreamReader:
     async def _direct_get_once(
         self, stream: str, request: dict[str, Any]
     ) -> tuple[list[StoredMessage], bool]:
-        request = self._on_log(stream, request)
         inbox = self.client.new_inbox()
         sub = await self.client.subscribe(inbox)
         batched = "batch" in request
@@ -234,8 +217,11 @@ class StreamReader:
                         out,
                         True,
                     )  # the connection broke in between: the next page asks again for what it lost
-                subject = streams.without_partition(headers["Nats-Subject"])
-                out.append(StoredMessage(int(headers["Nats-Sequence"]), subject, headers, message.data))
+                out.append(
+                    StoredMessage(
+                        int(headers["Nats-Sequence"]), headers["Nats-Subject"], headers, message.data
+                    )
+                )
                 if not batched:
                     return out, False
         except nats.errors.TimeoutError as error:
@@ -254,17 +240,16 @@ class StreamReader:
         while True:
             info = await self._subjects_info(stream, {"subjects_filter": subject, "offset": len(out)})
             page = info["state"].get("subjects") or {}
-            out += map(streams.without_partition, page)
+            out += page
             if not page or len(out) >= int(info.get("total", 0)):
                 return out
 
     async def count_messages(self, stream: str, subject: str) -> int:
         """Return how many messages `subject` (no wildcards) holds, without reading them."""
         info = await self._subjects_info(stream, {"subjects_filter": subject})
-        return sum((info["state"].get("subjects") or {}).values())
+        return int((info["state"].get("subjects") or {}).get(subject, 0))
 
     async def _subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
-        request = self._on_log(stream, request)
         data = await self._request(f"STREAM.INFO.{stream}", request, f"the list of subjects of {stream}")
         info: dict[str, Any] = msgspec.json.decode(data)
         return info
@@ -285,10 +270,9 @@ class StreamReader:
         return f"the stream {stream} has no leader"
 
     async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
-        """Return the leader's description of the consumer of one partition. Raises `BrokerError` if there is no such
-        consumer."""
+        """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer."""
         return await self._info(
-            lambda: self.js.consumer_info(spec.stream, spec.durable), f"consumer {spec.durable}"
+            lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}"
         )
 
     async def _info(self, call: Callable[[], Awaitable[T]], what: str) -> T:
@@ -311,11 +295,6 @@ class StreamReader:
             return data
 
         return await self.retry(once, f"{what} was not answered")
-
-
-def on_stream(prefix: str, subject: str) -> str:
-    """Return a subject with what those of its stream begin with."""
-    return subject if subject == ">" or subject.startswith(streams.ALIVE) else prefix + subject
 
 
 def server_headers(seq: int, subject: str, time: str) -> dict[str, str]:

@@ -40,28 +40,27 @@ class UnwrittenEvents:
     async def found(self, broker: Broker) -> list[Unwritten]:
         """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`."""
         out = []
-        for spec in broker.layout.consumers:
+        for spec in streams.CONSUMERS:
             if spec.name.startswith("store-"):
                 out += await self._of(broker, spec)
         return out
 
     async def _of(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
-        oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.durable, None)
+        oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
         if before is not None and (oldest is None or oldest.seq > before.seq):
             await self._check_for_loss(broker, spec, before)
         if oldest is None:
             return self._told(spec)
-        self._oldest[spec.durable] = oldest
+        self._oldest[spec.name] = oldest
         limit_s = (await broker.stream_info(spec.stream)).config.max_age or 0.0
         age_s = time.time() - oldest.at / 1e6
         if not limit_s or age_s < self._share * limit_s:
             return self._told(spec)
         detail = (
-            f"{spec.durable} has not written an event of {spec.stream} that is {age_s / 3600:.1f} h old; the log "
-            f"deletes events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it has "
-            "caught up"
+            f"{spec.name} has not written an event of {spec.stream} that is {age_s / 3600:.1f} h old; the log deletes "
+            f"events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it has caught up"
         )
-        return [*self._told(spec), Unwritten(spec.durable, age_s / limit_s, detail)]
+        return [*self._told(spec), Unwritten(spec.name, age_s / limit_s, detail)]
 
     async def _check_for_loss(self, broker: Broker, spec: streams.ConsumerSpec, before: Place) -> None:
         """Note that the event at `before` is gone although the store did not acknowledge it."""
@@ -69,14 +68,13 @@ class UnwrittenEvents:
             return
         floor = (await broker.consumer_info(spec)).ack_floor
         if floor is None or int(floor.stream_seq) < before.seq:
-            self._lost.setdefault(spec.durable, before.seq)
+            self._lost.setdefault(spec.name, before.seq)
 
     def _told(self, spec: streams.ConsumerSpec) -> list[Unwritten]:
-        if spec.durable not in self._lost:
+        if spec.name not in self._lost:
             return []
         detail = (
-            f"{spec.stream} deleted events that {spec.durable} had not written, from message "
-            f"{self._lost[spec.durable]} on: the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, "
-            "and see why the store was behind"
+            f"{spec.stream} deleted events that {spec.name} had not written, from message {self._lost[spec.name]} on: "
+            "the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, and see why the store was behind"
         )
-        return [Unwritten(spec.durable, 1.0, detail)]
+        return [Unwritten(spec.name, 1.0, detail)]

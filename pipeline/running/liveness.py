@@ -29,7 +29,6 @@ import nats.js.errors
 from pipeline import streams
 from pipeline.config import Config, SupervisorConfig
 from pipeline.errors import BrokerError
-from pipeline.log import leaders
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import UnwrittenEvents
 from pipeline.running.service import BEAT_S
@@ -108,11 +107,8 @@ class Fill:
 async def fills(broker: Broker) -> list[Fill]:
     """Return the size of every stream and bucket that exists. Raises `BrokerError` if the server does not answer."""
     out = []
-    specs = broker.layout.streams
-    at_limit = {s.name: s.at_limit for s in specs}
-    at_limit |= {
-        streams.bucket_stream(b.name): "the server refuses new objects" for b in streams.buckets(specs)
-    }
+    at_limit = {s.name: s.at_limit for s in streams.STREAMS}
+    at_limit |= {streams.bucket_stream(b.name): "the server refuses new objects" for b in streams.buckets()}
     for name, full in at_limit.items():
         try:
             info = await broker.js.stream_info(name)
@@ -211,7 +207,7 @@ class LogProbe:
             self._seen.add(name)
 
         async with anyio.create_task_group() as tg:
-            for spec in broker.layout.streams:
+            for spec in streams.STREAMS:
                 tg.start_soon(write, spec.name)
         return "; ".join(sorted(reasons))
 
@@ -225,8 +221,6 @@ class LogProbe:
             found += filter(None, (f.alarm() for f in await fills(broker)))
             with anyio.move_on_after(self._settings.deadline_s):
                 found += [one.detail for one in await self._unwritten.found(broker)]
-                if broker.config.replicas > 1 and not reason:
-                    await leaders.spread(broker)
         except (BrokerError, nats.errors.Error, nats.js.errors.Error) as error:
             log.warning("the log's size and the store's lag could not be read", error=str(error))
         for alarm in found:

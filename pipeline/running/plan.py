@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError, NatsConfig, with_values
+from pipeline.config import Config, ConfigError, with_values
 from pipeline.names import version_name
 from pipeline.running import families
 from pipeline.running.environment import NUMBER
 from pipeline.running.nats_binary import server_binary
 from pipeline.security import nkey, users
-from pipeline.streams import Layout
 
 SERVICES = {
     "gateway": "rollout_gateway",
@@ -236,16 +235,12 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         settings.write_text(
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
             f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
-            + _authorization(config.nats)
+            + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
             + _nats_tls_block(config),
             "utf-8",
         )
 
     return ProcessSpec("nats", (found, "-c", str(settings)), probe=f"tcp://127.0.0.1:{port}", prepare=prepare)
-
-
-def _authorization(nats: NatsConfig) -> str:
-    return users.authorization(Path(nats.users), layout=Layout(nats.partitions)) if nats.users else ""
 
 
 def telemetry_wanted(config: Config) -> bool:

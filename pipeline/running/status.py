@@ -58,7 +58,7 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
         held = []
-        for spec in broker.layout.streams:
+        for spec in streams.STREAMS:
             info = await broker.stream_info(spec.name)
             probes = await broker.count_messages(spec.name, streams.alive_subject(spec.name))
             held.append(

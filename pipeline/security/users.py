@@ -6,7 +6,6 @@ so a new event or consumer needs one entry in the table. The server refuses ever
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -147,44 +146,19 @@ def inbox_prefix(name: str) -> str:
     return f"_INBOX_{name}"
 
 
-def _divided(user: User, layout: streams.Layout) -> User:
-    """Return a user whose rights to ROLLOUTS and GROUPS are those to their partitions."""
-    if not layout.divided:
-        return user
-
-    def all_of(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(one for name in names for one in layout.names(name))
-
-    publishes: list[str] = []
-    for subject in user.publishes:
-        first, second, *_ = subject.split(".")
-        if first in ("rollout", "group"):
-            publishes += [f"{i}.{subject}" for i in range(layout.partitions)]
-        elif first == "dead" and second in streams.PARTITIONED:
-            publishes += [subject.replace(second, name, 1) for name in layout.names(second)]
-        else:
-            publishes.append(subject)
-    return dataclasses.replace(
-        user, publishes=tuple(publishes), follows=all_of(user.follows), branches=all_of(user.branches),
-        reads=all_of(user.reads), probes=all_of(user.probes),
-    )  # fmt: skip
-
-
-def rights(user: User, layout: streams.Layout = streams.UNDIVIDED) -> Rights:
-    """Return the NATS permissions of a user, derived from its row in `USERS`, on a log with the streams of `layout`.
+def rights(user: User) -> Rights:
+    """Return the NATS permissions of a user, derived from its row in `USERS`.
 
     A read, a fetch or an acknowledgement is a publish to a subject of the JetStream API (`$JS.API…`, `$JS.ACK…`), so
     nearly all rights are publish permissions. A user may subscribe to its own inbox only."""
     api = "$JS.API."
-    user = _divided(user, layout)
     publish = [*user.publishes, *(streams.alive_subject(s) for s in user.probes), f"{api}STREAM.NAMES"]
     deny: list[str] = []
-    consumed = [spec for name in user.consumes for spec in layout.consumers_of(streams.consumer(name))]
-    event_streams = {spec.name for spec in layout.streams}
+    consumed = [streams.consumer(name) for name in user.consumes]
     if user.sets_timers:
         publish.append(f"{streams.TIMER_SET}.>")
     # Streams that it reads, and buckets whose objects it reads (`fetched`) and writes (`stored`).
-    read = {*user.reads, *(c.stream for c in consumed if c.stream in event_streams)}
+    read = {*user.reads, *(c.stream for c in consumed if c.stream in EVENT_STREAMS)}
     fetched = {*user.fetches, *user.stores, *(streams.claims_bucket(s) for s in read)}
     stored = {*user.stores, *(streams.claims_bucket(streams.stream_of_subject(s)) for s in user.publishes)}
     if not user.provisions:
@@ -212,7 +186,7 @@ def rights(user: User, layout: streams.Layout = streams.UNDIVIDED) -> Rights:
         ]
     publish += [f"{api}STREAM.INFO.{streams.bucket_stream(bucket)}" for bucket in user.inspects]
     for spec in consumed:
-        of = f"{spec.stream}.{spec.durable}"
+        of = f"{spec.stream}.{spec.name}"
         publish += [f"{api}CONSUMER.INFO.{of}", f"{api}CONSUMER.MSG.NEXT.{of}", f"$JS.ACK.{of}.>"]
     counted = [streams.deaths_key(name) for name in (*user.consumes, *("*" for _ in user.branches))]
     if counted:  # how often a message ended the process that handled it (`pipeline.log.deaths`)
@@ -228,21 +202,16 @@ def rights(user: User, layout: streams.Layout = streams.UNDIVIDED) -> Rights:
         verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT"]
         verbs += ["CONSUMER.DURABLE.CREATE"] if stream in user.branches else []
         publish += [f"{api}{verb}.{stream}.*" for verb in verbs]
-        for spec in layout.consumers:
+        for spec in streams.CONSUMERS:
             if spec.stream == stream and spec not in consumed:
-                deny += [f"{api}{verb}.{stream}.{spec.durable}" for verb in verbs]
-                deny += [f"$JS.ACK.{stream}.{spec.durable}.>"] if stream in user.branches else []
+                deny += [f"{api}{verb}.{stream}.{spec.name}" for verb in verbs]
+                deny += [f"$JS.ACK.{stream}.{spec.name}.>"] if stream in user.branches else []
         publish += [f"$JS.ACK.{stream}.*.>"] if stream in user.branches else []
     if user.provisions:
         publish += [f"{api}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")]
         publish += [f"{api}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")]
-        publish += [f"{api}STREAM.MSG.DELETE.DEAD", *_leader_rights(layout)]
+        publish.append(f"{api}STREAM.MSG.DELETE.DEAD")
     return Rights(tuple(publish), tuple(deny), (f"{inbox_prefix(user.name)}.>",))
-
-
-def _leader_rights(layout: streams.Layout) -> list[str]:
-    """The right to have another server lead a partition (`pipeline.log.leaders`)."""
-    return ["$JS.API.STREAM.LEADER.STEPDOWN.*"] if layout.divided else []
 
 
 def seed_file(folder: Path, name: str) -> Path:
@@ -250,14 +219,12 @@ def seed_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.nk"
 
 
-def authorization(
-    folder: Path, accounts: Iterable[User] = USERS, layout: streams.Layout = streams.UNDIVIDED
-) -> str:
+def authorization(folder: Path, accounts: Iterable[User] = USERS) -> str:
     """Return the `authorization` block of a NATS server's configuration, which contains public keys only. A seed that
     is missing in `folder` is created."""
     blocks = []
     for account in accounts:
-        allowed = rights(account, layout)
+        allowed = rights(account)
         publish = json.dumps({"allow": allowed.publish, "deny": allowed.deny})
         subscribe = json.dumps({"allow": allowed.subscribe})
         key = nkey.load_or_make(seed_file(folder, account.name)).public

@@ -104,10 +104,9 @@ class SpanMaker:
         found = []
         seqs = unpack_seqs(event.group_seqs).tolist()
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
-        for seq, at, group in zip(seqs, times, event.groups, strict=False):
-            keys = {"project": event.project, "model": event.model, "group": group}
+        for seq, at in zip(seqs, times, strict=True):
             try:
-                recorded = await self._broker.read_at(GroupScored, seq, **keys)
+                recorded = await self._broker.read_at(GroupScored, seq)
             except HistoryGoneError:
                 continue  # retention deleted the group
             # After a power cut, another group may have this sequence.

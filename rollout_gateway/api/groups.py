@@ -149,11 +149,9 @@ class GroupRoutes:
                 return GroupState(
                     group=group, model=model, status="discarded", reason=discard.reason, detail=discard.detail
                 )
-        stream = self._broker.stream_of(
-            GroupDiscarded, project=self._registry.project, model=model, group=group
-        )
-        letters = await self._broker.read(DeadLettered, stream=stream, consumer="trainer")
-        for letter in (recorded.event for recorded in letters):
+        for letter in (
+            r.event for r in await self._broker.read(DeadLettered, stream="GROUPS", consumer="trainer")
+        ):
             scored = decode(letter.payload) if letter.payload else None
             if isinstance(scored, GroupScored) and (scored.group, scored.model) == (group, model):
                 return GroupState(

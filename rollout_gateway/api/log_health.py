@@ -16,6 +16,7 @@ log = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
 _TTL_S = 60
+_STREAM = streams.stream_of_subject("rollout.exchange")
 
 
 class LogHealth:
@@ -36,22 +37,16 @@ class LogHealth:
             await anyio.sleep(PROBE_EVERY_S)
 
     async def probe(self, broker: Broker) -> str:
-        """Return why the log takes no write now; an empty string if every partition takes one."""
-        for stream in broker.layout.names("ROLLOUTS"):
-            if trouble := await self._probe(broker, stream):
-                return trouble
-        return ""
-
-    async def _probe(self, broker: Broker, stream: str) -> str:
+        """Return why the log takes no write now; an empty string if it takes one."""
         try:
             await broker.js.publish(
-                streams.alive_subject(stream), b"", timeout=broker.config.ack_timeout_s,
+                streams.alive_subject(_STREAM), b"", timeout=broker.config.ack_timeout_s,
                 headers={"Nats-TTL": f"{_TTL_S}s"},
             )  # fmt: skip
         except nats.js.errors.NoStreamResponseError:
-            return await broker.why_no_answer(stream)
+            return await broker.why_no_answer(_STREAM)
         except nats.js.errors.APIError as error:
-            return f"{stream} refuses writes: {error.description}"
+            return f"{_STREAM} refuses writes: {error.description}"
         except (nats.errors.Error, TimeoutError) as error:
-            return f"{stream} did not take a write: {str(error) or type(error).__name__}"
+            return f"{_STREAM} did not take a write: {str(error) or type(error).__name__}"
         return ""

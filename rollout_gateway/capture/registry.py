@@ -11,7 +11,6 @@ import time
 from contextlib import aclosing
 from typing import Annotated, Any
 
-import anyio
 import msgspec
 
 from pipeline.events import ExchangeRecorded, Outcome, TrainingBatch, TrajectoryCompleted, TrajectoryOpened
@@ -22,7 +21,7 @@ from pipeline.names import name_of_token
 from pipeline.telemetry import trace
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.copies import Reference, copy_calls
-from rollout_gateway.capture.run_log import RunLog, same_opening
+from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.capture.trajectory import Trajectory, opened_differently
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
 
@@ -58,8 +57,7 @@ class Registry:
         self.project, self.tokens, self._keep = project, tokens, keep
         self._known: dict[str, Trajectory] = {}
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
-        self._followed_from: dict[str, int] = {}
-        """By partition of ROLLOUTS, where `follow_completions` begins."""
+        self._followed_from = 1
 
     def __len__(self) -> int:
         return len(self._known)
@@ -144,22 +142,12 @@ class Registry:
 
     async def mark_position(self) -> None:
         """Note the log's present end. `follow_completions` begins there."""
-        for stream in self.log.broker.streams_of(TrajectoryCompleted, project=self.project):
-            self._followed_from[stream] = (await self.log.broker.stream_info(stream)).state.last_seq + 1
+        self._followed_from = (await self.log.broker.stream_info(STREAM)).state.last_seq + 1
 
     async def follow_completions(self) -> None:
         """Forget trajectories that other replicas complete, so that their calls are refused here too. Never returns."""
-        async with anyio.create_task_group() as tg:
-            for stream in self.log.broker.streams_of(TrajectoryCompleted, project=self.project):
-                tg.start_soon(self._follow, stream)
-
-    async def _follow(self, stream: str) -> None:
         completions = follow_messages(
-            self.log.broker,
-            [TrajectoryCompleted],
-            lambda: self._followed_from.get(stream, 1),
-            within=stream,
-            project=self.project,
+            self.log.broker, [TrajectoryCompleted], lambda: self._followed_from, project=self.project
         )
         async with aclosing(completions) as messages:
             async for raw in messages:

@@ -9,10 +9,11 @@ import msgspec
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.chosen_ids import first_used
-from pipeline.log.subjects import subject_filter
+from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import name_of_token, time_of_id
 from rollout_gateway.http.errors import expired_trajectory
 
+STREAM = stream_of(ExchangeRecorded)
 _CLOCKS_DIFFER_S = 3600.0
 """How far ahead the clock of a client that made a dated id may be."""
 
@@ -50,10 +51,6 @@ class RunLog:
             used_at = await first_used(self.broker, self.project, trajectory)
             self.check_age(trajectory, int(used_at * 1e6))
 
-    def stream_of(self, trajectory: str) -> str:
-        """The stream that holds the opening and the calls of a trajectory."""
-        return self.broker.stream_of(ExchangeRecorded, project=self.project, trajectory=trajectory)
-
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def opening(self, trajectory: str) -> Recorded[TrajectoryOpened] | None:
@@ -79,12 +76,9 @@ class RunLog:
         """Ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""
         ids: list[set[str]] = []
         for event in (TrajectoryOpened, TrajectoryCompleted):
-            found: set[str] = set()
-            for stream in self.broker.streams_of(event, project=self.project):
-                subjects = await self.broker.subjects(stream, subject_filter(event, project=self.project))
-                tokens = (subject.rpartition(".")[2] for subject in subjects)
-                found |= {name_of_token(token) for token in tokens if token.startswith(prefix)}
-            ids.append(found)
+            subjects = await self.broker.subjects(STREAM, subject_filter(event, project=self.project))
+            tokens = (subject.rpartition(".")[2] for subject in subjects)
+            ids.append({name_of_token(token) for token in tokens if token.startswith(prefix)})
         opened, completed = ids
         return sorted(opened - completed)
 

@@ -20,7 +20,7 @@ from pipeline.log.broker import EXPECTED_LAST_SEQ, BrokerError, HistoryGoneError
 from pipeline.log.messages import Page
 from pipeline.log.subjects import subject_filter
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.capture.run_log import RunLog, same_opening
+from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.http.errors import ApiError, already_completed
 
 log = get_logger("rollout_gateway.capture.trajectory")
@@ -197,7 +197,7 @@ class Trajectory:
             await self._rebuild()  # nothing new was read, so `recorded` holds messages that the log lost
             if (self.recorded.next_seq, self.recorded.last_stream_seq) == before:
                 raise BrokerError(
-                    f"call {event.seq} of trajectory {self.id!r} can't be recorded: {ack.stream} refuses it because of "
+                    f"call {event.seq} of trajectory {self.id!r} can't be recorded: {STREAM} refuses it because of "
                     f"message {ack.seq}, which is gone now; has the stream's retention been changed?"
                 )
         return False
@@ -205,14 +205,9 @@ class Trajectory:
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
         """Whether message `stream_seq` of the log is `event`."""
         try:
-            return await self._read_at(stream_seq) == event
+            return (await self.log.broker.read_at(ExchangeRecorded, stream_seq)).event == event
         except HistoryGoneError:  # gone, another event, or not whole: nothing that counts as recorded
             return False
-
-    async def _read_at(self, stream_seq: int) -> ExchangeRecorded:
-        """The exchange in a message of this run's stream. Raises as `Broker.read_at` does."""
-        keys = {"project": self.log.project, "trajectory": self.id}
-        return (await self.log.broker.read_at(ExchangeRecorded, stream_seq, **keys)).event
 
     # -- keeping up with the log ---------------------------------------------------------------------------------
 
@@ -266,14 +261,13 @@ class Trajectory:
         if not known.last_stream_seq:
             opening = await self.log.opening(self.id)
             return opening is None or not same_opening(opening.event, self.opened)
-        stream = self.log.stream_of(self.id)
-        raw = await self.log.broker.leader_get(stream, {"seq": known.last_stream_seq})
+        raw = await self.log.broker.leader_get(STREAM, {"seq": known.last_stream_seq})
         if raw is None:  # retention removes messages too, but never gives their numbers again
-            info = await self.log.broker.stream_info(stream)
+            info = await self.log.broker.stream_info(STREAM)
             return int(info.state.last_seq) < known.last_stream_seq
         if raw.subject != subject_filter(ExchangeRecorded, project=self.log.project, trajectory=self.id):
             return True
-        recorded = await self.log.broker.recorded(stream, raw)
+        recorded = await self.log.broker.recorded(STREAM, raw)
         at = recorded.event.at if recorded is not None else 0
         return bool(known.last_at) and at != known.last_at
 
@@ -312,7 +306,7 @@ class Trajectory:
         """The events of a recent complete call, one for each choice. Empty if there is none."""
         seqs = self.recorded.recent.get(request_hash, [])
         try:
-            events = [await self._read_at(seq) for seq in seqs]
+            events = [(await self.log.broker.read_at(ExchangeRecorded, seq)).event for seq in seqs]
         except HistoryGoneError:
             return []
         # After a power cut, the numbers may belong to another trajectory's calls.
@@ -338,7 +332,7 @@ class Trajectory:
         if seq is None:
             return None
         try:
-            event = await self._read_at(seq)
+            event = (await self.log.broker.read_at(ExchangeRecorded, seq)).event
         except HistoryGoneError:
             return None
         # After a power cut, the number may belong to another call.

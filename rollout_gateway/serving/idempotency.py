@@ -8,7 +8,6 @@ import msgspec
 from pipeline.events import Event
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Ack
-from pipeline.log.subjects import keys_of
 from rollout_gateway.http.errors import ApiError
 
 
@@ -19,7 +18,7 @@ async def check_repeat(broker: Broker, event: Event, ack: Ack, param: str) -> No
     different event with this id; `event` was not recorded then. Events that differ only in `at` count as equal."""
     if not ack.duplicate:
         return
-    stored = (await broker.read_at(type(event), ack.seq, **keys_of(event))).event
+    stored = (await broker.read_at(type(event), ack.seq)).event
     if msgspec.structs.replace(event, at=stored.at) != stored:
         message = (
             f"Nothing was recorded: an earlier request with other contents used the same `{param}`, "

@@ -16,11 +16,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-import anyio
-
 from pipeline.events import CheckpointPublished, GroupAdmitted, GroupAhead, GroupDiscarded, now_us
 from pipeline.log.broker import EXPECTED_LAST_SEQ, Broker, Recorded
 from pipeline.log.follow import follow_events
+from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
 
 _MAX_WAITING = 10_000
@@ -76,8 +75,7 @@ class Pacing:
         self._models = {model: _Model() for model in models}
         self._waiting: dict[tuple[str, str], float] = {}
         """By model and group, when the group was first refused, by `time.monotonic`."""
-        self._next_seqs: dict[str, int] = {}
-        """By partition of GROUPS, where `follow` continues."""
+        self._next_seq = 0
 
     async def admit(self, model: str, group: str, split: str) -> float:
         """Admit a trajectory of a group. Further trajectories of an admitted group are always admitted.
@@ -159,8 +157,7 @@ class Pacing:
     async def rebuild(self) -> None:
         """Read from the log which groups are ahead. `follow` continues from the log's present end."""
         broker, project = self._broker, self._project
-        for stream in broker.streams_of(GroupDiscarded, project=project):
-            self._next_seqs[stream] = (await broker.stream_info(stream)).state.last_seq + 1
+        self._next_seq = (await broker.stream_info(stream_of(GroupDiscarded))).state.last_seq + 1
         if not self._limit:
             return
         for trained in await broker.read(CheckpointPublished, project=project):
@@ -173,19 +170,10 @@ class Pacing:
 
     async def follow(self, on_discard: Callable[[GroupDiscarded], None]) -> None:
         """Follow discards: stop counting the group and call `on_discard` with the event. Never returns."""
-        async with anyio.create_task_group() as tg:
-            for stream in self._broker.streams_of(GroupDiscarded, project=self._project):
-                tg.start_soon(self._follow, stream, on_discard)
-
-    async def _follow(self, stream: str, on_discard: Callable[[GroupDiscarded], None]) -> None:
         discarded = follow_events(
-            self._broker,
-            [GroupDiscarded],
-            lambda: self._next_seqs.get(stream, 0),
-            within=stream,
-            project=self._project,
+            self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project
         )
         async for recorded in discarded:
-            self._next_seqs[stream] = recorded.seq + 1
+            self._next_seq = recorded.seq + 1
             self.done(recorded.event.model, (recorded.event.group,), recorded.place.at)
             on_discard(recorded.event)

@@ -153,8 +153,7 @@ class Checker:
                 disk.total,
             )
         ]
-        specs = self._broker.layout.streams
-        names = [s.name for s in specs] + [streams.bucket_stream(b.name) for b in streams.buckets(specs)]
+        names = [s.name for s in streams.STREAMS] + [streams.bucket_stream(b.name) for b in streams.buckets()]
         for name in names:
             try:
                 info = await self._broker.js.stream_info(name)

@@ -22,9 +22,7 @@ _NUMBERED_STEPS = """WITH steps AS (
 
 _NEWEST_GROUPS = """newest AS (
   SELECT * FROM groups WHERE status = 'scored' AND branch = 'main' AND split = 'train'
-  QUALIFY row_number() OVER (
-    PARTITION BY project, model ORDER BY stream_at DESC, stream DESC, stream_seq DESC
-  ) <= $groups
+  QUALIFY row_number() OVER (PARTITION BY project, model ORDER BY stream_seq DESC) <= $groups
 )"""
 
 

@@ -10,7 +10,7 @@ GROUPS = View(
     "each.",
     documented(
         "project model group_id branch split task status judge size reward_mean reward_min reward_max "
-        "has_signal closed_by origin offline discarded reason decided_by decided_at stream stream_seq stream_at",
+        "has_signal closed_by origin offline discarded reason decided_by decided_at stream_seq",
         status="`scored`; `discarded` if it was discarded without being scored.",
         size="Number of trajectories that were scored.",
         reward_mean="Mean reward of the scored members.",
@@ -24,9 +24,7 @@ GROUPS = View(
         reason="Why most of these were discarded; null if none was.",
         decided_by="Service that discarded them.",
         decided_at="When the group was scored, or else discarded, UTC.",
-        stream="Stream of its event: GROUPS, or a partition of it.",
-        stream_seq="Sequence there.",
-        stream_at="Time at which the log took it in, UTC. It orders groups, also of several partitions.",
+        stream_seq="Sequence of the event in GROUPS.",
     ),
     """
         WITH scored AS (
@@ -34,7 +32,7 @@ GROUPS = View(
         ), discarded AS (
           SELECT project, model, "group", branch, split, len(list_distinct(flatten(list(trajectories)))) AS discarded,
             arg_max(reason, len(trajectories)) AS reason, arg_max("by", len(trajectories)) AS "by", min("at") AS "at",
-            arg_min(log_stream, log_at) AS log_stream, arg_min(log_seq, log_at) AS log_seq, min(log_at) AS log_at
+            arg_min(log_seq, log_at) AS log_seq
           FROM group_discarded GROUP BY ALL
         )
         SELECT coalesce(s.project, d.project) AS project, coalesce(s.model, d.model) AS model,
@@ -45,8 +43,7 @@ GROUPS = View(
           list_min(s.rewards) AS reward_min, list_max(s.rewards) AS reward_max,
           CASE s.split WHEN 'train' THEN list_max(s.rewards) - list_min(s.rewards) > 1e-6 END AS has_signal,
           s.closed_by, s.origin, s.offline, coalesce(d.discarded, 0) AS discarded, d.reason, d."by" AS decided_by,
-          coalesce(s."at", d."at") AS decided_at, coalesce(s.log_stream, d.log_stream) AS stream,
-          coalesce(s.log_seq, d.log_seq) AS stream_seq, coalesce(s.log_at, d.log_at) AS stream_at
+          coalesce(s."at", d."at") AS decided_at, coalesce(s.log_seq, d.log_seq) AS stream_seq
         FROM scored s FULL JOIN discarded d
           ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
           AND d.split = s.split

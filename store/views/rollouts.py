@@ -12,7 +12,7 @@ TRAJECTORIES = View(
     documented(
         "project model trajectory group_id task attempt split outcome reward rewards metrics metadata "
         "exchanges calls prompt_tokens sampled_tokens calls_s first_step last_step inferred opened_at completed_at "
-        "duration_s paced_s stream stream_seq stream_at "
+        "duration_s paced_s stream_seq "
         "trace_id",
         attempt="Number of the attempt, as given by the caller.",
         outcome="`scored`, `no_result` or `masked`; `open` while the run has not ended.",
@@ -30,9 +30,7 @@ TRAJECTORIES = View(
         completed_at="When the run ended, UTC; null while open.",
         duration_s="Seconds from `opened_at` to `completed_at`.",
         paced_s="Seconds that the gateway made the group wait; 0 for all but the first run of a group.",
-        stream="Stream of its `rollout.completed`: ROLLOUTS, or a partition of it.",
-        stream_seq="Sequence of that event there.",
-        stream_at="Time at which the log took that event in, UTC.",
+        stream_seq="Sequence of its `rollout.completed` in ROLLOUTS.",
     ),
     # Two parts in place of a full join, through which no condition on a column would reach the files.
     f"""
@@ -43,8 +41,7 @@ TRAJECTORIES = View(
             coalesce(c.metadata, o.metadata) AS metadata, c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens,
             c.calls_s, c.first_step, c.last_step, c.inferred,
             coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
-            c.log_stream AS stream, c.log_seq AS stream_seq, c.log_at AS stream_at,
-            coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
+            c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
           FROM rollout_completed c LEFT JOIN rollout_opened o
             ON o.project = c.project AND o.trajectory = c.trajectory
         ), begun AS (
@@ -55,8 +52,7 @@ TRAJECTORIES = View(
         ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
         SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
           exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at,
-          completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s,
-          stream, stream_seq, stream_at,
+          completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM every_one
         """,
@@ -68,8 +64,7 @@ EXCHANGES = View(
     documented(
         "project model trajectory seq choice group_id policy_version step request response prompt_ids "
         "sampled_ids logprobs forced prompt_tokens sampled_tokens finish_reason status side_call endpoint "
-        "streamed replica started_at ended_at latency_s first_token_s copied_from stream stream_seq stream_at "
-        "trace_id",
+        "streamed replica started_at ended_at latency_s first_token_s copied_from stream_seq trace_id",
         step="Step of that version.",
         request="Request body, JSON.",
         response="Reply as the client got it, JSON.",
@@ -90,9 +85,7 @@ EXCHANGES = View(
         first_token_s="Seconds to the first token; null where the reply was not streamed.",  # noqa: S106 - no password
         copied_from="`<trajectory>/<seq>` of the call that this one is a copy of, where a run was made of recorded "
         "calls; null where the call was made in this run.",
-        stream="Stream of its event: ROLLOUTS, or a partition of it.",
-        stream_seq="Sequence there.",
-        stream_at="Time at which the log took it in, UTC.",
+        stream_seq="Sequence in ROLLOUTS.",
     ),
     f"""
         SELECT project, model, trajectory, seq, choice, "group" AS group_id, policy_version, step, request, response,
@@ -101,8 +94,7 @@ EXCHANGES = View(
           nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
           epoch_us("at" - nullif(started_at, {NEVER})) / 1e6 AS latency_s,
           epoch_us(nullif(first_token_at, {NEVER}) - nullif(started_at, {NEVER})) / 1e6 AS first_token_s,
-          nullif(copied_from, '') AS copied_from, log_stream AS stream, log_seq AS stream_seq,
-          log_at AS stream_at,
+          nullif(copied_from, '') AS copied_from, log_seq AS stream_seq,
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM rollout_exchange
         """,

@@ -8,10 +8,6 @@ from pipeline.log.messages import Recorded
 
 
 async def read_stream(reader: Reader, stream: str) -> list[Recorded[AnyEvent]]:
-    """Every event of a stream, of any class, in order; of one that is divided, partition after partition."""
-    found = [
-        await reader.recorded(name, message)
-        for name in reader.layout.names(stream)
-        async for message in reader.messages(name)
-    ]
+    """Every event of a stream, of any class, in order."""
+    found = [await reader.recorded(stream, message) async for message in reader.messages(stream)]
     return [recorded for recorded in found if recorded is not None]

@@ -139,7 +139,7 @@ def fill(where: Path | Lake, events: list[Event]) -> Lake:
     counts: dict[str, int] = {}
     for table in lake.tables():
         stream = streams.stream_of_subject(table.tag)
-        last = delta.transaction_version(transaction_id(stream)) if (delta := table.snapshot()) else 0
+        last = delta.transaction_version(transaction_id(table.tag)) if (delta := table.snapshot()) else 0
         counts[stream] = max(counts.get(stream, 0), last or 0)
     by_tag: dict[str, list[tuple[int, Event]]] = {}
     for event in events:
@@ -173,10 +173,10 @@ def tables(lake: Lake, tag: str) -> list[pa.Table]:
 async def until_acked(broker: Broker, within_s: float = 20) -> None:
     """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
     with anyio.fail_after(within_s):
-        for spec in [s for s in broker.layout.consumers if s.name.startswith("store-")]:
+        for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
             while True:
                 try:
-                    info = await broker.js.consumer_info(spec.stream, spec.durable)
+                    info = await broker.js.consumer_info(spec.stream, spec.name)
                 except nats.js.errors.NotFoundError:
                     continue  # about to be made anew
                 if not info.num_pending and not info.num_ack_pending:
@@ -188,8 +188,7 @@ def stored_events(lake: Lake) -> Counter[tuple[str, int]]:
     """(stream, sequence) of every row of every file that readers see."""
     found: Counter[tuple[str, int]] = Counter()
     for tag in schema.tables():
-        for table in tables(lake, tag):
-            found.update(zip(table["log_stream"].to_pylist(), table["log_seq"].to_pylist(), strict=True))
+        found.update((streams.stream_of_subject(tag), s) for s in sequences(lake, tag))
     return found
 
 

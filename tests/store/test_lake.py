@@ -186,7 +186,7 @@ def test_one_of_many_writers_creates_a_table(tmp_path: Path) -> None:
         storage = open_lake(Config(run_dir=str(run_dir))).table(TAG).storage
         barrier.wait(60)
         try:
-            create_table(storage, TAG, [], "ROLLOUTS", 0, StoreConfig())
+            create_table(storage, TAG, [], 0, StoreConfig())
         except CommitFailedError:
             return False
         return True
@@ -270,7 +270,7 @@ def test_a_writer_that_slept_past_the_journal_looks_again(
     zombie = open_lake(config).table(TAG)
     real = zombie.commit
 
-    def late(actions: Any, last: int, stream: str) -> None:
+    def late(actions: Any, last: int) -> None:
         monkeypatch.setattr(zombie, "commit", real)
         zombie._read_at -= (
             3_600  # its commit went to a version that was cleaned up, which the journal does not tell

@@ -54,7 +54,7 @@ class TrainingGroup:
 
     event: GroupScored
     place: Place
-    """Where the event lies in its partition of GROUPS."""
+    """Where the event lies in GROUPS."""
     delivery: Delivery | None = None
     """`None` for a group that was read from the log at start and is not delivered yet."""
     sequences: list[TokenSequence] | None = None
@@ -65,11 +65,6 @@ class TrainingGroup:
     """Number of tokens that `bound_staleness` made context."""
     duration_s: float = 0.0
     """Seconds from the first call to the last answer of the longest trajectory; 0 until the exchanges are read."""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Groups are trained in this order: that of the log, and of the stream times of several partitions."""
-        return self.place.at, self.place.seq
 
     @property
     def members(self) -> list[Member]:

@@ -10,6 +10,7 @@ import anyio
 from pipeline.events import ExchangeRecorded, Member
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.log.messages import Place
 from pipeline.sampling import Defaults
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.sequences import build
@@ -27,11 +28,12 @@ class Histories:
         self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
 
-    async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[TrainingGroup, Refusal]:
-        """Set `sequences` of the groups that lack them. Returns the groups whose exchanges the log no longer holds."""
+    async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
+        """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no
+        longer holds."""
         missing = [g for g in groups if g.sequences is None]
         refusals = zip(missing, await gather(self.read, missing), strict=True)
-        return {group: refusal for group, refusal in refusals if refusal is not None}
+        return {group.place: refusal for group, refusal in refusals if refusal is not None}
 
     async def read(self, group: TrainingGroup) -> Refusal | None:
         """Set `sequences`, `left_out` and `duration_s` of a group, or return why its exchanges can't be read."""

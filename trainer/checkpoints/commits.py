@@ -24,6 +24,7 @@ from pipeline import crash, streams
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.log.broker import Broker
+from pipeline.log.subjects import stream_of
 from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import CheckpointError, Manifest
@@ -101,7 +102,7 @@ class Commits:
 
     async def _log_id(self) -> str:
         """When POLICY was created. It identifies the log: restarts and power cuts of the server do not change it."""
-        info = await self.broker.stream_info(self.broker.stream_of(CheckpointPublished))
+        info = await self.broker.stream_info(stream_of(CheckpointPublished))
         if info.created is None:
             raise TrainerError(
                 "the NATS server does not report when the stream POLICY was created: use version 2.11 or newer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.events import CheckpointPublished, GroupScored, unpack_seqs
+from pipeline.events import CheckpointPublished, unpack_seqs
 from pipeline.log.messages import Place
 
 
@@ -16,18 +16,18 @@ class ConsumedGroup(NamedTuple):
 
 
 class Consumed:
-    """Groups by model, group id and place in GROUPS. A place is sequence and stream time, since the server reuses
-    sequences after a power cut. Model and group id lead to the partition that the place is of."""
+    """Groups by their place in GROUPS. A place is sequence and stream time, since the server reuses sequences after a
+    power cut."""
 
     def __init__(self) -> None:
-        self._places: set[tuple[str, str, Place]] = set()
+        self._places: set[Place] = set()
         self._named: set[tuple[int, str]] = set()
         """(sequence, group id) of the groups of checkpoints that have no stream times."""
         self._trained: dict[tuple[str, str], ConsumedGroup] = {}
 
-    def add(self, event: GroupScored, place: Place) -> None:
+    def add(self, place: Place) -> None:
         """Add a group that was discarded or moved to the dead letters."""
-        self._places.add((event.model, event.group, place))
+        self._places.add(place)
 
     def add_checkpoint(self, event: CheckpointPublished) -> None:
         """Add the groups that a checkpoint learned from."""
@@ -36,15 +36,14 @@ class Consumed:
         for seq, at, group in zip(seqs, times, event.groups, strict=True):
             place = Place(seq, at)
             if at:
-                self._places.add((event.model, group, place))
+                self._places.add(place)
             else:
                 self._named.add((seq, group))
             self._trained[event.model, group] = ConsumedGroup(place, event.version)
 
-    def has(self, event: GroupScored, place: Place) -> bool:
-        """Whether the event at `place` was added."""
-        found = (event.model, event.group, place) in self._places
-        return found or (place.seq, event.group) in self._named
+    def has(self, place: Place, group: str) -> bool:
+        """Whether the event of `group` at `place` was added."""
+        return place in self._places or (place.seq, group) in self._named
 
     def trained(self, model: str, group: str) -> ConsumedGroup | None:
         """The group's place on the log when a checkpoint of `model` trained on it, and that checkpoint's version;

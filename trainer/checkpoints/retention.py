@@ -96,9 +96,7 @@ class Retention:
         self._holdings: dict[str, Holdings] = {name: Holdings() for name in self._learners}
         self._pinned: dict[str, TrajectoryOpened] = {}
         """The openings of the trajectories that were pinned to a version and may be open."""
-        self._next_policy = 1
-        self._next_rollout: dict[str, int] = {}
-        """By partition of ROLLOUTS."""
+        self._next_policy = self._next_rollout = 1
         """Next sequence to read of each stream."""
 
     async def run(self) -> None:
@@ -215,17 +213,13 @@ class Retention:
             if load.event.model in self._holdings:
                 self._holdings[load.event.model].note(load.event)
             self._next_policy = load.seq + 1
-        for stream in self._broker.streams_of(TrajectoryOpened, project=self._project):
-            more = True
-            while more:
-                first = self._next_rollout.get(stream, 1)
-                page = await self._broker.read_page(
-                    TrajectoryOpened, first, within=stream, project=self._project
-                )
-                for opened in page.events:
-                    if opened.event.pinned:
-                        self._pinned[opened.event.trajectory] = opened.event
-                self._next_rollout[stream], more = page.last + 1, page.more
+        more = True
+        while more:
+            page = await self._broker.read_page(TrajectoryOpened, self._next_rollout, project=self._project)
+            for opened in page.events:
+                if opened.event.pinned:
+                    self._pinned[opened.event.trajectory] = opened.event
+            self._next_rollout, more = page.last + 1, page.more
 
     async def _pins(self, name: str) -> set[str]:
         """The versions that open trajectories of a model are pinned to."""

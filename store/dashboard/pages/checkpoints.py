@@ -15,7 +15,7 @@ _COLUMNS = {
 }  # fmt: skip
 _CHECKPOINTS = """(
     SELECT model, version, step, branch, parent, len(groups) AS groups, "at" AS published_at, metrics,
-      log_stream AS stream, log_seq AS stream_seq, log_at AS stream_at
+      log_seq AS stream_seq
     FROM policy_checkpoint)
 """
 _SAMPLED = """
@@ -32,7 +32,7 @@ _LEARNED = """
     )
     SELECT l.group_id, g.task, g.branch, g.size, g.reward_mean, g.reward_min, g.reward_max, g.decided_at
     FROM learned l LEFT JOIN groups g ON g.group_id = l.group_id AND g.stream_seq = l.seq AND g.status = 'scored'
-    ORDER BY g.stream_at, g.stream, l.seq, l.group_id
+    ORDER BY l.seq, l.group_id
 """
 _TASKS = """
     SELECT evaluation, task, reward, attempts, failed, trajectories FROM evaluation_tasks WHERE version = $version
@@ -80,9 +80,7 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
 
 def decisions(history: History, query: Query) -> dict[str, Any]:
     """Every decision about which version a model's name stands for."""
-    source = (
-        "(SELECT *, log_stream AS stream, log_seq AS stream_seq, log_at AS stream_at FROM policy_promoted)"
-    )
+    source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
     columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
     return {
         **listed(history, query, source, columns, model="model = $model"),

@@ -12,16 +12,15 @@ from store.sql import table_name
 
 
 def event(history: History, name: str, query: Query) -> dict[str, Any]:
-    """The event `<tag>/<sequence>`, such as `group.scored/17`. `stream` in the query names its partition. A stream that
-    was made again has used a sequence twice, so there may be several."""
+    """The event `<tag>/<sequence>`, such as `group.scored/17`. A stream that was made again has used a sequence twice,
+    so there may be several."""
     tag, _, number = name.rpartition("/")
     sequence = as_step(number)
     if tag not in schema.tables() or sequence is None:
         raise PageError(404, f"{name[:80]!r} is no event: it is written <type>/<sequence in its stream>.")
-    condition = "log_seq = $sequence AND $stream IN ('', log_stream)"
     rows = history.rows(
-        f"SELECT * FROM {table_name(tag)} WHERE {condition} ORDER BY log_at, log_stream",  # noqa: S608 - a known table
-        {"sequence": sequence, "stream": query.get("stream", "")},
+        f"SELECT * FROM {table_name(tag)} WHERE log_seq = $sequence ORDER BY log_at",  # noqa: S608 - a known table
+        {"sequence": sequence},
     )
     if not rows:
         raise PageError(404, f"There is no event {tag} with sequence {sequence} in this history.")

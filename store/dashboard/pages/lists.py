@@ -30,9 +30,9 @@ def listed(
     `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
     names none. `key`: a column that tells rows apart; then only it is sorted, and the rest read afterwards. `choices`:
     the values that a filter can have, for filters that have few.
-    `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The columns
-    `stream_at`, `stream` and `stream_seq` make the order definite. `conditions`: filters by parameter, SQL with
-    `$<parameter>`. Raises a 400 `PageError` for a parameter with another value."""
+    `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
+    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
+    Raises a 400 `PageError` for a parameter with another value."""
     sort = query.get("sort") or "-" + next(iter(columns))
     name, down = sort.removeprefix("-"), sort.startswith("-")
     if name not in columns:
@@ -46,8 +46,7 @@ def listed(
     where = " AND ".join(conditions[one] for one in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"
-    order_by = f"{columns[name]} {direction} NULLS LAST, stream_at {direction}, stream {direction}, "
-    order_by += f"stream_seq {direction}"
+    order_by = f"{columns[name]} {direction} NULLS LAST, stream_seq {direction}"
     rows = history.rows(
         f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
         f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",

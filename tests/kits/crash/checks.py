@@ -7,6 +7,7 @@ from collections import Counter
 
 import anyio
 
+from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
@@ -56,7 +57,7 @@ async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
 async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
     """(stream, sequence) and payload of every message that is an event."""
     found: dict[tuple[str, int], bytes] = {}
-    for spec in broker.layout.streams:
+    for spec in streams.STREAMS:
         info = await broker.js.stream_info(spec.name)
         async for seq, _, _, payload in broker.messages(spec.name, 1, info.state.last_seq):
             if payload != GARBAGE:

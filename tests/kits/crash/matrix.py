@@ -41,7 +41,6 @@ from pipeline.config import (
 )
 from pipeline.log.broker import Broker
 from pipeline.security import signing, users
-from pipeline.streams import Layout
 from tests.conftest import free_port
 from tests.kits.crash.agents import GROUP, SEED, working
 from tests.kits.crash.checks import GARBAGE, check, settled
@@ -171,9 +170,9 @@ def violations(log: str) -> list[str]:
     return [line for line in log.splitlines() if any(word in line.lower() for word in words)]
 
 
-def server_users(folder: Path, partitions: int = 1) -> str:
+def server_users(folder: Path) -> str:
     """Return the users of a NATS server, as its configuration has them. Their seeds lie in `keys` below `folder`."""
-    return users.authorization(folder / "keys", layout=Layout(partitions))
+    return users.authorization(folder / "keys")
 
 
 def settings(nats: NatsConfig, base: str, folder: Path) -> Config:

@@ -143,6 +143,5 @@ async def test_checkpoints_from_before_stream_times_still_count(nats_config: Nat
     )  # fmt: skip
     consumed = service.Consumed()
     consumed.add_checkpoint(old)
-    place = service.Place(7, 123)
-    assert consumed.has(kit.group("g", [0.0, 1.0]), place)
-    assert not consumed.has(kit.group("another group under that number", [0.0, 1.0]), place)
+    assert consumed.has(service.Place(7, 123), "g")
+    assert not consumed.has(service.Place(7, 123), "another group under that number")
