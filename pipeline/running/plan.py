@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, with_values
+from pipeline.files import write_whole
 from pipeline.names import version_name
 from pipeline.running import families
 from pipeline.running.environment import NUMBER
@@ -232,13 +233,15 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         limit = config.nats.max_bytes
         room = f"max_file_store: {_file_store_limit(settings, limit)}" if limit else ""
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
-        settings.write_text(
+        content = (
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
             f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
             + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
-            + _nats_tls_block(config),
-            "utf-8",
+            + _nats_tls_block(config)
         )
+        # A restart writes nothing: on a full disk the file would be lost.
+        if not settings.exists() or settings.read_text("utf-8") != content:
+            write_whole(settings, content)
 
     return ProcessSpec("nats", (found, "-c", str(settings)), probe=f"tcp://127.0.0.1:{port}", prepare=prepare)
 

@@ -75,6 +75,8 @@ class Supervisor:
         self.watched = {s.name: Watched(s, anyio.Event(), anyio.Event()) for s in specs}
         self._on_change = on_change
         self._run_dir = Path(config.run_dir)
+        self._state_is_old = False
+        """Whether `state.json` could not be written, as on a full disk."""
         self._logs = config.path("logs")
         self._stop_requested = anyio.Event()
         self._log_probe = liveness.LogProbe(config, on_alarms=self._write_state)
@@ -115,6 +117,7 @@ class Supervisor:
                 task_status.started()
 
             tg.start_soon(announce)
+            tg.start_soon(self._repeat_state)
             if self.config.nats.url:
                 tg.start_soon(self._watch_log)
             await self._stop_requested.wait()
@@ -129,7 +132,11 @@ class Supervisor:
             await self.watched[name].ready.wait()
         while not watched.stopping.is_set():
             began = time.monotonic()
-            code = await self._run_once(watched)
+            try:
+                code = await self._run_once(watched)
+            except OSError as error:  # a full disk: it is tried again, like a start that fails
+                log.error("process not started", process=watched.spec.name, error=str(error))
+                code = 1
             if watched.stopping.is_set():
                 return
             log.warning("process died", process=watched.spec.name, code=code, restarts=watched.restarts)
@@ -223,7 +230,7 @@ class Supervisor:
         if watched.spec.probe:
             await _answers(watched.spec.probe)
             if watched.spec.name == "nats":
-                await self._provision()
+                await self._provision(watched.ever_ready)
         else:
             if not await child.is_ready(fd):
                 return  # the process ended
@@ -231,21 +238,25 @@ class Supervisor:
         self._change(watched, "ready")
         watched.ready.set()
 
-    async def _provision(self) -> None:
+    async def _provision(self, restarted: bool) -> None:
         """Create streams, consumers and buckets, as the operator: the services' NATS users may not. Retries until the
-        log answers."""
-        settings = msgspec.structs.replace(self.config.nats, provision=True)
+        log answers; a server that is `restarted` has taken the same settings before, so a refusal is repeated too."""
+        settings, backoff = msgspec.structs.replace(self.config.nats, provision=True), Backoff()
         while True:
             try:
                 async with Broker.connect(settings, name="supervisor") as broker:
                     await broker.provision_consumer(streams.trainer_consumer(self.config.trainer.branch))
                     return
-            except BrokerUnavailableError as error:
-                log.warning("the log does not answer yet; trying again", exc=error)
+            except BrokerError as error:
+                # What the server took before, it refuses for want of space, and takes when there is some.
+                if not isinstance(error, BrokerUnavailableError) and not restarted:
+                    raise
+                log.warning("the log is not provisioned yet; trying again", exc=error)
+            await backoff.wait()
 
     def _obituary(self, watched: Watched, code: int) -> str:
         path = self._logs / f"{watched.spec.name}.log"
-        tail = path.read_text("utf-8", "replace").splitlines()[-15:]
+        tail = path.read_text("utf-8", "replace").splitlines()[-15:] if path.exists() else []
         return f"{watched.spec.name} does not start (exit code {code}); {path} ends:\n" + "\n".join(tail)
 
     # -- stopping ------------------------------------------------------------------------------------------------
@@ -316,7 +327,18 @@ class Supervisor:
                 for name, w in self.watched.items()
             },
         }
-        write_whole(self._run_dir / "state.json", msgspec.json.format(msgspec.json.encode(state)))
+        try:
+            write_whole(self._run_dir / "state.json", msgspec.json.format(msgspec.json.encode(state)))
+            self._state_is_old = False
+        except OSError as error:
+            self._state_is_old = True
+            log.error("state.json was not written; it is tried again", error=str(error))
+
+    async def _repeat_state(self) -> None:
+        while True:
+            await anyio.sleep(self.config.supervisor.probe_every_s)
+            if self._state_is_old:
+                self._write_state()
 
 
 async def _answers(probe: str) -> None:

@@ -1,0 +1,129 @@
+"""A disk that fills up under a whole installation: nothing ends, and everything goes on once there is space."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import VllmServer
+from tests.kits.installation import SMALL, Up, up
+
+GROUP = 2
+GROUPS = 4
+"""Groups of a step."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 192 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=192m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"this machine mounts nothing: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def write_for_ever(file: int, data: bytes) -> None:
+    while True:
+        os.write(file, data)
+
+
+def fill(disk: Path) -> Path:
+    """Write a file until nothing more fits, not even a short file or another name."""
+    ballast = disk / "ballast"
+    with ballast.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            with pytest.raises(OSError, match="No space left"):
+                write_for_ever(file.fileno(), bytes(size))
+    return ballast
+
+
+def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:
+    """Have agents run groups, and add the ids of the runs that the gateway said were complete to `finished`."""
+    for i in range(count):
+        run_group(url, f"{name}-{i}", finished)
+
+
+def run_group(url: str, group: str, finished: list[str]) -> None:
+    """Have two agents make a call each and finish with different rewards."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for attempt in range(GROUP):
+            opening = {"model": "tictactoe", "group": group, "attempt": attempt}
+            run = client.post("/v1/trajectories", json=opening).raise_for_status().json()
+            call = {
+                "model": "tictactoe",
+                "messages": [{"role": "user", "content": f"{group}"}],
+                "max_tokens": 4,
+            }
+            key = {"Authorization": f"Bearer {run['api_key']}"}
+            client.post(f"{run['base_url']}/chat/completions", json=call, headers=key).raise_for_status()
+            client.post(
+                f"/v1/trajectories/{run['id']}/complete", json={"reward": float(attempt)}
+            ).raise_for_status()
+            finished.append(run["id"])
+
+
+def state(run: Up) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.run_dir / "state.json").read_text())
+    return found
+
+
+def children(run: Up) -> set[int]:
+    """Return the processes that the supervisor has started and that run now."""
+    pid = run.process.pid
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def healthy(run: Up, before: set[int]) -> bool:
+    """Return whether the supervisor has written, since the processes `before` ended, that all is well."""
+    told = state(run)
+    pids = {service["pid"] for service in told["services"].values()}
+    return bool(told["ready"]) and not told["alarms"] and not pids & before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_an_installation_outlives_a_full_disk(disk: Path, tmp_path: Path) -> None:
+    settings = (
+        *SMALL,
+        "models.0.name=tictactoe",
+        f"models.0.base={VllmServer.base}",
+        f"judge.group_size={GROUP}",
+        "trainer.optimizer.learning_rate=2e-3",
+        "nats.publish_deadline_s=5.0",
+        "supervisor.deadline_s=3.0",
+        "supervisor.probe_every_s=0.5",
+    )
+    with up(tmp_path, disk / "run", "--run-dir", str(disk / "run"), settings=settings) as run:
+        finished: list[str] = []
+        run_groups(run.url, "before", GROUPS, finished)
+        run.until_step(1)
+        ballast = fill(disk)
+        # Each service writes now: the log its streams, the store its files, the trainer a checkpoint.
+        with pytest.raises(httpx.HTTPError):
+            run_groups(run.url, "during", 200, finished)
+        # Processes that die meanwhile have to be started again, with their logs and settings on the full disk.
+        before = children(run)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        run.until(lambda: len(children(run) - before) >= 2)
+        ballast.unlink()
+        run.until(lambda: healthy(run, before), 180)
+        run_groups(run.url, "after", GROUPS, finished)
+        run.until_step(2)
+    assert run.process.returncode == 0
+    rows = run.query("SELECT trajectory FROM trajectories WHERE completed_at IS NOT NULL")
+    recorded = [row["trajectory"] for row in rows]
+    assert len(recorded) == len(set(recorded))
+    assert not set(finished) - set(recorded)
