@@ -151,7 +151,8 @@ class Consumption:
         admit: Callable[[Pulled, streams.ConsumerSpec], Awaitable[AnyEvent | None]],
         reject: Callable[[Pulled, streams.ConsumerSpec, str, str], Awaitable[None]],
     ) -> None:
-        """`admit` returns the event in a message, or deals with the message and returns None. `reject` makes a message a dead letter, with a reason and its detail."""
+        """`admit` returns the event in a message, or deals with the message and returns None. `reject` makes a message
+        a dead letter, with a reason and its detail."""
         self.reader, self.spec, self._puller, self._admit = reader, spec, puller, admit
         self._reject, self._deaths = reject, Deaths(reader, spec)
         self._redelivered: deque[_Redelivery] = deque()
