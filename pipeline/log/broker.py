@@ -378,7 +378,8 @@ class Broker(Reader):
         return event
 
     async def lag(self, prefix: str = "", *, exact: bool = False) -> int:
-        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet. With `exact`, `prefix` is the whole name of one consumer."""
+        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet. With
+        `exact`, `prefix` is the whole name of one consumer."""
         waiting = 0
         for spec in streams.CONSUMERS:
             if spec.name == prefix or (not exact and spec.name.startswith(prefix)):
