@@ -32,8 +32,8 @@ def _result(file: str, *keys: str) -> float:
 class Measured:
     """What one unit of work costs, on a core of the machine that the results name."""
 
-    calls_per_core_s: float = _result("gateway_workers.json", "acked_free", "workers_1_rps_per_core")
-    """`python -m benchmarks.gateway_workers`: captured calls a second and core of the gateway."""
+    calls_per_core_s: float = _result("gateway.json", "capture_rps_per_core")
+    """`python -m benchmarks.gateway`: captured calls a second and core of the gateway."""
     written_per_process_s: float = _result("store.json", "write_events_per_s")
     """`make bench-store`: events a second that one store writes."""
     judge_core_s: float = _result("judge.json", "cpu_ms_per_group") / 1000
@@ -166,7 +166,7 @@ def inputs() -> str:
     m = Measured()
     rows = (
         ("captured calls a second and core of the gateway", f"{m.calls_per_core_s:,.0f}",
-         "`python -m benchmarks.gateway_workers`"),
+         "`python -m benchmarks.gateway`"),
         ("bytes that a call adds to the log, in a run of 20 turns", f"{m.turn_bytes:,.0f}",
          "`python -m benchmarks.exchanges`"),
         ("the same if each exchange were recorded whole", f"{m.whole_turn_bytes:,.0f}", "the same"),

@@ -9,7 +9,6 @@ request's one `Cancellation` ends the wait for the server, never a record.
 | room | what lives there; each imports only those above it |
 | --- | --- |
 | `http` | HTTP/1.1 server and client, errors, cancellation |
-| `workers` | several processes on one port |
 | `dialects` | the APIs: what is asked of vLLM, what is removed from its reply, translations, streams |
 | `access` | API keys and trajectory tokens |
 | `serving` | policy versions, the inference servers that take calls, and the choice among them |

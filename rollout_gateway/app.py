@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -16,9 +15,10 @@ from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api import openapi, routes
+from rollout_gateway.api import routes
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
+from rollout_gateway.api.handlers import Handler
+from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
@@ -49,8 +49,6 @@ LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
 
-Handler = Callable[[ControlRequest], Awaitable[Any]]
-
 
 @dataclass(eq=False, slots=True)
 class _Admitted:
@@ -72,25 +70,21 @@ class App:
     def __init__(
         self,
         calls: CallHandler,
-        controllers: Iterable[object],
+        handlers: Mapping[str, Handler],
         identity: Identity,
         router: VersionRouter,
         metrics: Metrics,
         origins: OriginPolicy,
         config: GatewayConfig,
     ) -> None:
-        """`controllers` have a method for each route, by the route's name."""
+        """`handlers`: the handler of each route of the control API, by the route's name."""
         self._calls, self._identity, self._router = calls, identity, router
         self._metrics, self._origins, self._max_calls = metrics, origins, config.max_calls or sys.maxsize
         self._max_control_body = config.http.max_control_body_bytes
         self._running: set[Request] = set()
         """Model calls under way."""
         self._stopping = False
-        everyone = (self, *controllers)
-        self._handlers: dict[str, Handler] = {
-            route.name: next(getattr(c, route.name) for c in everyone if hasattr(c, route.name))
-            for route in routes.ROUTES
-        }
+        self._handlers = handlers
 
     def stop(self) -> None:
         """From now on, answer model calls and openings with a 503 `stopping`."""
@@ -170,15 +164,6 @@ class App:
             request.answer(answer.status, answer.body, content_type=answer.content_type)
         elif answer is not None:
             request.answer(route.status, _encode(answer))
-
-    async def metrics(self, _: ControlRequest) -> RawAnswer:
-        return RawAnswer(200, await self._metrics.page(), CONTENT_TYPE)
-
-    async def openapi(self, _: ControlRequest) -> RawAnswer:
-        return RawAnswer(200, openapi.encoded())
-
-    async def ping(self, _: ControlRequest) -> RawAnswer:
-        return RawAnswer(200, b"")
 
     # -- model calls ---------------------------------------------------------------------------------------------
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import anyio
 
-from pipeline.config import Config, ConfigError, with_values
+from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished, Event, GroupDiscarded, PolicyLoaded, wire_name
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
@@ -24,6 +23,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.auxiliary import AuxiliaryRoutes
 from rollout_gateway.api.evaluations import EvaluationRoutes
 from rollout_gateway.api.groups import GroupRoutes
+from rollout_gateway.api.handlers import handler_table
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.api.models import ModelRoutes
@@ -44,8 +44,6 @@ from rollout_gateway.serving.promotion import Promotion, feed_fields
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 from rollout_gateway.serving.server_key import api_key
-from rollout_gateway.workers.group import WorkerGroup
-from rollout_gateway.workers.owner import Owner
 
 log = get_logger("rollout_gateway")
 
@@ -101,124 +99,105 @@ def check(config: Config) -> None:
     api_key(config)
 
 
-async def serve(config: Config, ready: Ready, workers: WorkerGroup, command: Sequence[str]) -> None:
-    """Serve until cancelled, in this process or, with `gateway.workers`, in several. `ready` is called once the gateway
-    listens and knows the policies.
+@dataclass(eq=False)
+class _LogState:
+    """What the gateway knows from the log."""
 
-    `workers`: this process's place if it is a worker. `command` starts a gateway with these settings. Calls wait for
-    inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
-    if config.gateway.workers > 1 and not workers.number:
-        check(config)
-        with _listen(config.gateway.host, config.gateway.port) as listener:
-            await Owner(config, listener, command).run(ready, _url(listener))
-    else:
-        await _serve(share_limits(config), ready, workers)
+    policies: Policies
+    registry: Registry
+    pacing: Pacing
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
+async def _read_log(config: Config, broker: Broker, trust: Trust) -> _LogState:
+    """Read policy versions and groups ahead of the trainer from the log. `_follow_log` continues from there."""
+    policies = Policies(config.project, (m.name for m in config.models), trust)
+    await policies.rebuild(broker)
+    registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
+    await registry.mark_position()
+    gateway = config.gateway
+    pacing = Pacing(
+        config.project,
+        broker,
+        policies.models,
+        limit=gateway.max_groups_ahead,
+        forget_s=gateway.groups_ahead_s,
+    )
+    await pacing.rebuild()
+    return _LogState(policies, registry, pacing)
 
 
-def share_limits(config: Config) -> Config:
-    """Return the settings of one worker: its part of the limits that hold for all workers together."""
-    gateway, workers = config.gateway, config.gateway.workers
-    part = {
-        "max_calls": math.ceil(gateway.max_calls / workers),
-        "http.max_connections": math.ceil(gateway.http.max_connections / workers),
-        "http.max_buffered_bytes": max(
-            gateway.http.max_body_bytes, gateway.http.max_buffered_bytes // workers
-        ),
-    }
-    return with_values(config, {f"gateway.{name}": value for name, value in part.items()})
+async def _follow_log(
+    broker: Broker, state: _LogState, members: Membership, metrics: Metrics, feed: PolicyFeed
+) -> None:
+    """Apply new events as they arrive, and send those about versions to the feed. Never returns."""
+
+    def changed(recorded: Recorded[Event]) -> None:
+        event = recorded.event
+        members.policies_changed(event)
+        if isinstance(event, CheckpointPublished):
+            state.pacing.done(event.model, event.groups, recorded.place.at)
+        metrics.loads += isinstance(event, PolicyLoaded)
+        feed.broadcast(wire_name(event), feed_fields(event))
+
+    def discarded(event: GroupDiscarded) -> None:
+        feed.broadcast(wire_name(event), feed_fields(event))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(state.policies.follow, broker, changed)
+        tasks.start_soon(state.registry.follow_completions)
+        tasks.start_soon(state.pacing.follow, discarded)
 
 
-async def _serve(config: Config, ready: Ready, workers: WorkerGroup) -> None:
-    """Serve in this process: the connections that the owner of the port hands over, or those of a port of its own."""
-    api_keys = ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
-    origins = OriginPolicy(config.gateway)
-    trust = Trust(config.signing)
+async def serve(config: Config, ready: Ready) -> None:
+    """Serve until cancelled. `ready` is called once the gateway listens and knows the policies.
+
+    Calls wait for inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
+    gateway, project = config.gateway, config.project
+    api_keys = ApiKeys(gateway, project, config.path(gateway.keys_file))
+    origins, limits, trust = OriginPolicy(gateway), checked_limits(gateway.http), Trust(config.signing)
     if not trust.checks:
         log.warning(
             "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",
         )
-    listener = workers.connections or _listen(config.gateway.host, config.gateway.port)
-    facts: dict[str, str | int] = (
-        {"url": _url(listener)} if isinstance(listener, socket.socket) else {"worker": workers.number}
-    )
+    listener = _listen(gateway.host, gateway.port)
     async with Broker.connect(config.nats, name="gateway") as broker:
-        policies = Policies(config.project, (m.name for m in config.models), trust)
-        await policies.rebuild(broker)
-        fleet = Fleet(api_key(config), config.gateway.replicas.serving_share)
+        state = await _read_log(config, broker, trust)
+        policies, registry = state.policies, state.registry
+        fleet = Fleet(api_key(config), gateway.replicas.serving_share)
         router = VersionRouter(policies, fleet)
-        registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
-        await registry.mark_position()
-        pacing = Pacing(
-            config.project,
-            broker,
-            policies.models,
-            limit=config.gateway.max_groups_ahead,
-            forget_s=config.gateway.groups_ahead_s,
-        )
-        await pacing.rebuild()
         members = Membership(config, broker, policies, fleet, router, new_id("gw"))
-        promotion = Promotion(config.project, broker, policies, fleet, router)
-        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry, workers), LogHealth()
-        calls = CallHandler(config.gateway, fleet, router)
-        detector = None
-        if config.gateway.detection.enabled:
-            detector = TrajectoryDetector(config.project, registry, config.gateway)
+        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
+        calls = CallHandler(gateway, fleet, router)
+        detector = TrajectoryDetector(project, registry, gateway) if gateway.detection.enabled else None
+        if detector is not None:
             calls.on_answered.append(detector.answered)
-        identity = Identity(config.project, api_keys, registry, router, detector)
-        trajectories = TrajectoryRoutes(
-            config.project, config.gateway, policies, registry, router, pacing, origins, workers
-        )
-        controllers = (
+        identity = Identity(project, api_keys, registry, router, detector)
+        trajectories = TrajectoryRoutes(project, gateway, policies, registry, router, state.pacing, origins)
+        handlers = handler_table(
+            metrics,
             trajectories,
             GroupRoutes(broker, registry, policies, trajectories),
-            ModelRoutes(policies, fleet, router, promotion, feed, log_health, workers),
-            EvaluationRoutes(config.project, broker, policies),
+            ModelRoutes(
+                policies, fleet, router, Promotion(project, broker, policies, fleet, router), feed, log_health
+            ),
+            EvaluationRoutes(project, broker, policies),
             AuxiliaryRoutes(fleet, router, identity),
         )
-        app = App(calls, controllers, identity, router, metrics, origins, config.gateway)
-
-        def changed(recorded: Recorded[Event]) -> None:
-            event = recorded.event
-            members.policies_changed(event)
-            if isinstance(event, CheckpointPublished):
-                pacing.done(event.model, event.groups, recorded.place.at)
-            metrics.loads += isinstance(event, PolicyLoaded)
-            feed.broadcast(wire_name(event), feed_fields(event))
-
-        def discarded(event: GroupDiscarded) -> None:
-            feed.broadcast(wire_name(event), feed_fields(event))
-
+        app = App(calls, handlers, identity, router, metrics, origins, gateway)
         try:
-            async with anyio.create_task_group() as tg:
-                tg.start_soon(workers.run)
-                tg.start_soon(members.run)
-                tg.start_soon(log_health.run, broker)
-                tg.start_soon(api_keys.watch)
-                tg.start_soon(policies.follow, broker, changed)
-                tg.start_soon(registry.follow_completions)
-                tg.start_soon(pacing.follow, discarded)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(members.run)
+                tasks.start_soon(log_health.run, broker)
+                tasks.start_soon(api_keys.watch)
+                tasks.start_soon(_follow_log, broker, state, members, metrics, feed)
                 if detector is not None:
-                    tg.start_soon(detector.run)
+                    tasks.start_soon(detector.run)
                 async with run_server(
-                    app,
-                    listener,
-                    checked_limits(config.gateway.http),
-                    grace_s=config.gateway.drain_s,
-                    admit=app.admit,
-                    cut_off=app.cut_off,
+                    app, listener, limits, grace_s=gateway.drain_s, admit=app.admit, cut_off=app.cut_off
                 ):
-                    # Objects that exist now stay. Collections look at those of calls only, and seldom: few of them are
-                    # in cycles.
-                    gc.collect()
-                    gc.freeze()
-                    gc.set_threshold(50_000, 20, 20)
-                    ready(**facts)
+                    _freeze_garbage()
+                    ready(url=_url(listener))
                     try:
                         await anyio.sleep_forever()
                     finally:
@@ -229,3 +208,16 @@ async def _serve(config: Config, ready: Ready, workers: WorkerGroup) -> None:
             with anyio.move_on_after(_SETTLE_S, shield=True):
                 await calls.settle()
             fleet.disconnect()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+def _freeze_garbage() -> None:
+    """Keep the objects that exist now out of garbage collections, which then look at those of calls only. They are
+    seldom, because few of these are in cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

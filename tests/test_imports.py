@@ -29,7 +29,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 ROOMS = {
     "rollout_gateway.vllm_plugin": set[str](),
     "rollout_gateway.http": set[str](),
-    "rollout_gateway.workers": set[str](),
     "rollout_gateway.dialects": {"rollout_gateway.http"},
     "rollout_gateway.access": {"rollout_gateway.http"},
     "rollout_gateway.serving": {f"rollout_gateway.{room}" for room in ("http", "access")},
@@ -38,7 +37,7 @@ ROOMS = {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving")
     },
     "rollout_gateway.api": {
-        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture", "workers")
+        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
     },
 }
 

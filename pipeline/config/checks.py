@@ -145,14 +145,6 @@ def check_trainer(config: TrainerConfig) -> None:
         )
 
 
-def _check_gateway(config: Config) -> None:
-    if config.gateway.workers > 1 and config.gateway.capture == "async":
-        raise ConfigError(
-            'gateway.workers: with capture = "async" a completion waits for records that only its own process knows; '
-            'use one worker, or capture = "acked"'
-        )
-
-
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `--max-lora-rank`. An adapter may have any rank up to the server's."""
 
@@ -182,7 +174,6 @@ def check(config: Config) -> None:
     _check_schemes(config)
     _check_access(config)
     _check_names(config)
-    _check_gateway(config)
     tables = {
         "judge.request.params": config.judge.request.params,
         "judge.request.model_params": config.judge.request.model_params,

@@ -106,10 +106,6 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Address to listen on. Beyond the loopback interface keys are required."""
     port: Port = 0
     """Port to listen on. 0: any free one."""
-    workers: Count = 1
-    """Number of processes of this gateway. They share the port, each can serve every call, and each uses one core.
-    Connections are divided evenly. `max_calls`, `http.max_connections` and `http.max_buffered_bytes` are limits of all
-    workers together; each worker gets an equal part. With several workers, `capture` must be `acked` or `off`."""
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty: the
     scheme and host of the request, or those that a trusted proxy reports."""

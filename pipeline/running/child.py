@@ -30,18 +30,17 @@ async def launch(
     sink: IO[bytes] | None = None,
     handles: Sequence[int] = (),
     reports: bool = True,
-    own_session: bool = True,
 ) -> tuple[anyio.abc.Process, int]:
     """Start a process that gets SIGTERM if this one ends. Returns it and the end of the pipe that it reports to.
 
     `sink`: file for its output; `None`: this process's. `handles`: file descriptors that it inherits. `reports`: it is
-    a service, and gets `--ready-fd`. `own_session`: it does not get this process's Ctrl-C."""
+    a service, and gets `--ready-fd`. It does not get this process's Ctrl-C."""
     read_end, write_end = os.pipe()
     more = ["--ready-fd", str(write_end)] if reports else []
     try:
         process = await anyio.open_process(
             [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv, *more],
-            stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=dict(env), start_new_session=own_session,
+            stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=dict(env), start_new_session=True,
             pass_fds=(write_end, *handles),
         )  # fmt: skip
     except BaseException:

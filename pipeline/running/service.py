@@ -13,7 +13,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import anyio
@@ -105,20 +105,15 @@ def main(
     name: str,
     serve: Serve,
     check: Callable[[Config], None] = lambda config: None,
-    *,
-    argv: Sequence[str] | None = None,
-    **marks: int,
 ) -> None:
     """Run `serve` in this process; with `--check`, only `check`, which raises `ConfigError` for settings with which
-    `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash.
-
-    `argv`: the arguments; `None`: those of the process. `marks`: fields of every line of its log."""
+    `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
     parser.add_argument("--ready-fd", type=int, default=None)
     parser.add_argument("--check", action="store_true", help="check the settings only")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     try:
         config = load(args.config, args.overrides)
         if args.check:
@@ -127,7 +122,7 @@ def main(
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
-    log.configure(name, config.log_level, marks=marks)
+    log.configure(name, config.log_level)
     os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
         with metrics.served(config, name):

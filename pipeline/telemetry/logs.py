@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 import msgspec
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _service = "journeywork"
-_marks: dict[str, Any] = {}
 
 
 class _JsonFormatter(logging.Formatter):
@@ -25,7 +23,6 @@ class _JsonFormatter(logging.Formatter):
             "at": round(record.created, 3),
             "level": record.levelname.lower(),
             "service": _service,
-            **_marks,
             "logger": record.name,
             "event": record.getMessage(),
         }
@@ -59,13 +56,10 @@ def get_logger(name: str) -> Logger:
     return Logger(name)
 
 
-def configure(
-    service: str, level: str = "INFO", sink: TextIO | None = None, *, marks: Mapping[str, int] | None = None
-) -> None:
-    """Send this process's logs to `sink` (stderr where none is given) as JSON lines, named `service`. `marks` are
-    fields of every line."""
-    global _service, _marks
-    _service, _marks = service, dict(marks or {})
+def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> None:
+    """Send this process's logs to `sink` (stderr where none is given) as JSON lines, named `service`."""
+    global _service
+    _service = service
     handler = logging.StreamHandler(sink or sys.stderr)
     handler.setFormatter(_JsonFormatter())
     logging.Formatter.converter = time.gmtime

@@ -5,6 +5,7 @@
 | `routes` | the table |
 | `schemas` | bodies and answers |
 | `openapi` | `/openapi.json`, generated from both |
+| `handlers` | the handler of each route |
 | `control_request` | a request as its handler gets it |
 | `trajectories` | opening, completing and reading trajectories |
 | `groups` | completing a group, making its runs of recorded calls, what became of it, people's labels |

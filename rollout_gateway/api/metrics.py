@@ -14,8 +14,6 @@ from prometheus_client.utils import floatToGoString
 
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.workers import merged_metrics
-from rollout_gateway.workers.group import WorkerGroup
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -24,8 +22,8 @@ _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 class Metrics(Collector):
     """The gateway's counters."""
 
-    def __init__(self, fleet: Fleet, registry: Registry, workers: WorkerGroup) -> None:
-        self._fleet, self._registry, self._workers = fleet, registry, workers
+    def __init__(self, fleet: Fleet, registry: Registry) -> None:
+        self._fleet, self._registry = fleet, registry
         self._calls: Counter[tuple[str, int]] = Counter()
         """Number of requests by endpoint and status."""
         self._buckets = [0] * (len(_BOUNDS_S) + 1)
@@ -34,27 +32,14 @@ class Metrics(Collector):
         """Adapters loaded."""
         self._collectors = CollectorRegistry()
         self._collectors.register(self)
-        workers.on("metrics", self._own_page)
 
     def count_call(self, endpoint: str, status: int, seconds: float) -> None:
         self._calls[endpoint, status] += 1
         self._buckets[bisect_left(_BOUNDS_S, seconds)] += 1
         self._seconds += seconds
 
-    async def page(self) -> bytes:
-        """All metrics in Prometheus' text format. With workers, those of all workers, each series with the label
-        `worker`."""
-        return (
-            merged_metrics.merge_pages(await self._workers.call_all("metrics"))
-            if self._workers.number
-            else self.text()
-        )
-
-    async def _own_page(self, _: bytes) -> bytes:
-        return self.text()
-
     def text(self) -> bytes:
-        """The metrics of this process in Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._collectors)
 
     def collect(self) -> Iterator[Metric]:

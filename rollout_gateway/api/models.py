@@ -29,7 +29,6 @@ from rollout_gateway.serving.policy_feed import PolicyFeed
 from rollout_gateway.serving.promotion import Action, Decision, DecisionAnswer, Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.workers.group import WorkerGroup
 
 
 @dataclass(eq=False)
@@ -42,7 +41,6 @@ class ModelRoutes:
     _promotion: Promotion
     _feed: PolicyFeed
     _log_health: LogHealth
-    _group: WorkerGroup
 
     def _visible_names(self, access: Access) -> list[str]:
         return [name for name in self._policies.names() if access.sees(self._router.name(name))]
@@ -98,8 +96,7 @@ class ModelRoutes:
     async def health(self, request: ControlRequest) -> Health:
         """Always `ok`, since the gateway answers. `serving` says whether calls can be answered.
 
-        A caller with a valid key also sees the inference servers, the versions of its models that they hold, and the
-        gateway's workers."""
+        A caller with a valid key also sees the inference servers and the versions of its models that they hold."""
         access, trouble = request.access, self._log_health.trouble
         replicas = [
             ReplicaHealth(
@@ -115,7 +112,6 @@ class ModelRoutes:
             serving=bool(self._fleet.ready()) and not trouble,
             log=trouble or "ok",
             replicas=replicas if known else UNSET,
-            workers=(await self._group.states() or UNSET) if known else UNSET,
         )
 
 

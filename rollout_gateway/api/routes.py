@@ -24,7 +24,7 @@ class Route:
     method: str
     path: str
     name: str
-    """Name of the handler, a method of one of the classes in `api` or of `App`."""
+    """Key of the handler in `handlers.handler_table`."""
     summary: str
     body: type[Any] | None = None
     answer: type[Any] | None = None

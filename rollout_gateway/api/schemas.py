@@ -212,8 +212,6 @@ class Health(Struct, kw_only=True):
     log: str
     """`ok`, or why the log takes no writes."""
     replicas: list[ReplicaHealth] | UnsetType = UNSET
-    workers: dict[str, Literal["ready", "silent", "starting"]] | UnsetType = UNSET
-    """With `gateway.workers`: the state of each worker. A silent one gives no sign of life and gets no connections."""
 
 
 class Model(Struct, kw_only=True):

@@ -31,17 +31,12 @@ from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.workers.group import WorkerGroup
 
 _LIMIT = re.compile(r"[0-9]{1,4}")
 _BATCH = 1000
 """Trajectories that a list looks at before other tasks get a turn: about a millisecond."""
 _PAGE_BYTES = 1_000_000
 """A page of a list ends after so many bytes of metadata."""
-
-_asks = msgspec.json.Encoder()
-_asked = msgspec.json.Decoder(tuple[dict[str, str], Access])
-_pages = msgspec.json.Decoder(TrajectoryList)
 
 
 @dataclass(eq=False)
@@ -55,10 +50,6 @@ class TrajectoryRoutes:
     _router: VersionRouter
     _pacing: Pacing
     _origins: OriginPolicy
-    _workers: WorkerGroup
-
-    def __post_init__(self) -> None:
-        self._workers.on("list", self._page_for_worker)
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -189,33 +180,14 @@ class TrajectoryRoutes:
 
     async def list(self, request: ControlRequest) -> TrajectoryList:
         """A page of the caller's open trajectories in the memory of this gateway, the newest first."""
-        query, access = request.query, request.access
-        if not self._workers.number:
-            return await self.page(query, access)
-        _limit_of(query)  # an error is answered before the others are asked
-        await self._position(query, access)
-        answers = await self._workers.call_all("list", _asks.encode((query, access)))
-        pages = [_pages.decode(answer) for answer in answers.values()]
-        found: dict[str, TrajectoryState] = {}
-        for state in sorted((s for page in pages for s in page.data), key=lambda s: s.exchanges):
-            found[state.id] = state  # several workers may know it; the last one knows the most calls
-        newest = sorted(found.values(), key=lambda s: (s.opened_at, s.id), reverse=True)
-        limit = _limit_of(query)
-        return TrajectoryList(
-            data=newest[:limit], has_more=len(newest) > limit or any(p.has_more for p in pages)
-        )
+        return await self.page(request.query, request.access)
 
-    async def _page_for_worker(self, asked: bytes) -> bytes:
-        return _asks.encode(await self.page(*_asked.decode(asked)))
-
-    async def _position(self, query: dict[str, str], access: Access) -> tuple[float, str]:
+    def _position(self, query: dict[str, str], access: Access) -> tuple[float, str]:
         """Where a page begins: the opening time and id of the run in `after`. Raises a 400 `ApiError`."""
         if "after" not in query:
             return math.inf, ""
         known = self._registry.get(query["after"])
         last = known.opened if known is not None else None
-        if last is None and self._workers.number:  # another worker may have it in memory
-            last = await self._registry.opening(query["after"])
         if last is None or not access.owns(last.owner):
             raise ApiError(
                 400, "invalid_query", "`after` must be the id of an open trajectory.", param="after"
@@ -227,7 +199,7 @@ class TrajectoryRoutes:
         between.
 
         `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
-        limit, before = _limit_of(query), await self._position(query, access)
+        limit, before = _limit_of(query), self._position(query, access)
         newest: list[tuple[float, str, Trajectory]] = []
         """A heap of one more than the page holds, the oldest at the top."""
         for number, found in enumerate(self._registry.known(), 1):

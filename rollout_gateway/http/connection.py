@@ -82,7 +82,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.remove(self)
-        self._pool.on_lost()
         self._uncount_body()
         self.ignoring = True
         self._queued.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -52,10 +51,6 @@ class PooledConnection(Protocol):
         """Refuse the request whose body is being read."""
 
 
-def _nothing() -> None:
-    """Default callback, which does nothing."""
-
-
 _C = TypeVar("_C", bound=PooledConnection)
 
 
@@ -67,8 +62,6 @@ class ConnectionPool(Generic[_C]):
         self.connections: set[_C] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """The handlers that run."""
-        self.on_lost: Callable[[], None] = _nothing
-        """Called for each connection that has ended."""
         self.closing = False
         """The server stops: every connection ends with its next answer."""
         self.buffered = 0

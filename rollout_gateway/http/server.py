@@ -15,7 +15,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import anyio
 
@@ -69,22 +68,10 @@ async def _drain(tasks: set[asyncio.Task[None]], grace_s: float, cut_off: Callab
         await _wait(tasks, _CUT_OFF_S)
 
 
-class ConnectionSource(Protocol):
-    """Where connections come from, if this process does not listen itself."""
-
-    async def start(self, factory: Callable[[], asyncio.Protocol]) -> None:
-        """Make a protocol for each connection that comes, until `close`."""
-
-    def connection_closed(self) -> None:
-        """Called for each connection that has ended."""
-
-    def close(self) -> None: ...
-
-
 @asynccontextmanager
 async def run_server(
     handler: Handler,
-    listener: socket.socket | ConnectionSource,
+    listener: socket.socket,
     limits: HttpConfig,
     *,
     grace_s: float,
@@ -102,12 +89,7 @@ async def run_server(
     def connect() -> Connection:
         return Connection(pool, handler, admit)
 
-    server: asyncio.Server | ConnectionSource
-    if isinstance(listener, socket.socket):
-        server = await loop.create_server(connect, sock=listener, backlog=4096)
-    else:
-        server, pool.on_lost = listener, listener.connection_closed
-        await listener.start(connect)
+    server = await loop.create_server(connect, sock=listener, backlog=4096)
     checking = asyncio.ensure_future(_check_deadlines(pool.connections, limits))
     try:
         yield pool

@@ -12,7 +12,6 @@ id can't be another's. The end of stdin kills all processes."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -28,7 +27,6 @@ from pipeline import config as configuration
 from pipeline import crash, streams
 from pipeline.running import plan, service
 from pipeline.telemetry import logs as log
-from rollout_gateway.workers.group import WorkerGroup
 
 ACK_WAIT_S = 0.6
 SERVICES = ("gateway", "sampler", "judge", "trainer", "store")
@@ -60,8 +58,6 @@ def serve(order: dict[str, Any]) -> None:
         tell(id=order["id"], ready=True)
 
     entry = importlib.import_module(f"{plan.SERVICES[name]}.service").serve
-    if name == "gateway":
-        entry = functools.partial(entry, workers=WorkerGroup(), command=())  # one worker
     anyio.run(service.until_signalled, entry, config, ready, backend_options={"use_uvloop": True})
 
 

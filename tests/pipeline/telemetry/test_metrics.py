@@ -24,7 +24,6 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.workers.group import WorkerGroup
 from tests.conftest import free_port
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -89,7 +88,7 @@ def offered() -> set[str]:
     registry = Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p"))
     fleet = Fleet()
     fleet.add("http://127.0.0.1:1")
-    gateway = Metrics(fleet, registry, WorkerGroup())
+    gateway = Metrics(fleet, registry)
     gateway.count_call("/v1/chat/completions", 200, 0.1)
     metrics.counts.published["e"] += 1
     metrics.counts.taken["c"] += 1

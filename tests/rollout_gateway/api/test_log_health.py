@@ -19,7 +19,6 @@ from rollout_gateway.api.schemas import Health
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.workers.group import WorkerGroup
 from tests.conftest import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -35,9 +34,7 @@ async def test_a_log_that_takes_no_writes_is_told(
         fleet, health = Fleet(), LogHealth()
         fleet.add("http://127.0.0.1:1")
         policies, nothing = Policies("p", ["m"]), cast(Any, None)
-        routes = ModelRoutes(
-            policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health, WorkerGroup()
-        )
+        routes = ModelRoutes(policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health)
         request = ControlRequest(nothing, nothing, Access(), [])
 
         async def told() -> Health:

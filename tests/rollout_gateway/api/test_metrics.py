@@ -11,7 +11,6 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.workers.group import WorkerGroup
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +21,7 @@ async def test_counts_are_read_as_they_were_counted_and_labels_are_escaped() -> 
     fleet.add("http://127.0.0.1:1")
     fleet.replicas[0].name = 'a"b\\c\nd'
     fleet.replicas[0].ready = True
-    metrics = Metrics(fleet, registry, WorkerGroup())
+    metrics = Metrics(fleet, registry)
     for seconds in (0.001, 0.03, 500.0):
         metrics.count_call("/v1/chat/completions", 200, seconds)
     registry.log.not_recorded = 2

@@ -14,7 +14,6 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
-from rollout_gateway.workers.group import WorkerGroup
 
 pytestmark = pytest.mark.anyio
 
@@ -31,9 +30,7 @@ async def test_a_list_is_paged_filtered_and_gives_way() -> None:
         )  # fmt: skip
         registry._remember(Trajectory(registry.log, event))
     nothing = cast(Any, None)
-    routes = TrajectoryRoutes(
-        "test", GatewayConfig(), nothing, registry, nothing, nothing, nothing, WorkerGroup()
-    )
+    routes = TrajectoryRoutes("test", GatewayConfig(), nothing, registry, nothing, nothing, nothing)
     turns, done = 0, False
 
     async def others() -> None:

@@ -62,7 +62,7 @@ async def swap(start_gateway: StartGateway, nats_config: NatsConfig, *urls: str)
             for lane in range(4):
                 lanes.start_soon(keep_calling, f"lane-{lane}")
             for step in range(1, 31):
-                await serves(gateway, await publish_adapter(broker, step))
+                await serves(gateway, await publish_adapter(broker, step), timeout_s=120)
             stopping = True
         recorded = [e for lane in range(4) for e in await exchanges(broker, f"lane-{lane}")]
     assert {e.status for e in recorded} == {"complete"}
