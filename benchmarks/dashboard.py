@@ -156,7 +156,7 @@ def running(run_dir: Path) -> Iterator[tuple[httpx.Client, int, float]]:
     command = [
         sys.executable,
         "-m",
-        "store.dashboard",
+        "store.showing.dashboard",
         "--config",
         str(file),
         "--ready-fd",

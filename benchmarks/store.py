@@ -39,10 +39,11 @@ from pipeline import streams
 from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
-from store import columns, sql
+from store import columns
 from store.commits import add_action
 from store.lake import Lake, lake_in
 from store.maintenance import Maintenance
+from store.reading import sql
 from tests.conftest import NatsServer
 
 RESULT = Path(__file__).parent / "results" / "store.json"

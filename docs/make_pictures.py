@@ -145,8 +145,8 @@ def shoot_dashboard(run_dir: Path) -> list[Path]:
     # Imported here: the other pictures need neither a browser nor a database.
     from pipeline.config import with_values
     from pipeline.running.runs import run_settings
-    from store.dashboard.server import SECTIONS, make_app
-    from tests.store.dashboard.browser import chromium, missing
+    from store.showing.dashboard.server import SECTIONS, make_app
+    from tests.store.showing.dashboard.browser import chromium, missing
 
     if why := missing():
         raise SystemExit(f"docs.make_pictures: {why}")

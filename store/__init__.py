@@ -14,14 +14,10 @@
 | `recovery` | finds what a power cut did to a table |
 | `repair` | writes the events of damaged files again from the log |
 | `legacy` | reads and imports stores from before Delta Lake |
-| `views` | the documented views |
-| `sql` | DuckDB over the lake; `journeywork sql` |
+| `reading/` | what readers share: the views, SQL, and a run as rows |
+| `showing/` | what shows a run: the dashboard, `journeywork watch` and `show`, curves and trackers |
 | `replay` | `journeywork replay`: groups of the history on a branch |
 | `diff` | `journeywork diff`: two sets of verdicts compared |
-| `curves` | JSONL and TensorBoard files of the training steps |
-| `alarms` | conditions that are reported to an operator |
-| `dashboard` | web pages over the history; `journeywork ui` |
-| `show` | one trajectory or group as text |
-| `watch` | the live view in the terminal; `journeywork watch` |
+| `alarms/` | conditions that are reported to an operator |
 | `docs` | generates docs/store.md and the answers of docs/questions.md |
 """

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from pipeline.config import ConfigError
 from pipeline.running.runs import run_settings
-from store import sql
+from store.reading import sql
 from store.storage import StoreError
 
 TOLERANCE = 1e-6

@@ -30,7 +30,8 @@ from pipeline.names import check_name
 from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
-from store import rebuild, sql
+from store import rebuild
+from store.reading import sql
 from store.storage import StoreError
 
 

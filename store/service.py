@@ -16,11 +16,11 @@ from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from store.alarms.checker import Checker
 from store.alarms.webhook import Webhook, webhook_url
-from store.curves.task import Curves
-from store.curves.trackers import check_trackers
 from store.lake import Lake, open_lake
 from store.maintenance import Maintenance
 from store.repair import repair
+from store.showing.curves.task import Curves
+from store.showing.curves.trackers import check_trackers
 from store.storage import open_storage
 from store.table import LakeError
 from store.writer import Writer, store_consumers

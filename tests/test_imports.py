@@ -39,6 +39,9 @@ ROOMS = {
     "rollout_gateway.api": {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
     },
+    "store.reading": {f"store.{room}" for room in ("alarms", "columns", "lake", "storage")},
+    "store.showing.show": {"store.reading", "store.storage"},
+    "store.showing.watch": {"store.reading", "store.storage"},
 }
 
 

@@ -34,7 +34,7 @@ SERVICES = {
     "judge": "judge",
     "trainer": "trainer",
     "store": "store",
-    "ui": "store.dashboard",
+    "ui": "store.showing.dashboard",
     "telemetry": "pipeline.telemetry.exporter",
 }
 """Services of Journeywork and the modules that run them."""

@@ -1,7 +1,7 @@
 """What `journeywork up` shows on its terminal: a line for each change, and once all is ready the live view.
 
-The view is a process of its own (`store.watch`), so that what draws cannot disturb what runs, and the backbone imports
-no service. While it has the screen, nothing else is printed. Without a terminal there are lines only.
+The view is a process of its own (`store.showing.watch`), so that what draws cannot disturb what runs, and the backbone
+imports no service. While it has the screen, nothing else is printed. Without a terminal there are lines only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import anyio
 from rich.console import Console
 
-_VIEW = "store.watch"
+_VIEW = "store.showing.watch"
 _END_S = 5.0
 """The view gets this long to give the screen back."""
 

@@ -3,13 +3,12 @@
 | module | what lives there |
 | --- | --- |
 | `table` | the eleven alarms: query, threshold setting, action |
-| `reading` | runs the queries; `of_run`: the alarms of a run as rows, for pages and views |
+| `reading` | runs the queries |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
 | `webhook` | posts these changes to `alarms.webhook` |
 | `docs` | generates docs/alarms.md |
 """
 
-from store.alarms.reading import of_run
 from store.alarms.table import ALARMS, Alarm
 
-__all__ = ["ALARMS", "Alarm", "of_run"]
+__all__ = ["ALARMS", "Alarm"]

@@ -25,11 +25,11 @@ from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.telemetry.logs import get_logger
-from store import sql
 from store.alarms import reading
 from store.alarms.reading import Fill, Found
 from store.alarms.table import ALARMS
 from store.lake import open_lake
+from store.reading import sql
 from store.storage import StoreError
 
 log = get_logger("store.alarms")
@@ -127,7 +127,7 @@ class Checker:
         self, connection: duckdb.DuckDBPyConnection, fills: list[Fill], unwritten: list[Unwritten]
     ) -> tuple[list[Found], set[str]]:
         try:
-            sql.show(connection, self._lake, self._shown)
+            sql.define_views(connection, self._lake, self._shown)
             reading.measured_tables(connection, self._config, fills, unwritten)
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))

@@ -1,43 +1,21 @@
-"""Evaluating the alarms, and the alarms of a run as rows for those who show them."""
+"""Evaluates the alarms' queries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import duckdb
 
 from pipeline.config import Config
-from store.alarms.table import ALARMS, PARAMETER, Alarm, by_name
+from store.alarms.table import ALARMS, PARAMETER, Alarm
 
 if TYPE_CHECKING:
     from pipeline.log.unwritten import Unwritten  # pages read alarms without the log
-
-Row = dict[str, Any]
-
-_PRESENT = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, alarm, model, about"
-_PAST = "SELECT * FROM alarms WHERE cleared_at IS NOT NULL ORDER BY cleared_at DESC LIMIT 50"
-
-
-def of_run(ask: Callable[[str], Iterable[Row]], *, past: bool = False) -> list[Row]:
-    """The alarms of a run, the newest first: those that hold now, or with `past` the last 50 that ended.
-
-    `ask` runs a query over the store's views and returns its rows, as `History.rows` does. A row has the columns of the
-    view `alarms` and `title`, `meaning` and `action` (what to do) of docs/alarms.md."""
-    rows = []
-    for row in ask(_PAST if past else _PRESENT):
-        alarm = by_name().get(row["alarm"])
-        told = (
-            {"title": alarm.title, "meaning": alarm.meaning, "action": alarm.action}
-            if alarm
-            else {"title": row["alarm"], "meaning": "", "action": ""}
-        )
-        rows.append({**row, **told})
-    return rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from store import docs, sql
+from store import docs
+from store.reading import sql
 from tests.store.kit import fill, run_of_one_step
 
 COMMANDS = [

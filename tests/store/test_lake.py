@@ -21,11 +21,12 @@ from deltalake.exceptions import CommitFailedError
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
-from store import columns, rebuild, sql
+from store import columns, rebuild
 from store.commits import add_action_of_rows, create_table
 from store.lake import Lake, open_lake
 from store.legacy import REPLACES
 from store.maintenance import Maintenance
+from store.reading import sql
 from store.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
 from store.table import EventTable
 from tests.store.kit import (

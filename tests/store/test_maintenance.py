@@ -16,10 +16,11 @@ from deltalake.exceptions import CommitFailedError
 
 from pipeline import crash
 from pipeline.config import StoreConfig
-from store import columns, sql
+from store import columns
 from store.commits import last_checkpoint
 from store.lake import Lake, lake_in
 from store.maintenance import Maintenance
+from store.reading import sql
 from store.storage import LOG
 from store.table import EventTable
 from tests.store.kit import exchange, sequences

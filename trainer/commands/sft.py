@@ -178,7 +178,7 @@ def rows_of_run(run_dir: Path, top: int, minimum: float | None) -> list[Row]:
     """  # noqa: S608 - only numbers are put into it
     # A command, as services do not import each other.
     done = subprocess.run(
-        [sys.executable, "-m", "store.sql", query, "--run-dir", str(run_dir), "--format", "json"],
+        [sys.executable, "-m", "store.reading.sql", query, "--run-dir", str(run_dir), "--format", "json"],
         capture_output=True, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -15,7 +15,7 @@ from journeywork.evaluation.command import main
 from pipeline.config import NatsConfig
 from pipeline.events import PolicyEvaluated, TrajectoryCompleted
 from pipeline.log.broker import Broker
-from store import sql
+from store.reading import sql
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, gateway, start_gateway
 from tests.store.kit import fill

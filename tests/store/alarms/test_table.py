@@ -9,12 +9,12 @@ import pytest
 from pipeline.config import AlarmsConfig, Config, VllmConfig
 from pipeline.events import Event
 from pipeline.log.unwritten import Unwritten
-from store import sql
 from store.alarms import ALARMS
 from store.alarms.docs import alarms_page, runnable
 from store.alarms.reading import Fill, Found, evaluate, evaluate_all, measured_tables, threshold
 from store.alarms.table import by_name
 from store.docs import FOLDER
+from store.reading import sql
 from tests.store.alarms.kit import CASES, REPLICA, SETTINGS, STEPS, anchors, letters, loads, runs, steps
 from tests.store.kit import fill
 

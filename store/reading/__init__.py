@@ -1,0 +1,22 @@
+"""The history as its readers see it: views, SQL, and the rows of a run, each told once for pages, terminal and text.
+
+| module | what lives there |
+| --- | --- |
+| `views` | the documented views |
+| `sql` | DuckDB over the lake; `journeywork sql` |
+| `history` | one DuckDB over the views, refreshed as files appear |
+| `overview` | a run as a whole: counts, curves; two branches compared |
+| `groups` | groups, one group |
+| `trajectories` | trajectories, one trajectory with its calls and tokens |
+| `checkpoints` | checkpoints, one checkpoint, decisions |
+| `judge` | what was measured of judges |
+| `alarms` | the raised alarms |
+| `events` | one event as it is stored |
+| `lists` | filters, order and paging of lists |
+| `chat` | requests and replies of calls, as they are recorded |
+| `texts` | values as text, rows as JSON |
+| `errors` | what a reader asked for and can't get |
+
+A function of these modules takes the history, the name of what it reads (if it reads one thing) and a query: filters
+and order by name. It returns a dictionary that pages render and that `.json` addresses and `--json` return.
+"""

@@ -1,0 +1,48 @@
+"""Requests and replies of calls, as they are recorded, for the pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from store.reading.history import Row
+
+
+def parsed(text: str | None) -> Any:
+    """Recorded JSON; `None` where it is none."""
+    try:
+        return msgspec.json.decode(text or "null")
+    except msgspec.DecodeError:
+        return None
+
+
+def part(value: Any, *path: str | int) -> Any:
+    """The part of parsed JSON at `path`; `None` where there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def message(sent: Any) -> Row:
+    """A message of a request for the page: its role, its text (JSON where it has parts) and its tool calls."""
+    if not isinstance(sent, dict):
+        return {"role": "", "content": str(sent), "tool_calls": None}
+    content, calls = sent.get("content"), sent.get("tool_calls")
+    return {
+        "role": str(sent.get("role", "")),
+        "content": content if isinstance(content, str) else "" if content is None else _text(content),
+        "tool_calls": _text(calls) if calls else None,
+    }
+
+
+def reply(response: str | None, choice: int) -> Row:
+    """The message of a choice of a recorded response."""
+    return message(part(parsed(response), "choices", choice, "message") or {})
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

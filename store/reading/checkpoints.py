@@ -1,0 +1,93 @@
+"""Checkpoints, one checkpoint with its lineage both ways, and decisions about versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from store.reading.errors import NotFoundError
+from store.reading.history import History
+from store.reading.lists import Query, as_step, branch_of, listed
+from store.reading.overview import models
+
+_COLUMNS = {
+    "published": "published_at", "step": "step", "version": "version", "branch": "branch", "parent": "parent",
+    "groups": "groups", "loss": "metrics['loss']", "kl": "metrics['kl']", "entropy": "metrics['entropy']",
+}  # fmt: skip
+_CHECKPOINTS = """(
+    SELECT model, version, step, branch, parent, len(groups) AS groups, "at" AS published_at, metrics,
+      log_seq AS stream_seq
+    FROM policy_checkpoint)
+"""
+_SAMPLED = """
+    SELECT split, count(*) AS trajectories, avg(reward) AS reward_mean,
+      1.96 * stddev_samp(reward) / sqrt(count(*)) AS half
+    FROM rewards
+    WHERE outcome = 'scored' AND first_step = $step AND last_step = $step AND model = $model AND branch = 'main'
+    GROUP BY 1 ORDER BY 1
+"""
+_LEARNED = """
+    WITH learned AS (
+      SELECT unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM checkpoints
+      WHERE version = $version AND branch = $branch
+    )
+    SELECT l.group_id, g.task, g.branch, g.size, g.reward_mean, g.reward_min, g.reward_max, g.decided_at
+    FROM learned l LEFT JOIN groups g ON g.group_id = l.group_id AND g.stream_seq = l.seq AND g.status = 'scored'
+    ORDER BY l.seq, l.group_id
+"""
+_TASKS = """
+    SELECT evaluation, task, reward, attempts, failed, trajectories FROM evaluation_tasks WHERE version = $version
+    ORDER BY reward NULLS FIRST, task LIMIT 50
+"""
+
+
+def checkpoints(history: History, query: Query) -> dict[str, Any]:
+    """Checkpoints, by model and branch."""
+    return listed(history, query, _CHECKPOINTS, _COLUMNS, model="model = $model", branch="branch = $branch")
+
+
+def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
+    """One policy version: what it learned from, what it scored, who loaded it, and the decisions about it."""
+    model, _, number = name.rpartition("@")
+    step = as_step(number)
+    if step is None:
+        raise NotFoundError(f"{name[:80]!r} is no version: it is written <model>@<step>.")
+    chosen = {"version": name, "branch": branch_of(query), "step": step, "model": model}
+    row = history.row("SELECT * FROM checkpoints WHERE version = $version AND branch = $branch", chosen)
+    sampled = history.rows(_SAMPLED, chosen)
+    children = history.rows(
+        "SELECT version, branch FROM checkpoints WHERE parent = $version ORDER BY step, branch", chosen
+    )
+    if row is None and not sampled and not children:
+        raise NotFoundError(
+            f"There is no checkpoint {name!r} on branch {chosen['branch']!r} of this history."
+        )
+    return {
+        **chosen, "checkpoint": row, "sampled": sampled, "children": children,
+        "learned": history.rows(_LEARNED, chosen),
+        "evaluations": history.rows(
+            "SELECT * FROM evaluations WHERE version = $version ORDER BY evaluated_at DESC, measure LIMIT 50", chosen
+        ),
+        "tasks": history.rows(_TASKS, chosen),
+        "adapters": history.rows("SELECT * FROM adapters WHERE version = $version ORDER BY loaded_at", chosen),
+        "decisions": history.rows(
+            'SELECT * FROM policy_promoted WHERE version = $version OR other = $version ORDER BY "at"', chosen
+        ),
+        "event_seq": (history.row(
+            "SELECT log_seq FROM policy_checkpoint WHERE version = $version AND branch = $branch", chosen
+        ) or {}).get("log_seq"),
+    }  # fmt: skip
+
+
+def decisions(history: History, query: Query) -> dict[str, Any]:
+    """Every decision about which version a model's name stands for."""
+    source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
+    columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
+    return {
+        **listed(history, query, source, columns, model="model = $model"),
+        "models": models(history),
+        "versions": [
+            row["version"] for row in history.rows(
+                "SELECT version FROM checkpoints WHERE branch = 'main' ORDER BY published_at DESC LIMIT 200"
+            )
+        ],
+    }  # fmt: skip

@@ -1,0 +1,89 @@
+"""Groups, and one group: its members side by side."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+from pipeline.events import GroupDiscarded
+from store.reading.chat import reply
+from store.reading.errors import InvalidQueryError, NotFoundError
+from store.reading.history import History
+from store.reading.lists import Query, as_step, branch_of, listed, numbered, one_of
+
+_COLUMNS = {
+    "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
+    "mean": "reward_mean", "lowest": "reward_min", "highest": "reward_max", "spread": "reward_max - reward_min",
+}  # fmt: skip
+_CHOICES = {
+    "status": ("scored", "discarded"), "split": ("train", "val"), "signal": ("yes", "no"),
+    "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
+}  # fmt: skip
+_TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+_AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
+
+
+def groups(history: History, query: Query) -> dict[str, Any]:
+    """Groups by task, status, reason, split, branch, policy step, and whether their rewards differ."""
+    step = query.get("step", "").strip()
+    if step and as_step(step) is None:
+        raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
+    return listed(
+        history, query, "groups", _COLUMNS, choices=_CHOICES, model="model = $model", branch="branch = $branch",
+        split="split = $split", status="status = $status", reason="reason = $reason",
+        signal="has_signal = ($signal = 'yes')", task=_TEXT, step=_AT_STEP,
+    )  # fmt: skip
+
+
+def group(history: History, name: str, query: Query) -> dict[str, Any]:
+    """The members of a group: reward, components, the judge's words, the last reply, people's labels."""
+    chosen = {"group": name, "branch": branch_of(query)}
+    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", chosen)
+    members = history.rows(
+        """SELECT * FROM rewards WHERE group_id = $group AND branch = $branch
+           ORDER BY reward DESC NULLS LAST, trajectory""",
+        chosen,
+    )
+    runs = {
+        row["trajectory"]: row
+        for row in history.rows("SELECT * FROM trajectories WHERE group_id = $group ORDER BY attempt", chosen)
+    }
+    if not scored and not runs:
+        raise NotFoundError(f"There is no group {name!r} in this history.")
+    known = {row["trajectory"] for row in members}
+    members += [
+        {"trajectory": one, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
+        for one, run in runs.items() if one not in known
+    ]  # fmt: skip
+    verdicts = history.rows(
+        "SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory",
+        chosen,
+    )
+    labels = history.rows(
+        'SELECT unnest(labels, recursive := true), ranked, "by", source, "at" FROM group_labeled '
+        'WHERE "group" = $group ORDER BY "at"',
+        chosen,
+    )
+    replies = _replies(history, [row["trajectory"] for row in members])
+    for member in members:
+        one = member["trajectory"]
+        member["run"], member["reply"] = runs.get(one), replies.get(one)
+        member["verdicts"] = [v for v in verdicts if v["trajectory"] == one]
+        member["labels"] = [label for label in labels if label["trajectory"] == one]
+    return {
+        **chosen, "scored": scored, "members": members,
+        "trained_in": history.rows(
+            "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", chosen
+        ),
+    }  # fmt: skip
+
+
+def _replies(history: History, members: list[str]) -> dict[str, Any]:
+    """The last reply of each member."""
+    if not members:
+        return {}
+    found = history.rows(
+        f"""SELECT trajectory, arg_max(response, (seq, -choice)) AS response FROM exchanges
+            WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
+        numbered(members),
+    )
+    return {row["trajectory"]: reply(row["response"], 0) for row in found}

@@ -1,0 +1,92 @@
+"""Lists of rows: filters, order and paging, all of which are in the page's address."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from store.reading.errors import InvalidQueryError
+from store.reading.history import History, Row
+
+Query = Mapping[str, str]
+"""The parameters of a page's address."""
+
+PAGE = 50
+"""Rows of one page of a list."""
+_LAST_PAGE = 199
+"""A list goes so far: the database keeps all rows up to those that are shown."""
+
+
+def listed(
+    history: History,
+    query: Query,
+    source: str,
+    columns: Mapping[str, str],
+    key: str = "",
+    choices: Mapping[str, Collection[str]] | None = None,
+    **conditions: str,
+) -> Row:
+    """Rows of `source`, SQL text of this program that can follow FROM.
+
+    `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
+    names none. `key`: a column that tells rows apart; then only it is sorted, and the rest read afterwards. `choices`:
+    the values that a filter can have, for filters that have few.
+    `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
+    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
+    Raises `InvalidQueryError` for a parameter with another value."""
+    sort = query.get("sort") or "-" + next(iter(columns))
+    name, down = sort.removeprefix("-"), sort.startswith("-")
+    if name not in columns:
+        raise InvalidQueryError(
+            f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{name[:40]} and so on."
+        )
+    used = {one: value for one in conditions if (value := query.get(one, "").strip())}
+    for one, allowed in (choices or {}).items():
+        if one in used and used[one] not in allowed:
+            raise InvalidQueryError(f"{one}={used[one][:40]!r}: choose one of {', '.join(allowed)}.")
+    where = " AND ".join(conditions[one] for one in used) or "true"
+    page = _page(query)
+    direction = "DESC" if down else "ASC"
+    order_by = f"{columns[name]} {direction} NULLS LAST, stream_seq {direction}"
+    rows = history.rows(
+        f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
+        f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",
+        used,
+    )
+    if key and rows:
+        order = {row[key]: i for i, row in enumerate(rows)}
+        found = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
+        rows = sorted(found, key=lambda row: order[row[key]])
+    return {
+        "rows": rows[:PAGE], "page": page, "more": len(rows) > PAGE and page < _LAST_PAGE, "sort": sort,
+        "query": {one: value for one, value in query.items() if one != "page" and value},
+    }  # fmt: skip
+
+
+def one_of(column: str, values: Collection[str]) -> str:
+    """The condition that `column` is one of `values`, for the parameters `numbered(values)`. Written out like this, it
+    reaches the files, and only the parts of them that may hold the values are read."""
+    return f"{column} IN ({', '.join(f'${name}' for name in numbered(values))})"
+
+
+def numbered(values: Iterable[str]) -> dict[str, str]:
+    """The parameters of `one_of`."""
+    return {f"value{i}": value for i, value in enumerate(values)}
+
+
+def _page(query: Query) -> int:
+    text = query.get("page") or "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) <= _LAST_PAGE):
+        raise InvalidQueryError(
+            f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list."
+        )
+    return int(text)
+
+
+def as_step(text: str) -> int | None:
+    """A number of a step; `None` where `text` is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def branch_of(query: Query) -> str:
+    """The branch that the address names, `main` if it names none."""
+    return query.get("branch") or "main"

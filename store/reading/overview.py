@@ -1,0 +1,171 @@
+"""Overview and compare: the curves of a run, its counts, evaluations, decisions and alarms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from store.reading.alarms import alarms_of
+from store.reading.errors import NotFoundError
+from store.reading.history import History
+from store.reading.lists import Query, branch_of
+
+_POINTS = 400
+"""Points of a curve at most; more steps are averaged."""
+_BUCKETS = 120
+"""Points of a curve over time, about."""
+_LATEST = 10
+
+_REWARD = """
+    WITH scored AS (
+      SELECT last_step // $width * $width AS step, split, reward FROM rewards
+      WHERE outcome = 'scored' AND model = $model AND branch = $branch AND isfinite(reward)
+    )
+    SELECT step, split, count(*) AS trajectories, avg(reward) AS mean,
+      CASE WHEN count(*) > 1 THEN 1.96 * stddev_samp(reward) / sqrt(count(*)) END AS half
+    FROM scored GROUP BY ALL ORDER BY step, split
+"""
+_STEPS = """
+    SELECT step // $width * $width AS step, arg_max(version, step) AS version,
+      arg_max(published_at, step) AS published_at, arg_max(metrics, step) AS metrics,
+      avg(epoch_us(published_at - started_at) / 1e6) AS duration_s
+    FROM checkpoints WHERE model = $model AND branch = $branch GROUP BY 1 ORDER BY 1
+"""
+_STALENESS = """
+    WITH consumed AS (
+      SELECT step, "at", unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM policy_checkpoint
+      WHERE model = $model AND branch = $branch
+    ), aged AS (
+      SELECT c.step, epoch_us(c."at" - g."at") / 1e6 AS wait_s,
+        [c.step - 1 - m.first_step FOR m IN g.members IF m.outcome = 'scored'] AS ages
+      FROM consumed c JOIN group_scored g
+        ON g."group" = c.group_id AND g.model = $model AND (c.seq IS NULL OR g.log_seq = c.seq)
+    )
+    SELECT step // $width * $width AS step, avg(list_avg(ages)) AS mean, max(list_max(ages)) AS highest,
+      avg(wait_s) AS wait_s
+    FROM aged GROUP BY 1 ORDER BY 1
+"""
+"""By step: the mean over groups of their members' mean age, the highest age, and how long groups waited."""
+_SPAN = """
+    SELECT epoch(min("at"))::BIGINT AS began, epoch(max("at"))::BIGINT AS ended FROM rollout_completed
+    WHERE model = $model
+"""
+_THROUGHPUT = """
+    SELECT epoch("at")::BIGINT // $seconds * $seconds AS "at", count(*) / $seconds AS trajectories_per_s,
+      sum(sampled_tokens) / $seconds AS tokens_per_s
+    FROM rollout_completed WHERE model = $model GROUP BY 1 ORDER BY 1
+"""
+_COST = """
+    WITH spent AS (
+      SELECT epoch("at")::BIGINT // $seconds * $seconds AS "at",
+        sum(list_sum([verdict.cost_usd FOR verdict IN verdicts])) AS usd
+      FROM group_scored WHERE model = $model GROUP BY 1
+    )
+    SELECT "at", sum(usd) OVER (ORDER BY "at") AS judge_usd FROM spent ORDER BY "at"
+"""
+_COUNTS = """
+    SELECT
+      (SELECT count(*) FROM rollout_opened WHERE model = $model) AS opened,
+      (SELECT count(*) FROM rollout_completed WHERE model = $model) AS completed,
+      (SELECT count(*) FROM rollout_exchange WHERE model = $model) AS calls,
+      (SELECT count(*) FROM group_scored WHERE model = $model AND branch = $branch) AS groups,
+      (SELECT count(*) FROM group_discarded WHERE model = $model AND branch = $branch) AS discarded,
+      (SELECT max(step) FROM policy_checkpoint WHERE model = $model AND branch = $branch) AS steps,
+      (SELECT count(*) FROM dead_letter) AS dead,
+      (SELECT sum(list_sum([verdict.cost_usd FOR verdict IN verdicts])) FROM group_scored WHERE model = $model)
+        AS judge_cost_usd
+"""
+_DISCARDS = """
+    SELECT reason, count(*) AS groups FROM group_discarded WHERE model = $model AND branch = $branch
+    GROUP BY 1 ORDER BY 2 DESC
+"""
+
+
+def models(history: History) -> list[str]:
+    """The names of the run's models: those of the settings that have events, then others with events, then the rest."""
+    named = [model.name for model in history.config.models]
+    found = history.shared_rows(
+        "SELECT DISTINCT model FROM policy_checkpoint UNION SELECT DISTINCT model FROM rollout_opened"
+    )
+    seen = {row["model"] for row in found}
+    return list(dict.fromkeys([*(name for name in named if name in seen), *sorted(seen), *named]))
+
+
+def branches(history: History) -> list[str]:
+    """The branches of a run, `main` first."""
+    found = history.shared_rows(
+        "SELECT DISTINCT branch FROM group_scored UNION SELECT DISTINCT branch FROM policy_checkpoint"
+    )
+    return list(dict.fromkeys(["main", *sorted(row["branch"] for row in found)]))
+
+
+def overview(history: History, query: Query) -> dict[str, Any]:
+    """Counts, alarms, and the latest evaluations and decisions."""
+    data = numbers(history, query)
+    return {
+        **data,
+        "branches": branches(history),
+        "discards": history.shared_rows(_DISCARDS, data),
+        "evaluations": history.rows(
+            f"""SELECT * FROM evaluations WHERE measure = 'reward' AND (model = $model OR kind = 'external')
+                ORDER BY evaluated_at DESC, position LIMIT {_LATEST}""",  # noqa: S608
+            data,
+        ),
+        "decisions": history.rows(
+            f'SELECT * FROM policy_promoted WHERE model = $model ORDER BY "at" DESC LIMIT {_LATEST // 2}',  # noqa: S608
+            data,
+        ),
+    }
+
+
+def with_curves(history: History, query: Query) -> dict[str, Any]:
+    """The overview with its curves, which the page draws from its JSON."""
+    return {**overview(history, query), **curves(history, query)}
+
+
+def numbers(history: History, query: Query) -> dict[str, Any]:
+    """What the overview shows again and again: counts and alarms."""
+    chosen = chosen_of(history, query)
+    return {
+        **chosen,
+        "counts": history.shared_rows(_COUNTS, chosen)[0],
+        "alarms": alarms_of(history),
+    }
+
+
+def chosen_of(history: History, query: Query) -> dict[str, Any]:
+    """The model and branch of the address, or the first ones, and the models that there are. Raises a `NotFoundError`
+    for others."""
+    names, branch = models(history), branch_of(query)
+    model = query.get("model") or (names[0] if names else "")
+    for kind, chosen, known in (("model", model, names), ("branch", branch, branches(history))):
+        if chosen and chosen not in known:
+            message = f"There is no {kind} {chosen[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
+            raise NotFoundError(message)
+    return {"model": model, "branch": branch, "models": names}
+
+
+def curves(history: History, query: Query) -> dict[str, Any]:
+    """The counts and curves of one model and branch, which compare shows too."""
+    chosen = chosen_of(history, query)
+    counts = history.shared_rows(_COUNTS, chosen)[0]
+    chosen["width"] = 1 + (counts["steps"] or 0) // _POINTS
+    (span,) = history.shared_rows(_SPAN, chosen)
+    chosen["seconds"] = max(1, ((span["ended"] or 0) - (span["began"] or 0)) // _BUCKETS)
+    steps = history.shared_rows(_STEPS, chosen)
+    return {
+        **chosen, "counts": counts,
+        "curve": history.shared_rows(_REWARD, chosen),
+        "steps": [{**row, "metrics": row["metrics"] or {}} for row in steps],
+        "staleness": history.shared_rows(_STALENESS, chosen),
+        "throughput": history.shared_rows(_THROUGHPUT, chosen),
+        "cost": history.shared_rows(_COST, chosen),
+    }  # fmt: skip
+
+
+def compare(side: tuple[History, str], other: tuple[History, str], query: Query) -> dict[str, Any]:
+    """The curves of two branches, of one run or of two."""
+    sides = [
+        {**curves(history, {**query, "branch": branch}), "run": str(history.config.run_dir)}
+        for history, branch in (side, other)
+    ]
+    return {"sides": sides}

@@ -1,0 +1,214 @@
+"""SQL over the store: DuckDB in memory, with the views of `store.reading.views` over the files of the lake. The command
+`journeywork sql`.
+
+    journeywork sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
+    journeywork sql --format csv --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
+
+In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was
+made, or when `refresh` was called last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import msgspec
+
+from pipeline.config import Config, ConfigError
+from pipeline.events import schema
+from pipeline.running.runs import run_settings
+from store import columns
+from store.lake import Lake, open_lake
+from store.reading.views import VIEWS
+from store.storage import StoreError
+
+_CELL_WIDTH = 60
+_UNLIMITED = 2**31 - 1
+_LONG = ("varchar", "blob", "list", "array", "struct", "map")
+"""Types whose values are cut: DuckDB prints a long value on many lines."""
+
+
+class NoStoreError(StoreError):
+    """There is no store at the place that was asked for."""
+
+
+def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
+    """A connection with every table and view over the store of a run. Raises `NoStoreError`, `DamagedFileError`."""
+    connection = duckdb.connect()
+    refresh(connection, run_dir)
+    return connection
+
+
+def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
+    """Let `connection` see the files that are there now. Raises as `connect` does."""
+    config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir, sections=("store",))
+    lake = open_lake(config)
+    if not lake.exists():
+        raise NoStoreError(
+            f"there is no store at {lake}: name another run with --run-dir, or start one with `journeywork up`"
+        )
+    define_views(connection, lake, {})
+
+
+def define_views(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[str, list[str]]) -> None:
+    """Let `connection` see the files that `lake` holds now; without files, every view is empty.
+
+    `shown`: the files of each tag that an earlier call showed, which is updated. Tags whose files are the same are
+    left as they are. Raises `DamagedFileError`."""
+    if not shown:
+        lake.storage.attach(connection)
+        # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
+        for tag in schema.tables():
+            connection.execute(_view(tag, _nothing(tag)))
+        for view in VIEWS:
+            connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
+    for tag in schema.tables():
+        names = lake.names(tag)
+        if names != shown.get(tag, []):
+            lake.check(tag)
+            connection.execute(_view(tag, _rows(connection, lake, tag, names) if names else _nothing(tag)))
+        shown[tag] = names
+
+
+def table_name(tag: str) -> str:
+    """The name of a tag's table: `rollout.exchange` is `rollout_exchange`."""
+    return tag.replace(".", "_")
+
+
+def _view(tag: str, rows: str) -> str:
+    return f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}"
+
+
+def _nothing(tag: str) -> str:
+    """A query without rows that has every column of the current schema."""
+    nulls = ", ".join(f'NULL::{columns.sql_type(c)} AS "{c.name}"' for c in schema.tables()[tag])
+    return f"SELECT {nulls} WHERE false"
+
+
+def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Sequence[str]) -> str:
+    """A query of the rows in files. It has every column of the current schema, null where a file is older than the
+    column.
+
+    A column that the files hold with its type is read as it is: DuckDB's optimizer then knows its statistics. Behind a
+    union or a cast it does not, and it reads whole tables to find a few rows."""
+    files = ", ".join(_quoted(lake.storage.url(tag, name)) for name in names)
+    read = f"FROM read_parquet([{files}], union_by_name = true)"
+    held = _types(connection, read)
+    chosen = []
+    for name, wanted in _types(connection, f"FROM {table_name(tag)}").items():
+        if held.get(name) == wanted:
+            chosen.append(f'"{name}"')
+        else:
+            value = f'"{name}"' if name in held else "NULL"
+            chosen.append(f'{value}::{wanted} AS "{name}"')
+    # The names are quoted, the columns come from the schema.
+    return f"SELECT {', '.join(chosen)} {read}"
+
+
+def _types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:
+    """The columns of a query and their types, as DuckDB writes them."""
+    return {row[0]: row[1] for row in connection.execute(f"DESCRIBE {query}").fetchall()}
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+# -- output --------------------------------------------------------------------------------------------------------
+
+
+def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) -> None:
+    """Write a result to the binary file `out` as `table`, `json` (one array), `csv` or `parquet`."""
+    if result is None:
+        return
+    if form == "parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(result.to_arrow_table(), out, compression="zstd")
+        return
+    if form == "table":
+        out.write(table_text(result).encode())
+        return
+    names, rows = result.columns, result.fetchall()
+    if form == "json":
+        records = [dict(zip(names, row, strict=True)) for row in rows]
+        text = b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records)
+        out.write(b"[" + text + b"]\n")
+    else:
+        out.write(_csv(names, rows).encode())
+
+
+def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([_cell(v) for v in row] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict | list | tuple):
+        return msgspec.json.encode(value, enc_hook=str).decode()
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value)
+
+
+def table_text(result: duckdb.DuckDBPyRelation) -> str:
+    """The result as DuckDB prints it, with all rows and columns. Each cell is one line of at most 60 characters."""
+    cells = ", ".join(
+        _one_line(i, name) if kind.id in _LONG else f"#{i}"
+        for i, (name, kind) in enumerate(zip(result.columns, result.types, strict=True), 1)
+    )
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        result.project(cells).show(
+            max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅"
+        )
+    return text.getvalue().rstrip() + "\n"
+
+
+def _one_line(column: int, name: str) -> str:
+    text = f"replace(#{column}::VARCHAR, chr(10), '⏎')"
+    cut = f"CASE WHEN length({text}) > {_CELL_WIDTH} THEN left({text}, {_CELL_WIDTH - 1}) || '…' ELSE {text} END"
+    return cut + ' AS "' + name.replace('"', '""') + '"'
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="journeywork sql", description="SQL over the history of a run.")
+    parser.add_argument("query", help="SQL; the views are in docs/store.md")
+    parser.add_argument("--run-dir", help="run to ask; default: the one under runs/ that was written to last")
+    parser.add_argument("--config", help="settings of the run to ask")
+    parser.add_argument("--format", default="table", choices=("table", "json", "csv", "parquet"))
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 on success, and 1, with an error on stderr, if the query or the store fails."""
+    args = parse_args(argv)
+    try:
+        with connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+            if not duckdb.extract_statements(args.query):
+                raise ConfigError(
+                    'the query is empty: name a view, such as "FROM trajectories" (docs/store.md)'
+                )
+            write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
+    except (StoreError, ConfigError, duckdb.Error) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""Trajectories, and one trajectory: its messages, tools and tokens."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
+from store.reading import chat
+from store.reading.errors import InvalidQueryError, NotFoundError
+from store.reading.history import History, Row
+from store.reading.lists import Query, as_step, listed
+
+_COLUMNS = {
+    "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
+    "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
+}  # fmt: skip
+_CHOICES = {"outcome": ("scored", "no_result", "masked", "open"), "split": ("train", "val")}
+_TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+CALLS = 20
+"""Calls of a trajectory that one page shows."""
+
+Decode = Callable[[int], str]
+
+
+def trajectories(history: History, query: Query) -> dict[str, Any]:
+    """Trajectories by task or group, outcome, split and policy step."""
+    step = query.get("step", "").strip()
+    if step and as_step(step) is None:
+        raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
+    return listed(
+        history, query, "trajectories", _COLUMNS, "trajectory", _CHOICES, model="model = $model",
+        split="split = $split", outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
+        step="last_step = try_cast($step AS BIGINT)",
+    )  # fmt: skip
+
+
+def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
+    """One trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and version."""
+    first = as_step(query.get("from") or "0")
+    if first is None:
+        raise InvalidQueryError(f"from={query['from'][:40]!r}: write the number of a call.")
+    chosen = {"trajectory": name, "first": first, "after": first + CALLS}
+    run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", chosen)
+    if run is None:
+        raise NotFoundError(
+            f"There is no trajectory {name!r} in this history. It shows some seconds after it began."
+        )
+    calls = history.rows(
+        """SELECT * EXCLUDE (prompt_ids) FROM exchanges
+           WHERE trajectory = $trajectory AND seq >= $first AND seq < $after ORDER BY seq, choice""",
+        chosen,
+    )
+    decode = _decoder(history, run["model"])
+    before: list[Any] = []
+    for call in calls:
+        request = chat.parsed(call["request"])
+        sent = chat.part(request, "messages") or []
+        call["earlier"] = _shared(before, sent)
+        call["messages"] = [chat.message(one) for one in sent[call["earlier"] :]]
+        call["tools"] = chat.part(request, "tools") or []
+        call["reply"] = chat.reply(call["response"], call["choice"])
+        call["untrained"] = _untrained(history, call)
+        call["tokens"] = _tokens(call, decode)
+        before = sent
+        del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
+    more = history.row(
+        "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", chosen
+    )
+    return {
+        "trajectory": name, "run": run, "calls": calls, "from": first, "last": (more or {}).get("last"),
+        "count": (more or {}).get("calls"), "step_of": CALLS,
+        "verdicts": history.rows(
+            """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
+               ORDER BY scored_at, verdict""",
+            {**chosen, "group": run["group_id"]},
+        ),
+        "rewards": history.rows(
+            "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
+            {**chosen, "group": run["group_id"]},
+        ),
+        "trained_in": history.rows(
+            "SELECT version, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step",
+            {"group": run["group_id"]},
+        ),
+        "decoded": decode is not str,
+    }  # fmt: skip
+
+
+def _shared(before: list[Any], sent: list[Any]) -> int:
+    """How many messages two calls have in common from the beginning on."""
+    pairs = zip(before, sent, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _untrained(history: History, call: Row) -> Untrained:
+    """Why no token of a call is trained; empty if its unforced tokens are."""
+    return untrained_reason(
+        status=call["status"], side_call=call["side_call"], finish_reason=call["finish_reason"],
+        sampling=sampling_of((call["request"] or "").encode(), _sampling_defaults(history, call["model"])),
+        mask_truncated=history.config.trainer.loss.mask_truncated,
+    )  # fmt: skip
+
+
+def _sampling_defaults(history: History, model: str) -> Defaults:
+    """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
+    for one in history.config.models:
+        file = Path(one.base) / "generation_config.json"
+        if one.name == model and file.is_file():
+            return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False)
+    return NO_DEFAULTS
+
+
+def _tokens(call: Row, decode: Decode) -> list[Row]:
+    """Every sampled token of a call, with what the trainer's loss mask says of it."""
+    ids, logprobs, forced = (call[name] or [] for name in ("sampled_ids", "logprobs", "forced"))
+    trained = loss_mask(call["untrained"], np.array(forced, np.int8), len(ids))
+    return [
+        {
+            "id": token, "text": decode(token), "logprob": logprobs[i] if i < len(logprobs) else None,
+            "forced": bool(forced[i]) if i < len(forced) else False,
+            "trained": bool(trained[i]),
+        }
+        for i, token in enumerate(ids)
+    ]  # fmt: skip
+
+
+def _decoder(history: History, model: str) -> Decode:
+    """A function from a token id to its text; `str` where the base model's tokenizer is not on this machine."""
+    for one in history.config.models:
+        if one.name == model:
+            path = Path(one.base) / "tokenizer.json"
+            return _load_decoder(path, path.stat().st_mtime) if path.is_file() else str
+    return str
+
+
+@functools.lru_cache(maxsize=4)
+def _load_decoder(path: Path, changed: float) -> Decode:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        return str
+    tokenizer = Tokenizer.from_file(str(path))
+    return functools.lru_cache(maxsize=65_536)(
+        lambda token: tokenizer.decode([token], skip_special_tokens=False)
+    )

@@ -1,0 +1,45 @@
+"""The documented views over the files: purpose, columns and SQL of each. docs/store.md is generated from here.
+
+Below the views lies one table per event tag with every column of docs/events.md, named as the tag with an
+underscore for the dot (`rollout_exchange`). The views do not hide duplicates: the writer keeps an event from being
+stored twice. `group` is a word of SQL, so the column is called `group_id`.
+
+| module | what lives there |
+| --- | --- |
+| `view` | what a view is |
+| `rollouts` | runs, calls, messages |
+| `groups` | groups, verdicts, rewards, people's labels, the cost of judging |
+| `training` | checkpoints, delivery, lineage, staleness, steps |
+| `evaluations` | evaluations on held-out tasks |
+| `alarms` | alarms |
+| `losses` | runs that never trained, dead letters |
+"""
+
+from store.reading.views.alarms import ALARMS
+from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS
+from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, VERDICTS
+from store.reading.views.losses import DEAD, STARVATION
+from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
+from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
+from store.reading.views.view import View
+
+VIEWS: tuple[View, ...] = (  # each after the views that it reads
+    TRAJECTORIES,
+    EXCHANGES,
+    MESSAGES,
+    GROUPS,
+    VERDICTS,
+    REWARDS,
+    LABELS,
+    CHECKPOINTS,
+    ADAPTERS,
+    LINEAGE,
+    STALENESS,
+    STEPS,
+    EVALUATIONS,
+    EVALUATION_TASKS,
+    STARVATION,
+    JUDGE_COST,
+    DEAD,
+    ALARMS,
+)

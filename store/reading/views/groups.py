@@ -1,0 +1,153 @@
+"""Views of groups: what was scored, by whom, at what cost."""
+
+from __future__ import annotations
+
+from store.reading.views.view import View, documented
+
+GROUPS = View(
+    "groups",
+    "One row per group that was scored, or discarded without being scored. A group that two judges scored has a row of "
+    "each.",
+    documented(
+        "project model group_id branch split task status judge size reward_mean reward_min reward_max "
+        "has_signal closed_by origin offline discarded reason decided_by decided_at stream_seq",
+        status="`scored`; `discarded` if it was discarded without being scored.",
+        size="Number of trajectories that were scored.",
+        reward_mean="Mean reward of the scored members.",
+        reward_min="Lowest reward of them.",
+        reward_max="Highest reward of them.",
+        has_signal="Whether these rewards differ by more than 1e-6, without which a group is not trained; null for "
+        "validation groups, which are never trained.",
+        closed_by="`size`, `timeout` or `replay`.",
+        origin="Branch and sequence that it was replayed from.",
+        discarded="Number of its trajectories that are not trained, before or after the scoring.",
+        reason="Why most of these were discarded; null if none was.",
+        decided_by="Service that discarded them.",
+        decided_at="When the group was scored, or else discarded, UTC.",
+        stream_seq="Sequence of the event in GROUPS.",
+    ),
+    """
+        WITH scored AS (
+          SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
+        ), discarded AS (
+          SELECT project, model, "group", branch, split, len(list_distinct(flatten(list(trajectories)))) AS discarded,
+            arg_max(reason, len(trajectories)) AS reason, arg_max("by", len(trajectories)) AS "by", min("at") AS "at",
+            arg_min(log_seq, log_at) AS log_seq
+          FROM group_discarded GROUP BY ALL
+        )
+        SELECT coalesce(s.project, d.project) AS project, coalesce(s.model, d.model) AS model,
+          coalesce(s."group", d."group") AS group_id, coalesce(s.branch, d.branch) AS branch,
+          coalesce(s.split, d.split) AS split, s.task,
+          CASE WHEN s.project IS NULL THEN 'discarded' ELSE 'scored' END AS status, s.judge,
+          coalesce(len(s.members), 0) AS size, list_avg(s.rewards) AS reward_mean,
+          list_min(s.rewards) AS reward_min, list_max(s.rewards) AS reward_max,
+          CASE s.split WHEN 'train' THEN list_max(s.rewards) - list_min(s.rewards) > 1e-6 END AS has_signal,
+          s.closed_by, s.origin, s.offline, coalesce(d.discarded, 0) AS discarded, d.reason, d."by" AS decided_by,
+          coalesce(s."at", d."at") AS decided_at, coalesce(s.log_seq, d.log_seq) AS stream_seq
+        FROM scored s FULL JOIN discarded d
+          ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
+          AND d.split = s.split
+        """,
+)
+
+VERDICTS = View(
+    "verdicts",
+    "One row per trajectory that a judge scored.",
+    documented(
+        "project model group_id branch judge verdict judge_model rubric rubric_hash trajectory score "
+        "explanation position cost_usd latency_s attempts left_out scored_at",
+        verdict="Number of the verdict in its group, from 0.",
+        rubric_hash="Hash of the rubric.",
+        score="Score from 0 to 1.",
+        explanation="The judge's explanation.",
+        position="Place in which the judge saw the run, from 0; null where it is unknown.",
+        cost_usd="Cost of the verdict over the whole group.",
+        latency_s="Seconds that the verdict took.",
+        attempts="Calls until the reply could be read.",
+        left_out="Bytes of the group that did not fit into the judge's prompt.",
+    ),
+    """
+        WITH each AS (
+          SELECT *, unnest(verdicts) AS verdict_, generate_subscripts(verdicts, 1) - 1 AS verdict FROM group_scored
+        ), scored AS (SELECT *, unnest(verdict_.scores) AS score_ FROM each)
+        SELECT project, model, "group" AS group_id, branch, judge, verdict, verdict_.judge_model AS judge_model,
+          verdict_.rubric AS rubric, verdict_.rubric_hash AS rubric_hash, score_.trajectory AS trajectory,
+          score_.score AS score, score_.explanation AS explanation,
+          list_position(verdict_."order", score_.trajectory) - 1 AS position, verdict_.cost_usd AS cost_usd,
+          verdict_.latency_s AS latency_s, verdict_.attempts AS attempts, verdict_.left_out AS left_out,
+          "at" AS scored_at
+        FROM scored
+        """,
+)
+
+REWARDS = View(
+    "rewards",
+    "One row per member of a scored group: what training gets.",
+    documented(
+        "project model group_id branch judge trajectory reward components centered outcome split exchanges "
+        "first_step last_step offline scored_at",
+        components="The rewards that were composed, by name.",
+        centered="Reward minus the mean of the group's scored members; its sign is that of the advantage.",
+        exchanges="Number of calls of the run.",
+    ),
+    """
+        WITH each AS (
+          SELECT *, list_avg([m.reward FOR m IN members IF m.outcome = 'scored']) AS mean, unnest(members) AS m
+          FROM group_scored
+        )
+        SELECT project, model, "group" AS group_id, branch, judge, m.trajectory AS trajectory, m.reward AS reward,
+          m.components AS components, m.reward - mean AS centered, m.outcome AS outcome, m.split AS split,
+          m.exchanges AS exchanges, m.first_step AS first_step, m.last_step AS last_step, offline, "at" AS scored_at
+        FROM each
+        """,
+)
+
+JUDGE_COST = View(
+    "judge_cost",
+    "The cost of judging, by day and judge.",
+    documented(
+        "day project model judge judge_model rubric verdicts cost_usd prompt_tokens completion_tokens "
+        "mean_latency_s retries",
+        day="Day, UTC.",
+        verdicts="Number of verdicts.",
+        cost_usd="Their cost.",
+        prompt_tokens="Tokens that the judge read.",
+        completion_tokens="Tokens that the judge wrote.",
+        mean_latency_s="Mean seconds of a verdict.",
+        retries="Calls beyond the first, summed over the verdicts.",
+    ),
+    """
+        WITH each AS (SELECT "at", project, model, judge, unnest(verdicts) AS said FROM group_scored)
+        SELECT "at"::DATE AS day, project, model, judge, said.judge_model AS judge_model, said.rubric AS rubric,
+          count(*) AS verdicts, sum(said.cost_usd) AS cost_usd, sum(said.prompt_tokens)::BIGINT AS prompt_tokens,
+          sum(said.completion_tokens)::BIGINT AS completion_tokens, avg(said.latency_s) AS mean_latency_s,
+          sum(said.attempts - 1)::BIGINT AS retries
+        FROM each GROUP BY ALL
+        """,
+)
+
+LABELS = View(
+    "labels",
+    "One row per trajectory that a person scored, with the judge's score of it.",
+    documented(
+        "project model group_id trajectory score ranked comment labeled_by source labeled_at judge_model judge_score",
+        score="The person's score from 0 to 1.",
+        ranked="Whether the person ranked the group: then only the order of the scores means anything.",
+        comment="The person's words.",
+        labeled_by="Who labelled.",
+        source="Where the label was given, such as `dashboard`.",
+        labeled_at="When, UTC.",
+        judge_model="Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
+        judge_score="Mean score by that judge on branch `main`.",
+    ),
+    """
+        WITH each AS (SELECT *, unnest(labels) AS l FROM group_labeled), judged AS (
+          SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts
+          WHERE branch = 'main' AND group_id IN (SELECT "group" FROM group_labeled) GROUP BY ALL
+        )
+        SELECT e.project, e.model, e."group" AS group_id, e.l.trajectory AS trajectory, e.l.score AS score, e.ranked,
+          e.l.comment AS comment, e."by" AS labeled_by, e.source, e."at" AS labeled_at, j.judge_model, j.judge_score
+        FROM each e LEFT JOIN judged j
+          ON j.project = e.project AND j.group_id = e."group" AND j.trajectory = e.l.trajectory
+        """,
+)

@@ -1,0 +1,135 @@
+"""Views of agent runs: trajectories, their calls and messages."""
+
+# ruff: noqa: S608 - the only text put into SQL here is a constant of this package
+
+from __future__ import annotations
+
+from store.reading.views.view import NEVER, View, documented
+
+TRAJECTORIES = View(
+    "trajectories",
+    "One row per agent run, open or ended.",
+    documented(
+        "project model trajectory group_id task attempt split outcome reward rewards metrics metadata "
+        "exchanges calls prompt_tokens sampled_tokens calls_s first_step last_step inferred opened_at completed_at "
+        "duration_s paced_s stream_seq "
+        "trace_id",
+        attempt="Number of the attempt, as given by the caller.",
+        outcome="`scored`, `no_result` or `masked`; `open` while the run has not ended.",
+        reward="Reward given by the agent; null where the judge assigns it.",
+        rewards="Named reward components given by the agent.",
+        metrics="Metrics given by the agent.",
+        metadata="Metadata given by the agent, JSON.",
+        exchanges="Number of exchange events; null while open.",
+        calls="Number of model calls; 0 in runs that older versions recorded.",
+        prompt_tokens="Tokens of all prompts of the run; 0 in runs that older versions recorded.",
+        sampled_tokens="Sampled tokens of the run; 0 in runs that older versions recorded.",
+        calls_s="Seconds that its model calls took, added up.",
+        inferred="Whether the gateway inferred where the run began and ended.",
+        opened_at="When the run began, UTC.",
+        completed_at="When the run ended, UTC; null while open.",
+        duration_s="Seconds from `opened_at` to `completed_at`.",
+        paced_s="Seconds that the gateway made the group wait; 0 for all but the first run of a group.",
+        stream_seq="Sequence of its `rollout.completed` in ROLLOUTS.",
+    ),
+    # Two parts in place of a full join, through which no condition on a column would reach the files.
+    f"""
+        WITH ended AS (
+          SELECT c.project, c.model, c.trajectory, c."group" AS group_id, coalesce(nullif(c.task, ''), o.task) AS task,
+            coalesce(c.attempt, o.attempt) AS attempt, coalesce(c.split, o.split) AS split,
+            coalesce(c.outcome, 'open') AS outcome, c.reward, c.rewards, c.metrics,
+            coalesce(c.metadata, o.metadata) AS metadata, c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens,
+            c.calls_s, c.first_step, c.last_step, c.inferred,
+            coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
+            c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
+          FROM rollout_completed c LEFT JOIN rollout_opened o
+            ON o.project = c.project AND o.trajectory = c.trajectory
+        ), begun AS (
+          SELECT o.project, o.model, o.trajectory, o."group" AS group_id, o.task, o.attempt, o.split,
+            'open' AS outcome, o.metadata, o.at AS opened_at, o.paced_s, o.traceparent
+          FROM rollout_opened o ANTI JOIN rollout_completed c
+            ON o.project = c.project AND o.trajectory = c.trajectory
+        ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
+        SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
+          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at,
+          completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
+          nullif(split_part(traceparent, '-', 2), '') AS trace_id
+        FROM every_one
+        """,
+)
+
+EXCHANGES = View(
+    "exchanges",
+    "One row per model call and choice, with the exact tokens.",
+    documented(
+        "project model trajectory seq choice group_id policy_version step request response prompt_ids "
+        "sampled_ids logprobs forced prompt_tokens sampled_tokens finish_reason status side_call endpoint "
+        "streamed replica started_at ended_at latency_s first_token_s copied_from stream_seq trace_id",
+        step="Step of that version.",
+        request="Request body, JSON.",
+        response="Reply as the client got it, JSON.",
+        prompt_ids="Prompt token ids.",
+        sampled_ids="Sampled token ids.",
+        logprobs="Logprobs of the sampled tokens under the distribution that they were sampled from.",
+        forced="1 for each token that a grammar left no choice for; empty where there is none.",
+        prompt_tokens="Length of `prompt_ids`.",
+        finish_reason="Why sampling ended.",
+        status="`complete`, `cancelled` or `failed`.",
+        side_call="Whether the call was marked as beside the task; it is kept and not trained.",
+        endpoint="Path of the request.",
+        streamed="Whether the reply was streamed.",
+        replica="Inference server that answered.",
+        started_at="When the request came, UTC.",
+        ended_at="When the reply was complete, UTC.",
+        latency_s="Seconds from `started_at` to `ended_at`.",
+        first_token_s="Seconds to the first token; null where the reply was not streamed.",  # noqa: S106 - no password
+        copied_from="`<trajectory>/<seq>` of the call that this one is a copy of, where a run was made of recorded "
+        "calls; null where the call was made in this run.",
+        stream_seq="Sequence in ROLLOUTS.",
+    ),
+    f"""
+        SELECT project, model, trajectory, seq, choice, "group" AS group_id, policy_version, step, request, response,
+          prompt_ids, sampled_ids, logprobs, forced, len(prompt_ids) AS prompt_tokens,
+          len(sampled_ids) AS sampled_tokens, finish_reason, status, side_call, endpoint, streamed, replica,
+          nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
+          epoch_us("at" - nullif(started_at, {NEVER})) / 1e6 AS latency_s,
+          epoch_us(nullif(first_token_at, {NEVER}) - nullif(started_at, {NEVER})) / 1e6 AS first_token_s,
+          nullif(copied_from, '') AS copied_from, log_seq AS stream_seq,
+          nullif(split_part(traceparent, '-', 2), '') AS trace_id
+        FROM rollout_exchange
+        """,
+)
+
+MESSAGES = View(
+    "messages",
+    "One row per chat message of a call: those that were sent, then the reply.",
+    documented(
+        "project model trajectory seq choice position role content tool_calls is_reply policy_version "
+        "ended_at",
+        position="Place in the call's conversation, from 0; the reply is last.",
+        role="`system`, `user`, `assistant` or `tool`.",
+        content="Text; JSON where it has parts.",
+        tool_calls="Tool calls, JSON; null where there are none.",
+        is_reply="Whether it is the reply.",
+        ended_at="When the call ended, UTC.",
+    ),
+    """
+        WITH sent AS (
+          SELECT project, model, trajectory, seq, choice, policy_version, "at", response,
+            coalesce(json_extract(request, '$.messages[*]'), []) AS sent
+          FROM rollout_exchange WHERE json_valid(request) AND json_valid(response)
+        ), all_of_them AS (
+          SELECT * EXCLUDE (sent, response), len(sent) AS n,
+            list_append(sent, json_extract(response, '$.choices[0].message')) AS list
+          FROM sent
+        ), numbered AS (
+          SELECT * EXCLUDE (list), unnest(list) AS message, generate_subscripts(list, 1) - 1 AS position
+          FROM all_of_them
+        )
+        SELECT project, model, trajectory, seq, choice, position, json_extract_string(message, '$.role') AS role,
+          json_extract_string(message, '$.content') AS content,
+          json_extract_string(message, '$.tool_calls') AS tool_calls,
+          position = n AS is_reply, policy_version, "at" AS ended_at
+        FROM numbered WHERE message IS NOT NULL
+        """,
+)

@@ -1,0 +1,172 @@
+"""Views of training: checkpoints, their delivery, and what they learned from."""
+
+# ruff: noqa: S608 - the only text put into SQL here is a constant of this package
+
+from __future__ import annotations
+
+from store.reading.views.view import NEVER, View, documented
+
+CHECKPOINTS = View(
+    "checkpoints",
+    "One row per published policy version.",
+    documented(
+        "project model version step parent branch batch_id groups group_seqs config_hash base_model adapter "
+        "adapter_sha256 adapter_bytes files metrics started_at published_at",
+        groups="Ids of the groups that it learned from.",
+        group_seqs="Sequences of these groups in GROUPS.",
+        config_hash="Hash of the training settings.",
+        base_model="Base model of the adapter.",
+        adapter="Name of the adapter in the object store.",
+        adapter_sha256="SHA-256 of the adapter.",
+        adapter_bytes="Size of the adapter.",
+        files="SHA-256 of each file, by name.",
+        started_at="When the step began, UTC.",
+    ),
+    f"""
+        SELECT project, model, version, step, parent, branch, batch_id, groups, group_seqs, config_hash, base_model,
+          adapter, adapter_sha256, adapter_bytes, files, metrics, nullif(started_at, {NEVER}) AS started_at,
+          "at" AS published_at
+        FROM policy_checkpoint
+        """,
+)
+
+ADAPTERS = View(
+    "adapters",
+    "Delivery: one row per version and replica that loaded it. A version that no replica loaded has one row without a "
+    "replica.",
+    documented(
+        "project model version step replica gateway published_at loaded_at delay_s load_s probe_delta "
+        "digest_matches incarnation",
+        replica="Inference server that loaded it; null where none has.",
+        gateway="Gateway that asked for it.",
+        published_at="When the checkpoint was published, UTC; null for a version that this log did not publish.",
+        loaded_at="When the replica could serve it, UTC.",
+        delay_s="Seconds from `published_at` to `loaded_at`.",
+        load_s="Seconds that the loading took.",
+        probe_delta="Largest difference of a probe's logprobs to the base model; 0 means that the adapter changes "
+        "nothing.",
+        digest_matches="Whether the loaded adapter is the published one.",
+        incarnation="Identifies one run of the replica's process.",
+    ),
+    """
+        SELECT coalesce(l.project, c.project) AS project, coalesce(l.model, c.model) AS model,
+          coalesce(l.version, c.version) AS version, coalesce(l.step, c.step) AS step, l.replica, l.gateway,
+          c.at AS published_at, l.at AS loaded_at, epoch_us(l.at - c.at) / 1e6 AS delay_s, l.load_s, l.probe_delta,
+          l.adapter_sha256 = c.adapter_sha256 AS digest_matches, l.incarnation
+        FROM policy_checkpoint c FULL JOIN policy_loaded l
+          ON l.project = c.project AND l.model = c.model AND l.version = c.version
+        """,
+)
+
+_MEMBERS = """
+        WITH consumed AS (
+          SELECT project, model, version, step, parent, batch_id, "at", branch,
+            unnest(groups) AS group_id, unnest(group_seqs) AS group_seq, unnest(group_times) AS group_time
+          FROM policy_checkpoint
+        ), members AS (
+          SELECT c.*, g.branch AS group_branch, g.judge, g.log_seq, g.log_at, g.at AS scored_at,
+            g.verdicts AS verdicts_, unnest(g.members) AS m
+          FROM consumed c JOIN group_scored g ON g.project = c.project AND g."group" = c.group_id AND g.model = c.model
+            AND (c.group_seq IS NULL OR g.log_seq = c.group_seq)
+            AND (c.group_time IS NULL OR epoch_us(g.log_at) = c.group_time)
+        )
+"""
+"""The members of the groups that checkpoints learned from, as the CTE `members`. Older checkpoints lack places of
+their groups."""
+
+# A run whose calls the log lost with its tail may have been played again under the same id: the lake has the calls of
+# both. Those of the group are of its member's steps, and the newest that the log had when it took the group in.
+LINEAGE = View(
+    "lineage",
+    "From a checkpoint to its groups, trajectories, exchanges and verdicts: one row per exchange that it learned from.",
+    documented(
+        "project model version step parent batch_id published_at group_id group_seq branch judge trajectory "
+        "outcome reward verdicts seq choice policy_version staleness sampled_tokens exchange_seq",
+        version="Checkpoint.",
+        group_id="Group that it learned from.",
+        group_seq="Sequence of the group in GROUPS.",
+        verdicts="What each judge said of the run: judge_model, rubric, score, explanation.",
+        seq="Number of the call in its run; null where its exchanges are not in the store.",
+        staleness="Steps between the version that sampled and the one that was trained from.",
+        exchange_seq="Sequence of the exchange in ROLLOUTS.",
+    ),
+    f"""
+        {_MEMBERS.strip()}
+        SELECT m.project, m.model, m.version, m.step, m.parent, m.batch_id, m.at AS published_at, m.group_id,
+          m.log_seq AS group_seq, m.group_branch AS branch, m.judge, m.m.trajectory AS trajectory,
+          m.m.outcome AS outcome, m.m.reward AS reward,
+          list_transform(m.verdicts_, lambda said: {{
+            'judge_model': said.judge_model, 'rubric': said.rubric,
+            'score': list_filter(said.scores, lambda one: one.trajectory = m.m.trajectory)[1].score,
+            'explanation': list_filter(said.scores, lambda one: one.trajectory = m.m.trajectory)[1].explanation
+          }}) AS verdicts,
+          e.seq, e.choice, e.policy_version, m.step - 1 - e.step AS staleness, len(e.sampled_ids) AS sampled_tokens,
+          e.log_seq AS exchange_seq
+        FROM members m LEFT JOIN rollout_exchange e ON e.project = m.project AND e.trajectory = m.m.trajectory
+          AND e.step BETWEEN m.m.first_step AND m.m.last_step
+        QUALIFY 1 = row_number() OVER (
+          PARTITION BY m.project, m.model, m.version, m.group_id, m.log_seq, m.m.trajectory, e.seq, e.choice
+          ORDER BY e.log_at <= m.log_at DESC, e.log_at DESC
+        )
+        """,
+)
+
+STALENESS = View(
+    "staleness",
+    "The age of what a step learned from: one row per trained trajectory and checkpoint.",
+    documented(
+        "project model version step branch group_id trajectory reward staleness_min staleness_max wait_s "
+        "scored_at",
+        version="Checkpoint.",
+        staleness_min="Steps between the newest version that sampled in the run and the one that was trained from.",
+        staleness_max="Steps between the oldest version that sampled in the run and the one that was trained from.",
+        wait_s="Seconds from the group's scoring to the checkpoint.",
+    ),
+    f"""
+        {_MEMBERS.strip()}
+        SELECT project, model, version, step, branch, group_id, m.trajectory AS trajectory, m.reward AS reward,
+          step - 1 - m.last_step AS staleness_min, step - 1 - m.first_step AS staleness_max,
+          epoch_us("at" - scored_at) / 1e6 AS wait_s, scored_at
+        FROM members WHERE m.outcome = 'scored'
+        """,
+)
+
+STEPS = View(
+    "steps",
+    "One row per optimizer step: its batch and its results.",
+    documented(
+        "project model version step branch groups trajectories reward_mean reward_mean_all mean_staleness "
+        "duration_s metrics published_at",
+        version="Version that the step made.",
+        groups="Number of groups.",
+        trajectories="Number of scored trajectories.",
+        reward_mean="Mean reward of these trajectories.",
+        reward_mean_all="Mean reward of all training runs that were scored after the newest group of the step before, "
+        "up to the newest of this step. It includes groups that were not trained because their rewards were equal.",
+        mean_staleness="Mean over the trajectories of the steps between the oldest version that sampled and the one "
+        "that was trained from.",
+        duration_s="Seconds from the step's begin to its publishing.",
+    ),
+    """
+        WITH stepped AS (
+          SELECT c.project, c.model, c.version, any_value(c.step) AS step, c.branch,
+            count(DISTINCT m.group_id) AS groups, count(m.trajectory) AS trajectories, avg(m.reward) AS reward_mean,
+            avg(m.staleness_max) AS mean_staleness,
+            any_value(epoch_us(c.published_at - c.started_at) / 1e6) AS duration_s,
+            any_value(c.metrics) AS metrics, any_value(c.published_at) AS published_at, max(m.scored_at) AS newest
+          FROM checkpoints c LEFT JOIN staleness m
+            ON m.project = c.project AND m.model = c.model AND m.version = c.version AND m.branch = c.branch
+          GROUP BY c.project, c.model, c.version, c.branch
+        ), counted AS (
+          SELECT s.project, s.model, s.branch, s.version, avg(r.reward) AS reward_mean_all
+          FROM rewards r ASOF JOIN (SELECT * FROM stepped WHERE newest IS NOT NULL) s
+            ON r.project = s.project AND r.model = s.model AND r.branch = s.branch AND r.scored_at <= s.newest
+          WHERE r.split = 'train' AND r.outcome = 'scored'
+          GROUP BY ALL
+        )
+        SELECT s.project, s.model, s.version, s.step, s.branch, s.groups, s.trajectories, s.reward_mean,
+          a.reward_mean_all, s.mean_staleness, s.duration_s, s.metrics, s.published_at
+        FROM stepped s LEFT JOIN counted a
+          ON a.project = s.project AND a.model = s.model AND a.branch = s.branch AND a.version = s.version
+        """,
+)

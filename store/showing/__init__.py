@@ -1,0 +1,9 @@
+"""What shows a run to people.
+
+| room | what lives there |
+| --- | --- |
+| `dashboard` | web pages; `journeywork ui` |
+| `watch` | the live view in the terminal; `journeywork watch` |
+| `show` | one trajectory or group as text |
+| `curves` | JSONL and TensorBoard files of the training steps, and experiment trackers |
+"""

@@ -1,0 +1,90 @@
+"""The task of the store service that writes curves: it follows the checkpoints and evaluations of the log, and writes
+into `curves/` of the run folder.
+
+The store service does this because it runs in every installation and owns what is kept of a run. It reads the log, not
+its Parquet files, so a point is there as soon as its checkpoint is.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from pipeline.config import Config
+from pipeline.events import CheckpointPublished, PolicyEvaluated
+from pipeline.log.broker import Broker
+from pipeline.log.follow import follow_events
+from store.showing.curves.metrics_file import Added, MetricsFile
+from store.showing.curves.rows import Row, make_row
+from store.showing.curves.sending import CLOSING_S, Sender
+from store.showing.curves.tensorboard import TensorBoard
+from store.showing.curves.trackers import TRACKERS, runs_of
+
+FOLDER = "curves"
+
+
+class Curves:
+    """The curves of one run."""
+
+    def __init__(self, config: Config, broker: Broker) -> None:
+        self._config, self._broker = config, broker
+        self._board: TensorBoard | None = None
+        self._senders: list[Sender] = []
+
+    async def run(self) -> None:
+        """Write until cancelled. Raises `OSError` if the folder can't be written."""
+        history = await anyio.to_thread.run_sync(self._open)
+        newest = history.newest
+        followed: list[type[CheckpointPublished | PolicyEvaluated]] = [CheckpointPublished, PolicyEvaluated]
+        events = follow_events(
+            self._broker, followed, lambda: 1, newest.place if newest else None,
+            project=self._config.project,
+        )  # fmt: skip
+        try:
+            async with aclosing(events):
+                async for recorded in events:
+                    row = make_row(recorded)
+                    if row is None:
+                        continue
+                    # A thread can't be stopped: a cancellation waits for it.
+                    with anyio.CancelScope(shield=True):
+                        added = await anyio.to_thread.run_sync(self._write, history, row)
+                    for sender in self._senders if added != "same" else ():
+                        sender.add(row)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._close)
+
+    def _write(self, history: MetricsFile, row: Row) -> Added:
+        added = history.add(row)
+        if self._board and added == "new":
+            self._board.add(row)
+        elif self._board and added == "replaced":
+            self._board.rebuild(history.rows.values())
+        return added
+
+    def _close(self) -> None:
+        for sender in self._senders:
+            sender.stop()
+        if self._board:
+            self._board.close()
+        until = time.monotonic() + CLOSING_S
+        for sender in self._senders:
+            sender.join(until)
+
+    def _open(self) -> MetricsFile:
+        folder = self._config.path(FOLDER)
+        history = MetricsFile(folder)
+        if self._config.curves.tensorboard:
+            self._board = TensorBoard(folder / "tensorboard")
+            self._board.rebuild(history.rows.values())
+        runs = runs_of(self._config, folder)
+        for name in dict.fromkeys(self._config.curves.trackers):
+            sender = Sender(name, partial(TRACKERS[name], runs), folder)
+            sender.start(history.rows.values())
+            self._senders.append(sender)
+        return history

@@ -1,0 +1,299 @@
+"""The dashboard's application.
+
+Each page has an address that can be shared, and its data as JSON under the same address with `.json`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import anyio.to_thread
+import duckdb
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipeline.config import Config
+from pipeline.running.runs import SETTINGS, run_settings, runs_under
+from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories
+from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
+from store.reading.history import History
+from store.showing.dashboard import labels, sandbox
+from store.showing.dashboard.access import COOKIE, HEADERS, Access
+from store.showing.dashboard.errors import PageError
+from store.showing.dashboard.gateway import ACTIONS, Gateway
+from store.storage import StoreError
+
+_HERE = Path(__file__).parent
+_FOLLOW = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Journeywork</title><meta http-equiv="refresh" content="0"></head>
+<body><main><h1>Journeywork</h1><p>You followed a link. The page opens.</p></main></body></html>
+"""
+"""Answers a link on another site: the browser asks again, now from a page of the dashboard."""
+_BODY = 256 * 1024
+"""Bytes of a form at most."""
+SECTIONS = ("store", "gateway", "models", "trainer", "ui")
+"""The settings of a run that the pages need."""
+
+Data = dict[str, Any]
+
+_LISTS: dict[str, Callable[..., Data]] = {
+    "overview": overview.overview, "numbers": overview.numbers, "groups": groups.groups,
+    "trajectories": trajectories.trajectories, "checkpoints": checkpoints.checkpoints, "judge": judge.judge,
+    "decisions": checkpoints.decisions,
+}  # fmt: skip
+_SINGLE: dict[str, Callable[..., Data]] = {
+    "group": groups.group, "trajectory": trajectories.trajectory, "checkpoint": checkpoints.checkpoint,
+    "event": events.event,
+}  # fmt: skip
+_DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
+"""Pages whose JSON holds more than their HTML."""
+_STATUSES: dict[type[Exception], int] = {NotFoundError: 404, InvalidQueryError: 400}
+_WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
+
+
+class Dashboard:
+    """The pages of one run."""
+
+    def __init__(self, history: History, access: Access) -> None:
+        self._history, self._access = history, access
+        self._gateway = Gateway(history.config)
+        self._templates = Environment(
+            loader=FileSystemLoader(_HERE / "templates"), autoescape=select_autoescape(), undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        self._templates.filters.update(
+            number=texts.number, when=texts.when, short=texts.short, pretty=texts.pretty
+        )
+        routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
+        for name, load in _LISTS.items():
+            routes += [
+                Route(f"/{name}", self._page(name, load)),
+                Route(f"/{name}.json", self._page(name, _DATA.get(name, load))),
+            ]
+        for name, one in _SINGLE.items():
+            routes += [
+                Route(f"/{name}/{{name:path}}{end}", self._page(name, one, named=True))
+                for end in (".json", "")
+            ]
+        routes += [
+            Route(f"/{name}{end}", answer)
+            for name, answer in (("sql", self._sql), ("compare", self._compare))
+            for end in ("", ".json")
+        ]
+        routes += [
+            Route("/label/{group:path}", self._label, methods=["POST"]),
+            Route("/policies/{model:path}", self._decide, methods=["POST"]),
+            Route("/sign-in", self._sign_in, methods=["GET", "POST"]),
+            Route("/sign-out", self._sign_out, methods=["POST"]),
+        ]
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(_Guard, access=access)],
+            exception_handlers={PageError: self._failed, ReadingError: self._failed, StoreError: self._failed,
+                                duckdb.Error: self._failed, 404: self._failed, 405: self._failed},
+            lifespan=self._life,
+        )  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await self._gateway.close()
+        self._history.close()
+
+    # -- answering ---------------------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Request, page: str, load: Callable[[], Data]) -> Response:
+        """Check the user, load the page's data in a thread, and render it as HTML or JSON. A page about versions gets
+        what the gateway says they are now."""
+        key = self._access.key(request)
+        if key is None:
+            return self._to_sign_in(request)
+        data = await anyio.to_thread.run_sync(load)
+        if page in _WITH_POLICIES:
+            data = {**data, "policies": await self._gateway.policies(key)}
+        return self._render(request, page, data)
+
+    def _render(self, request: Request, page: str, data: Data, status: int = 200) -> Response:
+        if request.url.path.endswith(".json"):
+            return Response(texts.as_json(data), status, media_type="application/json")
+        link = request.url.path + ".json" + (f"?{request.url.query}" if request.url.query else "")
+        text = self._templates.get_template(f"{page}.html").render(
+            data, data=data, page_name=page, json_link=link, signed_in=COOKIE in request.cookies,
+            run=data.get("run"), run_name=str(self._history.config.run_dir), query_of=request.query_params,
+        )  # fmt: skip
+        return HTMLResponse(text, status)
+
+    def _to_sign_in(self, request: Request) -> Response:
+        if request.url.path.endswith(".json"):
+            raise PageError(401, "Send an operator's key of this run as bearer token.")
+        return RedirectResponse("/sign-in", 303)
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        known = (
+            _STATUSES.get(type(error))
+            or getattr(error, "status", None)
+            or getattr(error, "status_code", None)
+        )
+        status = known or 500
+        message = str(error)
+        if isinstance(error, HTTPException):
+            here = request.url.path[:200]
+            message = (
+                f"There is no page {here!r}." if status == 404 else f"{request.method} is not for {here!r}."
+            )
+        return self._render(request, "error", {"status": status, "message": message}, status)
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    async def _home(self, request: Request) -> Response:
+        return RedirectResponse("/overview", 303)
+
+    def _page(
+        self, page: str, load: Callable[..., Data], named: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            what = [request.path_params["name"]] if named else []
+            return await self._answer(request, page, lambda: load(self._history, *what, request.query_params))
+
+        return answer
+
+    async def _sql(self, request: Request) -> Response:
+        query = request.query_params.get("query", "")
+
+        def load() -> Data:
+            data: Data = {"query": query, "result": None, "error": ""}
+            if query.strip():
+                try:
+                    data["result"] = sandbox.run(self._history.config.path(SETTINGS), query)
+                except sandbox.SandboxError as error:
+                    data["error"] = str(error)
+            return data
+
+        return await self._answer(request, "sql", load)
+
+    async def _compare(self, request: Request) -> Response:
+        query = request.query_params
+
+        def load() -> Data:
+            runs = self._runs()
+            here = Path(self._history.config.run_dir).name
+            sides = []
+            for number in ("a", "b"):
+                run, branch = query.get(f"run_{number}") or here, query.get(f"branch_{number}") or "main"
+                if run not in runs:
+                    raise PageError(404, f"There is no run {run[:80]!r} beside this one.")
+                sides.append((run, branch))
+            with contextlib.ExitStack() as opened:
+                histories = {
+                    run: self._history if run == here else opened.enter_context(
+                        contextlib.closing(History(run_settings(runs[run], sections=SECTIONS)))
+                    )
+                    for run, _ in sides
+                }  # fmt: skip
+                data = overview.compare(
+                    (histories[sides[0][0]], sides[0][1]), (histories[sides[1][0]], sides[1][1]), {}
+                )
+                known = {run: overview.branches(history) for run, history in histories.items()}
+            return {**data, "runs": sorted(runs), "chosen": sides, "branches": known}
+
+        return await self._answer(request, "compare", load)
+
+    def _runs(self) -> dict[str, Path]:
+        """The run and its neighbours that have a history, by name."""
+        here = Path(self._history.config.run_dir)
+        return {folder.name: folder for folder in runs_under(here.parent)} | {here.name: here}
+
+    async def _decide(self, request: Request) -> Response:
+        key = self._access.key(request)
+        if key is None:
+            return self._to_sign_in(request)
+        form = await self._form(request)
+        action = form.pop("action", "")
+        if action not in ACTIONS:
+            raise PageError(400, f"action={action[:40]!r}: choose one of {', '.join(ACTIONS)}.")
+        body: Data = {name: value for name, value in form.items() if value}
+        if "percent" in body:
+            try:
+                body["percent"] = float(body["percent"])
+            except ValueError:
+                raise PageError(
+                    400, f"percent={body['percent'][:40]!r}: write a number from 0 to 100."
+                ) from None
+        await self._gateway.decide(key, request.path_params["model"], action, body)
+        return RedirectResponse("/decisions?decided=1", 303)
+
+    async def _label(self, request: Request) -> Response:
+        """Record the scores or the ranking of the form (`store.showing.dashboard.labels`)."""
+        key = self._access.key(request)
+        if key is None:
+            return self._to_sign_in(request)
+        group, form = request.path_params["group"], await self._form(request)
+        body = labels.body(form)
+        await self._gateway.label(key, group, body)
+        return RedirectResponse(f"/group/{quote(group, safe='')}?labeled={len(body['labels'])}", 303)
+
+    # -- signing in --------------------------------------------------------------------------------------------------
+
+    async def _sign_in(self, request: Request) -> Response:
+        if request.method == "GET":
+            return self._render(request, "sign_in", {"error": ""})
+        form = await self._form(request)
+        response = RedirectResponse("/overview", 303)
+        try:
+            self._access.sign_in(form.get("key", "").strip(), response, request.url.scheme == "https")
+        except PageError as error:
+            return self._render(request, "sign_in", {"error": str(error)}, error.status)
+        return response
+
+    async def _sign_out(self, request: Request) -> Response:
+        self._access.sessions.close(request.cookies.get(COOKIE, ""))
+        response = RedirectResponse("/sign-in", 303)
+        response.delete_cookie(COOKIE)
+        return response
+
+    async def _form(self, request: Request) -> dict[str, str]:
+        length = request.headers.get("content-length", "")
+        if not length.isascii() or not length.isdigit() or int(length) > _BODY:
+            raise PageError(413, f"A form has at most {_BODY} bytes.")
+        return {name: str(value) for name, value in (await request.form(max_files=0)).items()}
+
+
+class _Guard:
+    """Checks where every request comes from, and adds the security headers to every answer."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message["headers"],
+                    *((k.encode(), v.encode()) for k, v in HEADERS.items()),
+                ]
+            await send(message)
+
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                if self._access.check_origin(Request(scope)):
+                    app = HTMLResponse(_FOLLOW)
+            except PageError as error:
+                app = PlainTextResponse(f"{error}\n", error.status)
+        await app(scope, receive, with_headers)
+
+
+def make_app(config: Config) -> Starlette:
+    """The application over a run. Raises `ConfigError`, `StoreError`."""
+    access = Access(config)
+    return Dashboard(History(config), access).app

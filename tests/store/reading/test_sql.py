@@ -1,0 +1,350 @@
+"""The documented views, over a store written from a real log."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import duckdb
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.events import (
+    CheckpointPublished,
+    Event,
+    GroupDiscarded,
+    GroupScored,
+    Member,
+    pack_seqs,
+    schema,
+    wire_name,
+)
+from store.commits import add_action_of_file
+from store.lake import lake_in
+from store.reading import sql
+from store.reading.views import VIEWS
+from store.storage import DamagedFileError
+from tests.store.kit import exchange, fill, run_of_one_step, tables
+
+
+def rows(run_dir: Path, query: str) -> list[Any]:
+    with sql.connect(run_dir) as connection:
+        return connection.sql(query).fetchall()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    fill(tmp_path, run_of_one_step())
+    return tmp_path
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
+@pytest.mark.parametrize("filled", [False, True])
+def test_each_view_has_its_documented_columns(view: Any, filled: bool, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    if filled:
+        fill(tmp_path, run_of_one_step())
+    with sql.connect(tmp_path) as connection:
+        result = connection.sql(f"FROM {view.name}")
+        assert result.columns == list(view.columns)
+        assert bool(result.fetchall()) == filled
+        assert [str(t) for t in result.types].count('"NULL"') == 0
+
+
+def test_a_column_has_the_same_type_in_an_empty_store_and_a_full_one(
+    run_dir: Path, tmp_path_factory: Any
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    (empty / "store").mkdir()
+    with sql.connect(run_dir) as full, sql.connect(empty) as nothing:
+        for name in [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]:
+            assert full.sql(f"FROM {name}").types == nothing.sql(f"FROM {name}").types, name
+
+
+def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(run_dir: Path) -> None:
+    got = rows(
+        run_dir,
+        "SELECT trajectory, seq, reward, verdicts[1].score, staleness, exchange_seq FROM lineage ORDER BY 1, 2",
+    )
+    assert got == [
+        ("t0", 0, 1.0, 0.9, 0, 2),
+        ("t0", 1, 1.0, 0.9, 0, 3),
+        ("t1", 0, 0.0, 0.1, 0, 6),
+        ("t1", 1, 0.0, 0.1, 0, 7),
+    ]
+
+
+def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_path: Path) -> None:
+    events = run_of_one_step()
+    fill(tmp_path, [e for e in events[:5] if not isinstance(e, type(events[3]))] + [events[7]])
+    assert rows(tmp_path, "SELECT trajectory, outcome FROM trajectories ORDER BY 1") == [
+        ("t0", "open"),
+        ("t1", "scored"),
+    ]
+
+
+def test_messages_hold_what_was_sent_and_the_reply(run_dir: Path) -> None:
+    got = rows(
+        run_dir,
+        "SELECT role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position",
+    )
+    assert got == [("system", "play", False), ("user", "go 1", False), ("assistant", "x", True)]
+
+
+def test_views_say_what_happened(run_dir: Path) -> None:
+    assert (
+        rows(run_dir, "SELECT reason, duration_s, duration FROM starvation") == [("stale", 4.0, "<10s")] * 2
+    )
+    assert rows(run_dir, "SELECT judge_model, cost_usd, verdicts FROM judge_cost") == [("judge/1", 0.25, 1)]
+    assert rows(run_dir, "SELECT version, replica, delay_s < 5 FROM adapters") == [("m@1", "r0", True)]
+    assert rows(run_dir, "SELECT groups, trajectories, reward_mean FROM steps") == [(1, 2, 0.5)]
+    assert rows(run_dir, "SELECT trajectory, centered FROM rewards ORDER BY 1") == [("t0", 0.5), ("t1", -0.5)]
+    asked = "SELECT trajectory, position, left_out FROM verdicts ORDER BY 1"
+    assert rows(run_dir, asked) == [("t0", 1, 0), ("t1", 0, 0)]
+    assert rows(run_dir, "SELECT DISTINCT trace_id FROM exchanges") == [("ab" * 16,)]
+    assert rows(run_dir, "SELECT stream, stream_seq, payload FROM dead") == [("ROLLOUTS", 7, b"\xc1")]
+
+
+def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path: Path) -> None:
+    """Groups are scored at 1 s, 2 s, …; those of the second and fourth train."""
+
+    def scored(at: int, rewards: tuple[float, ...], split: Literal["train", "val"] = "train") -> GroupScored:
+        members = tuple(
+            Member(trajectory=f"{split}{at}-{i}", reward=r, split=split) for i, r in enumerate(rewards)
+        )
+        return GroupScored(
+            project="p", group=f"g{at}", model="m", judge="j", members=members, split=split, at=at * 1_000_000
+        )
+
+    def step(number: int, trained: int) -> CheckpointPublished:
+        return CheckpointPublished(
+            project="p", model="m", step=number, version=f"m@{number}", parent=f"m@{number - 1}", batch_id="b",
+            groups=(f"g{trained}",), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3,
+            at=trained * 1_000_001,
+        )  # fmt: skip
+
+    groups = [
+        scored(1, (1.0, 1.0)),
+        scored(2, (0.0, 1.0)),
+        scored(3, (1.0, 1.0)),
+        scored(4, (0.5, 1.0)),
+        scored(5, (0.0, 0.0)),
+    ]
+    fill(tmp_path, [*groups, scored(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9)])
+    asked = "SELECT step, reward_mean, reward_mean_all FROM steps ORDER BY step"
+    assert rows(tmp_path, asked) == [(1, 0.5, 0.75), (2, 0.75, 0.875), (3, None, None)]
+    asked = "SELECT split, count(*), avg((NOT has_signal)::INT) FROM groups GROUP BY 1 ORDER BY 1"
+    assert rows(tmp_path, asked) == [("train", 5, 0.6), ("val", 1, None)]  # validation never trains
+
+
+def test_a_group_is_one_row_also_if_it_was_discarded_after_its_scoring(tmp_path: Path) -> None:
+    def discarded(group: str, reason: Any, *trajectories: str) -> GroupDiscarded:
+        return GroupDiscarded(
+            project="p", group=group, model="m", trajectories=trajectories, reason=reason, by="trainer"
+        )
+
+    members = tuple(Member(trajectory=run, reward=float(run == "a")) for run in "abc")
+    fill(
+        tmp_path,
+        [
+            *(
+                GroupScored(project="p", group=g, model="m", judge="j", members=members)
+                for g in ("trained", "old")
+            ),
+            discarded("trained", "late", "d"),
+            discarded("old", "stale", "a", "b", "c"),
+            discarded("old", "late", "d"),
+            discarded("alone", "too_small", "e"),
+            discarded("alone", "late", "f"),
+        ],
+    )
+    asked = "SELECT group_id, status, size, discarded, reason, reward_max FROM groups ORDER BY 1"
+    assert rows(tmp_path, asked) == [
+        ("alone", "discarded", 0, 2, "too_small", None),
+        ("old", "scored", 3, 4, "stale", 1.0),
+        ("trained", "scored", 3, 1, "late", 1.0),
+    ]
+
+
+def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_path: Path) -> None:
+    """The lake has the calls of both; the checkpoint learned from the first, and a later one from the second."""
+    events: list[Event] = []
+    for step, calls in ((1, 2), (4, 3)):
+        member = Member(trajectory="t", reward=1.0, exchanges=calls, first_step=step - 1, last_step=step - 1)
+        events += [exchange("t", seq, step - 1) for seq in range(calls)]
+        events.append(GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=(member,)))
+        events.append(
+            CheckpointPublished(
+                project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b",
+                groups=(f"g{step}",), group_seqs=pack_seqs([1]), config_hash="c", adapter="a",
+                adapter_sha256="s", adapter_bytes=3,
+            )
+        )  # fmt: skip
+    events[-1] = msgspec.structs.replace(events[-1], group_seqs=pack_seqs([2]))  # type: ignore[call-arg]
+    fill(tmp_path, events)
+    asked = "SELECT step, policy_version, count(*) FROM lineage GROUP BY ALL ORDER BY 1"
+    assert rows(tmp_path, asked) == [(1, "m@0", 2), (4, "m@3", 3)]
+
+
+def test_doubles_are_not_hidden(tmp_path: Path) -> None:
+    lake = fill(tmp_path, [exchange("t")])
+    (name,) = lake.names("rollout.exchange")
+    table = lake.table("rollout.exchange")
+    size = lake.storage.sizes("rollout.exchange")[name]
+    path = Path(lake.storage.key("rollout.exchange", name))
+    path.with_name("again.parquet").write_bytes(path.read_bytes())
+    table.commit([add_action_of_file(lake.storage, "rollout.exchange", "again.parquet", size)[0]], 1)
+    assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
+
+
+def test_a_file_from_before_a_column_reads_as_null(tmp_path: Path) -> None:
+    lake = fill(tmp_path, [exchange("t")])
+    table = lake.table("rollout.exchange")
+    rows_then = tables(lake, "rollout.exchange")[0].drop_columns(["replica", "log_seq"])
+    table.append(rows_then.append_column("log_seq", pa.array([2])))
+    assert rows(tmp_path, "SELECT trajectory, replica FROM exchanges ORDER BY stream_seq") == [
+        ("t", ""),
+        ("t", None),
+    ]
+
+
+def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
+    events = run_of_one_step()
+    scored = next(e for e in events if wire_name(e) == "group.scored")
+    again = msgspec.structs.replace(scored, judge="other")  # type: ignore[call-arg]
+    events.insert(events.index(scored) + 1, again)
+    fill(tmp_path, events)
+    assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
+    assert pack_seqs([1])
+
+
+def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: Path) -> None:
+    """A union or a cast in the table's view takes its statistics from DuckDB, which then reads every exchange."""
+    for step in range(1, 9):
+        runs = [f"t{step}{i}" for i in range(4)]
+        members = tuple(Member(trajectory=run, reward=float(i)) for i, run in enumerate(runs))
+        fill(
+            tmp_path,
+            [
+                *(exchange(run, seq) for run in runs for seq in range(8)),
+                GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=members),
+                CheckpointPublished(
+                    project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b",
+                    groups=(f"g{step}",), group_seqs=pack_seqs([step]), config_hash="c", adapter="a",
+                    adapter_sha256="s", adapter_bytes=3,
+                ),
+            ],
+        )  # fmt: skip
+    with sql.connect(tmp_path) as connection:
+        asked = "FROM lineage WHERE version = 'm@5'"
+        assert len(connection.sql(asked).fetchall()) == 32
+        plan = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {asked}").fetchall()[0][1]
+    assert max(map(int, re.findall(r'"rows_scanned": (\d+)', plan))) == 32  # of 256 exchanges
+
+
+def test_files_of_an_older_version_have_todays_columns_fields_and_types(
+    run_dir: Path, tmp_path_factory: Any
+) -> None:
+    lake, then = lake_in(run_dir / "store"), tmp_path_factory.mktemp("then")
+
+    def write(tag: str, change: Callable[[pa.Table], pa.Table]) -> None:
+        (then / "store" / tag).mkdir(parents=True)
+        name = f"{tag.partition('.')[0].upper()}S-000000000001-000000000009-0a.parquet"
+        pq.write_table(change(tables(lake, tag)[0]), then / "store" / tag / name)
+
+    def unsigned(table: pa.Table) -> pa.Table:
+        at = table.schema.get_field_index("forced")
+        return table.set_column(at, "forced", table["forced"].cast(pa.list_(pa.uint8())))
+
+    def short_members(table: pa.Table) -> pa.Table:
+        members = [[{"trajectory": m["trajectory"]} for m in row] for row in table["members"].to_pylist()]
+        kind = pa.list_(pa.struct([("trajectory", pa.string())]))
+        at = table.schema.get_field_index("members")
+        return table.set_column(at, "members", pa.array(members, kind)).drop_columns(["origin", "offline"])
+
+    write("rollout.exchange", unsigned)
+    write("group.scored", short_members)
+    with sql.connect(run_dir) as today, sql.connect(then) as old:
+        for name in ("rollout_exchange", "group_scored", "lineage", "rewards"):
+            assert old.sql(f"FROM {name}").types == today.sql(f"FROM {name}").types, name
+        asked = "SELECT origin, offline, members[1].trajectory, members[1].reward FROM group_scored"
+        assert old.sql(asked).fetchall() == [(None, None, "t0", None)]
+        asked = "SELECT trajectory, seq, forced FROM exchanges ORDER BY ALL"
+        assert old.sql(asked).fetchall() == today.sql(asked).fetchall()
+
+
+def test_a_damaged_file_is_named(run_dir: Path) -> None:
+    lake = lake_in(run_dir / "store")
+    (name,) = lake.names("group.scored")
+    path = Path(lake.storage.key("group.scored", name))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedFileError, match=name):
+        sql.connect(run_dir)
+
+
+TABLE = """\
+┌───────┬─────────┐
+│   n   │    b    │
+│ int32 │ boolean │
+├───────┼─────────┤
+│     1 │ true    │
+│     ∅ │ false   │
+└───────┴─────────┘
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("table", TABLE),
+        ("csv", "n,b\n1,True\n,False\n"),
+        ("json", '[{"n":1,"b":true},\n {"n":null,"b":false}]\n'),
+    ],
+)
+def test_formats(form: str, expected: str) -> None:
+    out = io.BytesIO()
+    with duckdb.connect() as connection:
+        sql.write_result(connection.sql("SELECT * FROM (VALUES (1, true), (NULL, false)) t(n, b)"), form, out)
+    assert out.getvalue().decode() == expected
+
+
+def test_a_table_shows_every_row_and_column_and_cuts_long_cells() -> None:
+    with duckdb.connect() as connection:
+        wide = ", ".join(f"repeat('x', 5000) || chr(10) AS c{i}, range(5000) AS l{i}" for i in range(15))
+        text = sql.table_text(connection.sql(f"SELECT {wide}, 1 AS n, 2 AS n FROM range(300)"))
+    shown = [line for line in text.splitlines() if line.startswith("│ xxxx")]
+    assert len(shown) == 300
+    assert all(f" {kind}{i} " in text for i in range(15) for kind in "cl")
+    assert {len(line) for line in shown} == {30 * 63 + 2 * 8 + 1}
+
+
+def test_parquet_output_reads_back() -> None:
+    out = io.BytesIO()
+    with duckdb.connect() as connection:
+        sql.write_result(connection.sql("SELECT 1 AS n, [1, 2] AS l"), "parquet", out)
+    assert pq.read_table(io.BytesIO(out.getvalue())).to_pylist() == [{"n": 1, "l": [1, 2]}]
+
+
+def test_the_command_answers_and_says_what_is_wrong(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sql.main(["--run-dir", str(run_dir), "--format", "csv", "SELECT count(*) AS n FROM groups"]) == 0
+    assert capfd.readouterr().out == "n\n2\n"
+    assert sql.main(["--run-dir", str(run_dir), "FROM nowhere"]) == 1
+    assert "nowhere" in capfd.readouterr().err
+    assert sql.main(["--run-dir", str(run_dir / "none"), "SELECT 1"]) == 1
+    assert "is no run" in capfd.readouterr().err
+
+
+def test_a_run_with_settings_of_an_older_version_can_be_asked(run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text("[trainer]\nlora_rank = 4\n[gateway]\nmax_body_bytes = 5\n")
+    assert sql.main(["FROM checkpoints", "--run-dir", str(run_dir)]) == 0
+
+
+@pytest.mark.parametrize("query", ["", "  ", "-- nothing"])
+def test_an_empty_query_is_refused(query: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sql.main([query, "--run-dir", str(run_dir)]) == 1
+    assert "the query is empty" in capsys.readouterr().err

@@ -1,0 +1,35 @@
+"""Events and rows for the tests of the curves."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.events import CheckpointPublished, Measure, PolicyEvaluated
+from store.showing.curves.rows import Row
+
+
+def checkpoint(
+    step: int, *, branch: str = "main", model: str = "m", loss: float = 0.5
+) -> CheckpointPublished:
+    return CheckpointPublished(
+        project="p", model=model, step=step, version=f"{model}@{step}", parent=f"{model}@{step - 1}",
+        batch_id=str(step), groups=(), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1,
+        branch=branch, at=step * 1_000_000,
+        metrics={"loss": loss, "reward_mean_all": step / 10, "kl_sampler": 0.001},
+    )  # fmt: skip
+
+
+def evaluation(
+    version: str, mean: float, *, name: str = "e", kind: Literal["policy", "external"] = "policy"
+) -> PolicyEvaluated:
+    return PolicyEvaluated(
+        project="p", model="m", evaluation=name, entrant=version, version=version, kind=kind, at=9_000_000,
+        scenarios="games.agent:held_out", measures=(Measure(name="reward", mean=mean, low=mean - 0.25, high=None),),
+    )  # fmt: skip
+
+
+def row(step: int, *, model: str = "m", branch: str = "main", at: int = 0) -> Row:
+    return Row(
+        model=model, branch=branch, step=step, version=f"{model}@{step}", at=float(step), log_seq=step,
+        log_at=at or step, metrics={"loss/train": step / 10, "train/reward": None},
+    )  # fmt: skip

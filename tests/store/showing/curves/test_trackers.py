@@ -1,0 +1,79 @@
+"""Curves at trackers: what a run is called, and what each library itself reads back, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config, CurvesConfig
+from pipeline.errors import ConfigError
+from store.showing.curves import trackers
+from store.showing.curves.trackers import check_trackers, runs_of
+from tests.kits.environments import ROOT, environment
+from tests.store.showing.curves.kit import row
+
+
+def test_a_run_is_known_by_project_model_branch_and_run_folder(tmp_path: Path) -> None:
+    def identity(project: str = "p", folder: str = "a", **of: str) -> trackers.RunIdentity:
+        config = Config(project=project, run_dir=str(tmp_path / folder))
+        return runs_of(config, tmp_path).identity(row(1, **of))  # type: ignore[arg-type]
+
+    assert identity() == identity()
+    others = [identity(), identity("q"), identity(folder="b"), identity(model="n"), identity(branch="try")]
+    assert len({one.id for one in others}) == len({one.name for one in others}) == 5
+    assert others[4].name.startswith("m+try-")
+    config = Config(project="p", curves=CurvesConfig(tracker_project="ours"))
+    assert runs_of(config, tmp_path).project == "ours"
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_missing_library_names_the_extra(
+    name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"curves\.trackers.*journeywork\[{name}\]"):
+        check_trackers(Config(curves=CurvesConfig(trackers=(name,))))
+    check_trackers(Config(curves=CurvesConfig(trackers=(name,), enabled=False)))
+
+
+def run_program(name: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run `tracker_program.py` with the libraries of the trackers, offline and in `folder`."""
+    env = {
+        "PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    python = str(environment("trackers") / "python")
+    return subprocess.run(
+        [python, "-m", "tests.store.showing.curves.tracker_program", name, str(folder), *args],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the first one installs the libraries
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, tmp_path: Path) -> None:
+    """Two starts that end, one that is killed as soon as the library took the points, and one that reads back."""
+    killed = run_program(name, tmp_path, "kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = run_program(name, tmp_path, "read")
+    assert done.returncode == 0, done.stderr
+    runs: dict[str, list[list[Any]]] = json.loads(done.stdout.splitlines()[-1])
+    points = {label.rsplit("-", 1)[0]: found for label, found in runs.items()}
+    evaluated = "m-evaluations" if name == "wandb" else "m"
+    assert set(points) == {"m", "m+try", "n", evaluated}
+    assert points["m+try"] == points["n"] == [["loss/train", 1, 0.1]]
+    assert ["eval/held_out/reward", 1, 0.75] in points[evaluated]
+    losses = [(step, value) for metric, step, value in points["m"] if metric == "loss/train"]
+    assert [losses.count((step, step / 10)) for step in (1, 2)] == [1, 1]  # their runs were finished
+    again = [losses.count((step, step / 10)) for step in (3, 4, 5)]
+    assert all(again)
+    assert sum(again) + 2 == len(losses)
+    if name == "mlflow":  # an answered call is kept: only the last one may be sent twice
+        assert (again[0], again[2]) == (1, 1)

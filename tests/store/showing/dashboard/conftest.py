@@ -1,0 +1,55 @@
+"""A dashboard over a small history."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from pipeline.config import with_values
+from pipeline.running.runs import SETTINGS, run_settings
+from store.showing.dashboard.server import make_app
+from tests.store.kit import fill, run_of_one_step
+
+URL = "http://127.0.0.1:8701"
+Open = Callable[..., TestClient]
+
+
+@pytest.fixture(scope="session")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a history of one step. Tests take copies, which cost a hundredth of it."""
+    folder = tmp_path_factory.mktemp("history")
+    fill(folder, run_of_one_step())
+    return folder
+
+
+@pytest.fixture
+def run_dir(history: Path, tmp_path: Path) -> Path:
+    """A run with its settings and a history of one step."""
+    folder = tmp_path / "runs" / "here"
+    shutil.copytree(history, folder)
+    (folder / SETTINGS).write_text(
+        f'project = "p"\nrun_dir = "{folder}"\n\n[[models]]\nname = "m"\nbase = "base"\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def open_dashboard(run_dir: Path) -> Iterator[Open]:
+    """Opens a client of the run's dashboard, at `host`."""
+    with ExitStack() as opened:
+
+        def start(host: str = "127.0.0.1", url: str = URL) -> TestClient:
+            app = make_app(with_values(run_settings(run_dir), {"ui.host": host}))
+            return opened.enter_context(TestClient(app, base_url=url, follow_redirects=False))
+
+        yield start
+
+
+@pytest.fixture
+def client(open_dashboard: Open) -> TestClient:
+    return open_dashboard()

@@ -1,0 +1,170 @@
+"""A small installation with a dashboard: log, inference double, gateway and store, and a history of two steps that real
+calls made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, UiConfig, VllmConfig
+from pipeline.events import GroupScored, Measure, Member, PolicyEvaluated, Score, TaskResult, Verdict
+from pipeline.log.broker import Broker
+from tests.conftest import InferenceDouble, NatsServer, free_port
+from tests.kits.sampler import SamplerThread
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
+
+MODEL = "tictactoe"
+GROUPS = ("board/1", "board 2")
+MEMBERS = 3
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass(frozen=True)
+class Living:
+    """Where the installation is."""
+
+    url: str
+    """Of the dashboard."""
+    gateway: GatewayProcess
+
+    def until(self, path: str, holds: Any, seconds: float = 60) -> Any:
+        """Read a page's JSON until `holds(data)`, and return it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            data = httpx.get(f"{self.url}/{path}", timeout=60).json()
+            if holds(data):
+                return data
+            time.sleep(0.2)  # what the dashboard sees are files, which appear without a word
+        raise AssertionError(f"{path}: {str(data)[:2000]}")
+
+
+@contextlib.contextmanager
+def living(folder: Path) -> Iterator[Living]:
+    """An installation with its files in `folder`."""
+    with contextlib.ExitStack() as stack:
+        nats, double = NatsServer(folder), InferenceDouble(folder)
+        for server in (nats, double):
+            server.start()
+            stack.callback(server.stop)
+        ports = free_port(), free_port()
+        config = Config(
+            project=PROJECT,
+            run_dir=str(folder / "runs" / "here"),
+            nats=NatsConfig(url=nats.url),
+            vllm=VllmConfig(urls=(double.url,), max_loras=3),
+            models=(ModelConfig(name=MODEL, base=str(double.base)),),
+            gateway=GatewayConfig(port=ports[0]),
+            store=StoreConfig(flush_s=0.2),
+            ui=UiConfig(port=ports[1], gateway_url=f"http://127.0.0.1:{ports[0]}"),
+        )
+        gateway, sampler = GatewayProcess(config), SamplerThread(config)
+        for process in (gateway, sampler):
+            process.start()
+            stack.callback(process.stop)
+        for module in ("store", "store.showing.dashboard"):
+            stack.enter_context(_service(module, config))
+        found = Living(f"http://127.0.0.1:{ports[1]}", gateway)
+        anyio.run(_play, gateway, config.nats)
+        found.until("checkpoints.json", lambda data: len(data["rows"]) == len(GROUPS))
+        found.until(
+            "overview.json", lambda data: data["evaluations"] and data["counts"]["groups"] == len(GROUPS)
+        )
+        found.until(
+            f"checkpoint/{MODEL}@2.json", lambda data: any(row["replica"] for row in data["adapters"])
+        )
+        yield found
+
+
+@contextlib.contextmanager
+def _service(module: str, config: Config) -> Iterator[None]:
+    read_end, write_end = os.pipe()
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "--config",
+        str(config.path("config.toml")),
+        "--ready-fd",
+        str(write_end),
+    ]
+    with config.path(f"{module}.log").open("wb") as log:
+        process = subprocess.Popen(command, pass_fds=(write_end,), stdout=log, stderr=log)
+    os.close(write_end)
+    try:
+        with os.fdopen(read_end, "rb") as pipe:
+            assert pipe.readline(), config.path(f"{module}.log").read_text()
+            yield
+        process.terminate()
+        assert process.wait(60) == 0, config.path(f"{module}.log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _play(gateway: GatewayProcess, nats: NatsConfig) -> None:
+    """Play, judge and train two groups, one a step, and evaluate the last version."""
+    async with Broker.connect(nats) as broker:
+        for step, group in enumerate(GROUPS, 1):
+            members = [await anyio.to_thread.run_sync(_trajectory, gateway, group, i) for i in range(MEMBERS)]
+            await broker.publish(_scored(group, members))
+            await publish_adapter(broker, step, groups=(group,))
+        await broker.publish(
+            PolicyEvaluated(
+                project=PROJECT, evaluation="e1", entrant="newest", model=MODEL, version=f"{MODEL}@2", runs=2,
+                measures=(Measure(name="reward", mean=0.75, low=0.5, high=1.0, count=2),),
+                tasks=(TaskResult(task="corner", reward=0.5), TaskResult(task="middle", reward=1.0)),
+            )
+        )  # fmt: skip
+
+
+def _trajectory(gateway: GatewayProcess, group: str, number: int) -> str:
+    opened = gateway.open(
+        id=f"{group.replace('/', '-')} run {number}", group=group, task="win", attempt=number
+    )
+    messages: list[Any] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "a1=x b2=o"}]
+    with gateway.agent(opened) as agent:
+        for turn in range(2):
+            answer = agent.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=8, seed=10 * number + turn, tool_choice="none",
+                tools=[_TOOL],  # type: ignore[list-item]
+            )  # fmt: skip
+            said = answer.choices[0].message.content or ""
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": f"<b>c{turn}=o</b>"},
+            ]
+    assert gateway.complete(opened["id"], reward=number / 2).status_code == 200
+    return str(opened["id"])
+
+
+def _scored(group: str, members: list[str]) -> GroupScored:
+    rewards = [i / (len(members) - 1) for i in range(len(members))]
+    scores = tuple(
+        Score(trajectory=name, score=reward, explanation=f"It {'wins' if reward > 0.5 else 'loses'}.")
+        for name, reward in zip(members, rewards, strict=True)
+    )
+    verdict = Verdict(
+        judge_model="judge/1",
+        rubric="general",
+        rubric_hash="h",
+        order=tuple(members),
+        scores=scores,
+        cost_usd=0.01,
+    )
+    return GroupScored(
+        project=PROJECT, group=group, model=MODEL, task="win", judge="j", verdicts=(verdict,),
+        members=tuple(
+            Member(trajectory=name, reward=reward, exchanges=2, components={"win": reward})
+            for name, reward in zip(members, rewards, strict=True)
+        ),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Who may see the dashboard, and whose requests it takes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from pipeline.config import ConfigError
+from tests.store.showing.dashboard.conftest import URL, Open
+
+OPERATOR, AGENT, EXPIRED = "jw-operator", "jw-agent", "jw-expired"
+
+
+@pytest.fixture
+def keys(run_dir: Path) -> None:
+    def key(text: str, role: str, more: str = "") -> str:
+        return f'[[keys]]\nsha256 = "{hashlib.sha256(text.encode()).hexdigest()}"\nrole = "{role}"\n{more}\n'
+
+    (run_dir / "keys.toml").write_text(
+        key(OPERATOR, "operator") + key(AGENT, "agent") + key(EXPIRED, "operator", 'expires = "2020-01-01"')
+    )
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("key", [AGENT, EXPIRED, "guess", ""])
+def test_only_an_operators_key_opens_the_pages(client: TestClient, key: str) -> None:
+    assert client.get("/overview").headers["location"] == "/sign-in"
+    assert client.get("/overview.json").status_code == 401
+    assert client.get("/overview.json", headers={"authorization": f"Bearer {key}"}).status_code == 401
+    assert client.post("/sign-in", data={"key": key}, headers={"origin": URL}).status_code == 401
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_browser_signs_in_and_out(client: TestClient) -> None:
+    answer = client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
+    assert answer.status_code == 303
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert OPERATOR not in cookie
+    assert client.get("/overview").status_code == 200
+    client.post("/sign-out", headers={"origin": URL})
+    assert client.get("/overview").status_code == 303
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_program_sends_its_key(client: TestClient) -> None:
+    assert client.get("/groups.json", headers={"authorization": f"Bearer {OPERATOR}"}).status_code == 200
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_revoked_key_ends_its_sessions(client: TestClient, run_dir: Path) -> None:
+    client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
+    (run_dir / "keys.toml").unlink()
+    client.app.state  # noqa: B018 - the application is the same
+    from store.showing.dashboard import access
+
+    access_check = access._FILE_CHECK_S
+    access._FILE_CHECK_S = 0.0
+    try:
+        assert client.get("/overview").headers["location"] == "/sign-in"
+    finally:
+        access._FILE_CHECK_S = access_check
+
+
+def test_without_keys_only_the_loopback_interface_is_served(open_dashboard: Open) -> None:
+    with pytest.raises(ConfigError, match="journeywork keys add"):
+        open_dashboard("0.0.0.0")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1"])
+def test_another_host_name_is_refused(client: TestClient, host: str) -> None:
+    assert client.get("/overview", headers={"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}],
+)
+@pytest.mark.parametrize("path", ["/policies/m", "/label/g0", "/sign-out", "/sign-in"])
+def test_a_change_that_another_page_asks_for_is_refused(
+    client: TestClient, headers: dict[str, str], path: str
+) -> None:
+    assert client.post(path, data={"action": "pin"}, headers=headers).status_code == 403
+
+
+def test_a_program_that_names_no_origin_is_told_what_to_send(client: TestClient) -> None:
+    refused = client.post("/policies/m", data={"action": "pin"})
+    assert refused.status_code == 403
+    assert f"Origin: {URL}" in refused.text
+    assert "comes from another web page" in client.post("/policies/m", headers={"origin": "null"}).text
+
+
+def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
+    for path, form in (
+        ("/policies/m", {"action": "pin", "version": "m@1"}),
+        ("/label/g0", {"score:t0": "1"}),
+    ):
+        answer = client.post(path, data=form, headers={"origin": URL})
+        assert (answer.status_code, "journeywork up" in answer.text) == (503, True)
+    assert client.post("/policies/m", data={"action": "x"}, headers={"origin": URL}).status_code == 400
+    assert client.post("/label/g0", data={"score:t0": "2"}, headers={"origin": URL}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path", ["overview", "overview.json", "sql?query=FROM+rewards", "groups?task=win", "none"]
+)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
+        {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+        {"origin": "https://evil.example"},
+    ],
+)
+def test_another_page_reads_nothing(client: TestClient, headers: dict[str, str], path: str) -> None:
+    """Not even by the time that an answer takes: the history is not asked."""
+    answer = client.get(f"/{path}", headers=headers)
+    assert answer.status_code == 403
+    assert "another web page" in answer.text
+
+
+@pytest.mark.parametrize("path", ["groups?task=win", "sql?query=FROM+rewards"])
+def test_a_link_of_another_page_is_followed_by_the_dashboard_itself(client: TestClient, path: str) -> None:
+    """The first answer is the same for all histories; the page is asked for by the browser again, from here."""
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    answer = client.get(f"/{path}", headers=headers)
+    assert answer.status_code == 200
+    assert 'http-equiv="refresh"' in answer.text
+    assert "g0" not in answer.text
+    again = client.get(f"/{path}", headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "navigate"})
+    assert "http-equiv" not in again.text

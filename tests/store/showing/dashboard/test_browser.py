@@ -1,0 +1,223 @@
+"""The dashboard in a real Chromium: what people do with it, at the width of a phone and of a desktop, by mouse and by
+keyboard, in dark and light, with axe-core over every page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.store.showing.dashboard import browser as browsers
+from tests.store.showing.dashboard.living import GROUPS, MEMBERS, MODEL, Living, living
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(browsers.missing()), reason=browsers.missing()),
+]
+AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text("utf-8")
+TRAJECTORY = f"{GROUPS[0].replace('/', '-')} run 2"
+PAGES = (
+    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql",
+    "sql?query=FROM+trajectories", "sql?query=nonsense", f"group/{quote(GROUPS[0], safe='')}",
+    f"trajectory/{quote(TRAJECTORY)}", f"checkpoint/{MODEL}@1", f"checkpoint/{MODEL}@0", "event/group.scored/1",
+    "sign-in", "nothing",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
+    with living(tmp_path_factory.mktemp("living")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(run: Living) -> Iterator[Browser]:
+    with browsers.chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, run: Living) -> Iterator[Page]:
+    """A page of 1440 px at the overview. The test fails on an error in the browser's console."""
+    context = browser.new_context(base_url=run.url, viewport={"width": 1440, "height": 900})
+    opened = context.new_page()
+    errors: list[str] = []
+    opened.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.goto("/overview")
+    yield opened
+    context.close()
+    assert not errors
+
+
+def whole(opened: Page, path: str) -> None:
+    """Open a page and wait until its curves are there."""
+    opened.goto(f"/{path}")
+    opened.wait_for_function("[...document.querySelectorAll('[data-chart]')].every(e => e.childNodes.length)")
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_every_page_fits_and_axe_finds_nothing_in_light_and_dark(
+    browser: Browser, run: Living, width: int
+) -> None:
+    # axe is put into the page by the test, which the pages' own policy forbids.
+    size = {"width": width, "height": 900}
+    context = browser.new_context(base_url=run.url, viewport=size, bypass_csp=True)  # type: ignore[arg-type]
+    opened, found = context.new_page(), {}
+    papers = set()
+    for path in PAGES:
+        opened.emulate_media(color_scheme="light")
+        whole(opened, path)
+        opened.evaluate(AXE)
+        violations = opened.evaluate("axe.run()")["violations"]
+        opened.emulate_media(color_scheme="dark")
+        violations += opened.evaluate("axe.run({runOnly: ['color-contrast']})")["violations"]
+        found[path] = [(v["id"], v["nodes"][0]["html"]) for v in violations]
+        beyond = opened.evaluate("document.documentElement.scrollWidth - innerWidth")
+        found[path] += [("wider than the screen", beyond)] if beyond > 0 else []
+        papers.add(opened.evaluate("getComputedStyle(document.body).backgroundColor"))
+    context.close()
+    assert not {path: what for path, what in found.items() if what}
+    assert [sum(map(int, re.findall(r"\d+", paper))) < 200 for paper in papers] == [True]
+
+
+def test_curves_are_drawn_and_told(page: Page) -> None:
+    page.wait_for_selector("[data-chart=reward] canvas")
+    label = page.locator("[data-chart=reward]").get_attribute("aria-label") or ""
+    assert re.fullmatch(r"Mean reward by policy step; training from [\d.]+ to [\d.]+", label), label
+    assert page.locator("text=could not be loaded").count() == 0
+
+
+def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) -> None:
+    page.click("nav >> text=Checkpoints")
+    page.click(f"td >> text={MODEL}@1 >> nth=0")
+    page.click(f"text={GROUPS[0]}")
+    page.wait_for_url("**/group/**")
+    assert page.locator(".members > li").count() == MEMBERS
+    assert page.locator("blockquote >> text=It wins.").count() == 1
+    page.click(f"text={TRAJECTORY}")
+    page.wait_for_url("**/trajectory/**")
+    assert page.locator(".call").count() == 2
+    token = page.locator(".token[title]").first
+    assert re.match(rf"id \d+, logprob -[\d.]+, {MODEL}@0$", token.get_attribute("title") or "")
+    assert page.locator("pre >> text=<b>c0=o</b>").count() == 1  # the agent's text, not its markup
+    page.click(f"text=Its group was trained in >> text={MODEL}@1")
+    page.wait_for_url("**/checkpoint/**")
+    assert page.locator("h1").inner_text() == f"{MODEL}@1"
+    page.click("text=Event as JSON")
+    page.wait_for_url("**/event/**")
+    assert '"batch_id": "b1"' in page.locator("pre").inner_text()
+
+
+def test_a_group_is_scored_and_ranked(page: Page, run: Living) -> None:
+    where = f"group/{quote(GROUPS[1], safe='')}"
+    page.goto(f"/{where}")
+    page.fill("input[name^='score:'] >> nth=0", "0.75")
+    page.fill("input[name^='comment:'] >> nth=0", "a good opening")
+    page.fill("input[name=by]", "ada")
+    page.click("text=Record the label")
+    page.wait_for_url("**labeled=1")
+    for number in range(MEMBERS):
+        page.fill(f"input[name^='place:'] >> nth={number}", str(MEMBERS - number))
+    page.click("text=Record the label")
+    page.wait_for_url(f"**labeled={MEMBERS}")
+    run.until(f"{where}.json", lambda data: sum(len(m["labels"]) for m in data["members"]) == 1 + MEMBERS)
+    page.goto(f"/{where}")
+    assert page.locator("text=ada: 0.75, a good opening").count() == 1
+    assert page.locator("text=a person: ranked 1.00").count() == 1
+    rows = run.until("judge.json", lambda data: data["agreement"])["agreement"]
+    assert [(row["judge_model"], row["pairs"], row["share"]) for row in rows] == [("judge/1", 3, 0.0)]
+
+
+def test_a_query_is_answered_or_refused_and_can_be_shared(page: Page, run: Living) -> None:
+    page.goto("/sql")
+    page.fill("textarea", "SELECT version, len(groups) AS n FROM checkpoints ORDER BY step")
+    page.click("text=Run >> nth=-1")
+    page.wait_for_selector("tbody tr")
+    assert page.locator("tbody tr").all_inner_texts() == [f"{MODEL}@1\t1", f"{MODEL}@2\t1"]
+    shared = page.url
+    page.fill("textarea", "FROM read_text('/etc/hostname')")
+    page.click("text=Run >> nth=-1")
+    assert "Permission Error" in page.locator("[role=alert]").inner_text(timeout=60_000)
+    page.goto(shared)
+    assert page.locator("tbody tr").count() == 2
+
+
+def test_a_version_is_promoted_with_its_reason(page: Page, run: Living) -> None:
+    run.until("decisions.json", lambda data: data["policies"][0]["version"] == f"{MODEL}@2")
+    page.goto("/decisions")
+    page.select_option("select[name=action]", "promote")
+    page.fill("input[name=version]", f"{MODEL}@1")
+    page.fill("input[name=reason]", "the second step plays worse")
+    page.click("text=Decide >> nth=-1")
+    said = page.wait_for_selector("[role=status], [role=alert]")
+    assert said is not None
+    assert "The decision is made" in said.inner_text()
+    assert page.locator("h2").first.inner_text() == f"{MODEL} stands for {MODEL}@1"
+    run.until("decisions.json", lambda data: data["rows"])
+    page.goto("/overview")
+    assert page.locator("td >> text=the second step plays worse").count() == 1
+    page.goto(f"/checkpoint/{MODEL}@1")
+    assert page.locator(f"text=Now {MODEL} stands for this version.").count() == 1
+
+
+def test_lists_are_sorted_and_filtered_by_their_address(page: Page) -> None:
+    page.goto("/trajectories")
+    page.click("th >> text=Reward")
+    page.wait_for_url("**sort=*")
+    assert page.locator("th[aria-sort=descending]").inner_text().startswith("Reward")
+    rewards = page.locator("tbody tr td:nth-child(4)").all_inner_texts()
+    assert rewards == sorted(rewards, reverse=True)
+    page.fill("input[name=task]", GROUPS[0])
+    page.keyboard.press("Enter")
+    page.wait_for_url("**task=*")
+    assert page.locator("tbody tr").count() == MEMBERS
+    assert "sort=-reward" in page.url
+
+
+def test_the_keyboard_does_everything(page: Page) -> None:
+    def focused(what: str) -> Any:
+        return page.evaluate(f"(() => {{ const e = document.activeElement; return {what}; }})()")
+
+    page.keyboard.press("Tab")
+    assert focused("e.className") == "skip"
+    box = page.locator(".skip").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0  # it is seen while it has the focus
+    page.keyboard.press("Enter")
+    assert focused("e.id") == "content"
+    page.goto("/groups")
+    seen: list[str] = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        assert focused("getComputedStyle(e).outlineStyle") == "solid"
+        seen.append(focused("e.innerText || e.name || ''"))
+        if seen[-1] == GROUPS[1]:
+            break
+    assert {"Overview", "SQL", "task", "Show", GROUPS[1]} <= set(seen)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/group/**")
+    page.locator("input[name^='score:']").first.focus()
+    page.keyboard.type("1")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**labeled=1")
+
+
+def test_a_page_asks_nobody_else(browser: Browser, run: Living) -> None:
+    context = browser.new_context(base_url=run.url)
+    opened, asked = context.new_page(), []
+    opened.on("request", lambda request: asked.append(request.url))
+    paths = ("overview", "compare", PAGES[10], PAGES[11])
+    for path in paths:
+        opened.goto(f"/{path}", wait_until="networkidle")
+    context.close()
+    assert len(asked) > 4 * len(paths)  # style, scripts, curves
+    assert not [url for url in asked if not url.startswith(run.url)]

@@ -1,0 +1,263 @@
+"""Every page shows the history, as HTML and as JSON, and refuses what it cannot show."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from starlette.testclient import TestClient
+
+from pipeline.config import Config, StoreConfig, save
+from pipeline.events import GroupDiscarded, pack_mask
+from pipeline.running.runs import SETTINGS, run_settings
+from store.lake import open_lake
+from store.reading.history import History
+from tests.store.kit import exchange, fill, run_of_one_step
+from tests.store.showing.dashboard.conftest import URL, Open
+
+PAGES = (
+    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql", "group/g0", "group/g9",
+    "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_has_landmarks_and_loads_nothing_from_elsewhere(client: TestClient, page: str) -> None:
+    answer = client.get(f"/{page}")
+    assert answer.status_code == 200, answer.text
+    for landmark in ("<header", "<nav", "<main", '<html lang="en"', "<h1>"):
+        assert landmark in answer.text
+    assert "http://" not in answer.text.replace("http://127.0.0.1", "")
+    assert "https://" not in answer.text
+    assert "<script>" not in answer.text
+    assert " style=" not in answer.text
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
+
+
+def test_the_overview_counts_and_draws(client: TestClient) -> None:
+    page = client.get("/overview.json").json()
+    assert (
+        page["model"],
+        page["counts"]["opened"],
+        page["counts"]["completed"],
+        page["counts"]["calls"],
+    ) == ("m", 2, 2, 4)
+    assert [(row["step"], row["trajectories"], row["mean"]) for row in page["curve"]] == [(0, 2, 0.5)]
+    assert page["steps"][0]["metrics"] == {"loss": 0.5}
+
+
+def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestClient) -> None:
+    page = client.get("/group/g0.json").json()
+    assert [(m["trajectory"], m["reward"]) for m in page["members"]] == [("t0", 1.0), ("t1", 0.0)]
+    assert page["members"][0]["verdicts"][0]["explanation"] == "wins"
+    assert page["members"][0]["labels"][0]["comment"] == "wins"
+    assert page["members"][0]["reply"]["content"] == "x"
+    assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
+
+
+def test_a_trajectory_shows_each_token_with_its_logprob_and_mask(client: TestClient) -> None:
+    page = client.get("/trajectory/t0.json").json()
+    assert [(t["id"], t["logprob"], t["trained"]) for t in page["calls"][0]["tokens"]] == [
+        (3, -0.5, True),
+        (4, -0.25, True),
+    ]
+    assert [m["role"] for m in page["calls"][0]["messages"]] == ["system", "user"]
+    assert page["calls"][0]["reply"]["content"] == "x"
+    assert page["trained_in"] == [{"version": "m@1", "branch": "main"}]
+
+
+def test_a_checkpoint_shows_both_ways_of_its_lineage(client: TestClient) -> None:
+    page = client.get("/checkpoint/m@1.json").json()
+    assert page["checkpoint"]["parent"] == "m@0"
+    assert [row["group_id"] for row in page["learned"]] == ["g0"]
+    assert [row["replica"] for row in page["adapters"]] == ["r0"]
+    assert [row["action"] for row in page["decisions"]] == ["promote"]
+    assert [row["version"] for row in client.get("/checkpoint/m@0.json").json()["children"]] == ["m@1"]
+
+
+def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
+    page = client.get("/judge.json").json()
+    assert [(row["judge_model"], row["pairs"], row["share"]) for row in page["agreement"]] == [
+        ("judge/1", 1, 1.0)
+    ]
+    assert page["measured"][0]["position_bias"] == 0.1
+
+
+def test_two_runs_are_compared(client: TestClient, run_dir: Path) -> None:
+    fill(run_dir.parent / "other", run_of_one_step()[:2])
+    page = client.get("/compare.json?run_b=other").json()
+    assert [side["counts"]["calls"] for side in page["sides"]] == [4, 1]
+    assert page["runs"] == ["here", "other"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("group/none", 404), ("trajectory/none", 404), ("checkpoint/m@7", 404), ("checkpoint/none", 404), ("none", 404),
+        ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400), ("groups?step=x", 400),
+        ("trajectories?step=x", 400), ("trajectory/t0?from=x", 400), ("event/group.scored/99", 404),
+        ("event/groups/1", 404), ("event/sqlite_master/1", 404),
+        ("overview?model=nope", 404), ("overview.json?branch=nope", 404), ("numbers?model=nope", 404),
+        ("compare?branch_a=nope", 404), ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400),
+        ("groups?split=test", 400),
+        ("groups?signal=maybe", 400), ("groups?reason=boring", 400), ("groups?reason=no_variance", 200),
+        ("compare?run_b=../here", 404), ("compare?run_b=none", 404), ("static/../server.py", 404),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
+    assert client.get(f"/{path}").status_code == status
+
+
+def test_a_value_that_no_row_can_have_is_told_with_those_that_are_possible(client: TestClient) -> None:
+    answer = client.get("/groups.json?status=xyz")
+    assert answer.status_code == 400
+    assert answer.json()["message"] == "status='xyz': choose one of scored, discarded."
+
+
+def test_a_page_that_does_not_exist_is_named(client: TestClient) -> None:
+    assert client.get("/nosuch.json").json()["message"] == "There is no page '/nosuch.json'."
+    assert "There is no page" in client.get("/nosuch").text
+    refused = client.delete("/overview", headers={"origin": URL})
+    assert (refused.status_code, "DELETE is not for" in refused.text) == (405, True)
+
+
+def test_filters_and_texts_are_data(client: TestClient) -> None:
+    assert len(client.get("/groups.json?status=discarded").json()["rows"]) == 1
+    assert client.get("/groups.json", params={"task": "' OR 1=1 --"}).json()["rows"] == []
+    page = client.get("/groups", params={"task": '"><script>alert(1)</script>'}).text
+    assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize(
+    ("path", "order"),
+    [
+        ("groups?sort=group", ["g0", "g9"]), ("groups?sort=-group", ["g9", "g0"]), ("groups?step=0", ["g0"]),
+        ("groups?step=1", []), ("trajectories?sort=reward", ["t1", "t0"]), ("trajectories?sort=-reward", ["t0", "t1"]),
+        ("checkpoints?sort=-loss", ["m@1"]),
+    ],
+)  # fmt: skip
+def test_lists_are_ordered_by_a_column_and_filtered_by_step(
+    client: TestClient, path: str, order: list[str]
+) -> None:
+    page, _, query = path.partition("?")
+    rows = client.get(f"/{page}.json?{query}").json()["rows"]
+    names = {"groups": "group_id", "trajectories": "trajectory", "checkpoints": "version"}
+    assert [row[names[page]] for row in rows] == order
+    assert client.get(f"/{path}").status_code == 200
+
+
+def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) -> None:
+    page = client.get("/overview.json").json()
+    assert [(row["entrant"], row["mean"]) for row in page["evaluations"]] == [("m@1", 0.5)]
+    assert [row["action"] for row in page["decisions"]] == ["promote"]
+    assert [(row["step"], row["mean"]) for row in page["staleness"]] == [(1, 0.0)]
+    assert page["cost"][-1]["judge_usd"] == 0.25
+    assert sum(row["trajectories_per_s"] for row in page["throughput"]) > 0
+    assert page["policies"] is None
+    assert client.get("/numbers.json").json()["counts"] == page["counts"]
+
+
+def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:
+    page = client.get("/trajectory/t0.json").json()
+    seq = page["calls"][0]["stream_seq"]
+    (event,) = client.get(f"/event/rollout.exchange/{seq}.json").json()["events"]
+    assert (event["trajectory"], event["seq"], event["sampled_ids"]) == ("t0", 0, [3, 4])
+    assert "sampled_ids" in client.get(f"/event/rollout.exchange/{seq}").text
+
+
+def test_the_evaluation_of_a_checkpoint(client: TestClient) -> None:
+    page = client.get("/checkpoint/m@1.json").json()
+    assert [row["mean"] for row in page["evaluations"]] == [0.5]
+    assert [row["task"] for row in page["tasks"]] == ["t"]
+
+
+def test_new_files_show_after_a_while_and_a_result_stands_until_then(run_dir: Path) -> None:
+    config = run_settings(run_dir)
+    history = History(config)
+    query = "SELECT count(*) AS n FROM rollout_opened"
+    first = history.shared_rows(query)
+    assert first == [{"n": 2}]
+    assert history.shared_rows(query) is first
+    fill(run_dir, run_of_one_step()[:1])
+    history._refreshed_at, history._results[query, "{}"] = (
+        -10.0,
+        replace(history._results[query, "{}"], stands_until=0),
+    )
+    assert history.shared_rows(query) == [{"n": 3}]
+    history.close()
+
+
+def test_one_query_runs_at_a_time(run_dir: Path) -> None:
+    """Several at once would not fit into the memory that they share."""
+    met = threading.Barrier(2)
+
+    def meet(number: int) -> bool:
+        try:
+            met.wait(0.2)
+        except threading.BrokenBarrierError:
+            met.reset()
+            return False
+        return True
+
+    history = History(run_settings(run_dir))
+    history._connection.create_function("meet", meet, side_effects=True)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: history.rows("SELECT meet(1) AS met"), range(2)))
+    history.close()
+    assert found == [[{"met": False}]] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "trained"),
+    [
+        ({}, [True, True]),
+        ({"status": "cancelled"}, [False, False]),
+        ({"status": "failed"}, [False, False]),
+        ({"side_call": True}, [False, False]),
+        ({"forced": pack_mask([0, 1])}, [True, False]),
+        ({"request": b'{"temperature": 0}'}, [False, False]),
+        ({"request": b'{"logit_bias": {"3": 1}}'}, [False, False]),
+    ],
+)
+def test_a_token_is_trained_by_the_trainer_s_rule(
+    open_dashboard: Open, run_dir: Path, more: dict[str, Any], trained: list[bool]
+) -> None:
+    (opened, *_) = run_of_one_step()
+    fill(run_dir, [structs.replace(opened, trajectory="one"), exchange("one", **more)])  # type: ignore[type-var]
+    call = open_dashboard().get("/trajectory/one.json").json()["calls"][0]
+    assert [token["trained"] for token in call["tokens"]] == trained
+    assert bool(call["untrained"]) == (trained == [False, False])
+
+
+def test_a_run_in_object_storage_is_compared(
+    client: TestClient, run_dir: Path, object_store: dict[str, str]
+) -> None:
+    """It has no folder `store`."""
+    other = Config(run_dir=str(run_dir.parent / "far"), store=StoreConfig(**object_store))  # type: ignore[arg-type]
+    (run_dir.parent / "far").mkdir()
+    save(other, run_dir.parent / "far" / SETTINGS)
+    fill(open_lake(other), run_of_one_step()[:1])
+    page = client.get("/compare.json?run_b=far").json()
+    assert page["runs"] == ["far", "here"]
+    assert [side["counts"]["opened"] for side in page["sides"]] == [2, 1]
+
+
+def test_a_group_that_was_scored_and_then_discarded_is_listed_once(
+    open_dashboard: Open, run_dir: Path
+) -> None:
+    discarded = GroupDiscarded(
+        project="p", group="g0", model="m", trajectories=("t0", "t1"), reason="stale", by="trainer"
+    )
+    fill(run_dir, [discarded])
+    client = open_dashboard()
+    rows = client.get("/groups.json").json()["rows"]
+    assert sorted((row["group_id"], row["status"], row["reason"], row["reward_mean"]) for row in rows) == [
+        ("g0", "scored", "stale", 0.5),
+        ("g9", "discarded", "stale", None),
+    ]
+    assert len(client.get("/group/g0.json").json()["scored"]) == 1

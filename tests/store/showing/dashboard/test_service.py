@@ -1,0 +1,133 @@
+"""The dashboard as a process: under `journeywork up`, and as `journeywork ui`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from pipeline.cli import main
+from pipeline.config import load, with_values
+from pipeline.running.plan import SERVICES, make_plan
+from pipeline.running.runs import SETTINGS
+from pipeline.running.supervisor import STOP_ORDER, Supervisor
+from store.showing.dashboard import command
+
+
+@contextmanager
+def started(*args: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of this Python, with its output; it is stopped as the supervisor does, and must end in order."""
+    with subprocess.Popen([sys.executable, "-m", *args], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_the_service_shows_an_empty_run_until_the_first_event(run_dir: Path) -> None:
+    store = run_dir / "store"
+    store.rename(run_dir / "later")
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
+    settings = run_dir / SETTINGS
+    command = [
+        sys.executable,
+        "-m",
+        "store.showing.dashboard",
+        "--config",
+        str(settings),
+        "--ready-fd",
+        str(write_end),
+    ]
+    with subprocess.Popen(command, pass_fds=[write_end]) as process:
+        os.close(write_end)
+        try:
+            with os.fdopen(read_end, "rb") as said:
+                url = msgspec.json.decode(said.readline())["url"]
+                with httpx.Client(base_url=url, timeout=60) as client:
+                    assert client.get("/overview.json").json()["counts"]["opened"] == 0
+                    for page in (
+                        "overview",
+                        "groups",
+                        "judge",
+                        "compare",
+                        "decisions",
+                        "sql?query=FROM+groups",
+                    ):
+                        assert client.get(f"/{page}").status_code == 200
+                    (run_dir / "later").rename(store)
+                    while client.get("/overview.json").json()["counts"]["opened"] != 2:
+                        assert said.read(1)  # a heartbeat: the history is read again after a while
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_the_command_prints_where_it_is(run_dir: Path) -> None:
+    with started("store.showing.dashboard.command", "--run-dir", str(run_dir), "--port", "0") as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().rpartition(" ")[2].strip()
+        assert httpx.get(f"{url}/overview").status_code == 200
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "http"])
+def test_the_command_refuses_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main([f"--port={port}"])
+    assert ended.value.code == 2
+    assert f"'{port}' is not a whole number from 0 to 65535" in capsys.readouterr().err
+
+
+def test_the_command_says_that_an_address_is_taken(run_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        command = [
+            sys.executable,
+            "-m",
+            "store.showing.dashboard.command",
+            "--run-dir",
+            str(run_dir),
+            "--port",
+        ]
+        port = other.getsockname()[1]
+        ended = subprocess.run([*command, str(port)], capture_output=True, text=True)
+    assert ended.returncode == 1
+    said = f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
+    assert ended.stderr.startswith(said)
+    assert "--port; 0: any free one" in ended.stderr
+
+
+def test_up_starts_it_unless_it_is_off(tmp_path: Path) -> None:
+    config = load(None, [f"run_dir={tmp_path}", "vllm.urls=['http://127.0.0.1:9']", "models.0.base=hub/base"])
+    planned, specs = make_plan(config, tuple(SERVICES))
+    assert planned.ui.port > 0
+    spec = next(one for one in specs if one.name == "ui")
+    assert spec.argv[1:3] == ("-m", "store.showing.dashboard")
+    assert set(STOP_ORDER) >= {one.name for one in specs}
+    Supervisor(planned, specs)._write_state()
+    state = msgspec.json.decode((tmp_path / "state.json").read_bytes())
+    assert state["urls"]["ui"] == f"http://127.0.0.1:{planned.ui.port}"
+    off, specs = make_plan(with_values(config, {"ui.enabled": False}), tuple(SERVICES))
+    assert "ui" not in {one.name for one in specs}
+    Supervisor(off, specs)._write_state()
+    assert "ui" not in msgspec.json.decode((tmp_path / "state.json").read_bytes())["urls"]
+
+
+def test_a_dry_run_refuses_an_address_that_needs_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"run_dir={tmp_path}", "ui.host=0.0.0.0", "models.0.base=hub/base"]
+    with pytest.raises(SystemExit):
+        main(["up", "--dry-run", "--services", "ui", *(a for s in settings for a in ("--set", s))])
+    assert "ui.host: without keys" in capsys.readouterr().err
