@@ -20,7 +20,7 @@ from judge.models.chat import (
     make_reply,
 )
 from judge.models.params import resolve_params
-from pipeline.config import JudgeConfig
+from pipeline.config import ConfigError, JudgeConfig
 
 _WITH_IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watsonx")
 """Providers with credentials other than a key. litellm would not look for those if it were given a placeholder key."""
@@ -43,17 +43,24 @@ class LiteLlmClient:
     def __init__(self, config: JudgeConfig, key: str) -> None:
         """`key` may be empty. Blocks for the import of litellm.
 
-        Raises `ConfigError` if a parameter cannot be used or refers to a missing environment variable."""
+        Raises `ConfigError` if litellm knows no provider for a model, or a parameter cannot be used or refers to a
+        missing environment variable."""
         self._config, self._key = config, key
         self._litellm = _import_litellm()
         names = [config.model, *config.fallbacks]
-        self._router = self._litellm.Router(
-            model_list=[self._deployment(name) for name in names],
-            num_retries=config.request.retries,
-            timeout=config.request.timeout_s,
-            fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
-            disable_cooldowns=len(names) == 1,
-        )
+        try:
+            self._router = self._litellm.Router(
+                model_list=[self._deployment(name) for name in names],
+                num_retries=config.request.retries,
+                timeout=config.request.timeout_s,
+                fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
+                disable_cooldowns=len(names) == 1,
+            )
+        except self._litellm.exceptions.BadRequestError as error:
+            raise ConfigError(
+                f"judge.model: litellm knows no provider for one of {', '.join(map(repr, names))}: write "
+                "<provider>/<model>, such as openai/gpt-5 or, for your own server at judge.api_base, openai/<its name>"
+            ) from error
         if len(names) == 1:
             # The router counts calls and tokens for limits and cooldowns, which a single model does not have. The
             # callbacks make litellm assemble a log record of every call: a fifth of a call's CPU time.

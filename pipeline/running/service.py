@@ -106,8 +106,8 @@ def main(
     serve: Serve,
     check: Callable[[Config], None] = lambda config: None,
 ) -> None:
-    """Run `serve` in this process; with `--check`, only `check`, which raises `ConfigError` for settings with which
-    `serve` would not start. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
+    """Run `check`, which raises `ConfigError` for settings with which the service can't work, then, unless `--check` is
+    given, `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
@@ -116,8 +116,8 @@ def main(
     args = parser.parse_args()
     try:
         config = load(args.config, args.overrides)
+        check(config)
         if args.check:
-            check(config)
             return
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

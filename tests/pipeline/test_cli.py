@@ -94,6 +94,7 @@ def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
         {"trainer.loss.type=ppo": "trainer.loss.type"},
         {"trainer.loss.options.no_such=1.0": "trainer.loss.options"},
         {"nats.max_bytes=10": "nats.max_bytes: 10 is too small"},
+        {"judge.model=5": "judge.model: litellm knows no provider for one of '5'"},
     ],
     ids=" ".join,
 )
