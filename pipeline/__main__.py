@@ -16,9 +16,9 @@ def main() -> None:
         from pipeline import cli
     except ModuleNotFoundError as missing:
         sys.stderr.write(
-            f"journeywork: the package {missing.name} is not installed. `pip install journeywork` is the SDK for agent "
-            "code. The command needs `pip install 'journeywork[cpu]'`, or `journeywork[gpu]` on a machine with a "
-            "GPU.\n"
+            f"journeywork: the package {missing.name} is not installed: this is the SDK for agent code alone. "
+            "The command needs the services: `deploy/make-venv.sh cpu` of the repository installs them, or `gpu` on "
+            "a machine with a GPU.\n"
         )
         raise SystemExit(2) from None
     cli.main()

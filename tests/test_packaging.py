@@ -131,7 +131,7 @@ main()
     )
     assert done.returncode == 2, done.stderr
     assert "journeywork: the package msgspec is not installed" in done.stderr
-    assert "pip install 'journeywork[cpu]'" in done.stderr
+    assert "deploy/make-venv.sh cpu" in done.stderr
 
 
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -153,7 +153,7 @@ def _interpreter(version: str) -> str:
     pytest.skip(f"there is no Python {version} on this machine")
 
 
-def _pip(*args: str, python: str = sys.executable) -> str:
+def run_pip(*args: str, python: str = sys.executable) -> str:
     """Run pip. Skips the test where no package index can be reached."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "--retries", "1", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -170,8 +170,8 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     """`pip install` brings what the SDK needs and no more, and the SDK's commands run."""
     subprocess.run([_interpreter(version), "-m", "venv", str(tmp_path / "env")], check=True)
     python = str(tmp_path / "env" / "bin" / "python")
-    _pip("install", "--quiet", str(wheel), python=python)
-    installed = {line.partition("==")[0].lower() for line in _pip("freeze", python=python).splitlines()}
+    run_pip("install", "--quiet", str(wheel), python=python)
+    installed = {line.partition("==")[0].lower() for line in run_pip("freeze", python=python).splitlines()}
     assert installed <= {
         "anyio", "certifi", "h11", "httpcore", "httpx", "idna", "sniffio", "typing_extensions", *(
             name for name in installed if name.startswith("journeywork")
@@ -194,13 +194,13 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     shown = subprocess.run([command, "eval", "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert "litellm:openai/gpt-5-mini" in shown.stdout
     missing = subprocess.run([command, "status"], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert (missing.returncode, "journeywork[cpu]" in missing.stderr) == (2, True)
+    assert (missing.returncode, "make-venv.sh cpu" in missing.stderr) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["macosx_11_0_arm64", "macosx_11_0_x86_64", "manylinux_2_28_aarch64"])
 def test_the_sdk_has_wheels_for_other_machines(wheel: Path, tmp_path: Path, platform: str) -> None:
-    _pip(
+    run_pip(
         "download", "--quiet", "--only-binary", ":all:", "--platform", platform, "--python-version", PYTHONS[-1],
         "--dest", str(tmp_path), str(wheel),
     )  # fmt: skip

@@ -162,6 +162,12 @@ async def served_step(client: AsyncJourneywork, model: str) -> int:
     return int(step)
 
 
+async def newest_version(client: AsyncJourneywork, model: str) -> str:
+    """Return the newest version of the model, whatever the model's name stands for."""
+    (newest,) = (entry["newest"] for entry in await client.policies() if entry["model"] == model)
+    return str(newest)
+
+
 def make_room(run_dir: Path) -> None:
     """Keep an earlier run of this folder beside it, under the time of its last change."""
     if run_dir.exists():

@@ -4,6 +4,6 @@
 | --- | --- |
 | `shop` | the database of a scenario, its question, the tools and the right answer |
 | `train` | the script: the agent, its training, the comparison |
-| `stand_in` | a program in place of a judge model |
+| `stand_in` | what the stand-in for a judge model says of an attempt |
 | `make_model` | makes the tiny base model |
 """

@@ -16,9 +16,9 @@ import anyio
 import openai
 from openai.types.chat import ChatCompletionMessageFunctionToolCall, ChatCompletionMessageParam
 
-from examples.common import curve, running
-from examples.database import stand_in
+from examples.common import curve, running, stand_in
 from examples.database.shop import SYSTEM, TOOLS, Scenario, scenario
+from examples.database.stand_in import score
 from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "database"
@@ -91,7 +91,7 @@ async def main() -> None:
     with contextlib.ExitStack() as stack:
         judge = JUDGE or {
             "judge.model": "openai/stand-in",
-            "judge.api_base": stack.enter_context(stand_in.serving()),
+            "judge.api_base": stack.enter_context(stand_in.serving(score)),
         }
         async with running.installation(args, SETTINGS | judge) as client:
             await learn(client, args)

@@ -28,7 +28,7 @@ try:
     import openai  # noqa: F401
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        "journeywork.art needs the package openai: pip install 'journeywork[art]'", name=missing.name
+        "journeywork.art needs the package openai: pip install './journeywork[art]'", name=missing.name
     ) from missing
 
 from journeywork.art import dev

@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server offers (`pip install 'journeywork[openenv]'`).
+"""Environments that an OpenEnv server offers (the extra `openenv`).
 
 A task is a seed for the environment's reset. The model sees each observation as text and answers with the next action:
 a JSON object with the action's fields, or the plain text of its only text field. The rewards of the steps are added up.
@@ -36,7 +36,7 @@ class OpenEnvScenarios:
             core: Any = importlib.import_module("openenv.core")
         except ImportError as error:
             raise ScenarioError(
-                f"openenv-core is not installed ({error}): pip install 'journeywork[openenv]'"
+                f"openenv-core is not installed ({error}): pip install './journeywork[openenv]'"
             ) from error
         self._client: Any = core.GenericEnvClient
         self._url, self._max_steps, self._sampling = url, max_steps, dict(sampling or {})

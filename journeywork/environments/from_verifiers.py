@@ -1,4 +1,4 @@
-"""Environments of the package verifiers (0.1 to 0.3.0, `pip install 'journeywork[verifiers]'`).
+"""Environments of the package verifiers (0.1 to 0.3.0, the extra `verifiers`).
 
 Each row of an environment's dataset is a task. Its rubric gives the reward, and its functions are the metrics.
 Scores that compare the attempts of a group with each other are refused: each attempt is played and scored alone.
@@ -31,13 +31,13 @@ class VerifiersScenarios:
             if not hasattr(verifiers, "load_environment"):
                 raise ScenarioError(
                     f"verifiers {getattr(verifiers, '__version__', '')} is installed, which has tasksets and harnesses "
-                    "in place of `load_environment`; 0.1.12 to 0.3.0 are supported: pip install "
-                    "'journeywork[verifiers]'"
+                    "in place of `load_environment`; 0.1.12 to 0.3.0 are supported: "
+                    "pip install './journeywork[verifiers]'"
                 )
             clients: Any = importlib.import_module("verifiers.clients")
         except ImportError as error:
             raise ScenarioError(
-                f"verifiers 0.1.12 to 0.3.0 is not installed ({error}): pip install 'journeywork[verifiers]'"
+                f"verifiers 0.1.12 to 0.3.0 is not installed ({error}): pip install './journeywork[verifiers]'"
             ) from error
         try:
             self._environment: Any = verifiers.load_environment(name, **arguments)

@@ -11,10 +11,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from examples.common import tiny
-from examples.database import stand_in
+from examples.common import stand_in, tiny
 from examples.database.make_model import CHAT_TEMPLATE, call, taught_run, words
 from examples.database.shop import SYSTEM, TOOLS, Scenario, scenario
+from examples.database.stand_in import score
 from judge.ruler.prompt import build_prompt
 from judge.ruler.rubrics import load_rubric
 from tests.judge.kit import single
@@ -160,7 +160,7 @@ def ruler_prompt(names: Sequence[str]) -> tuple[list[dict[str, str]], dict[str, 
 def test_the_stand_in_scores_attempts_as_ruler_shows_them(names: list[str]) -> None:
     """The attempts that all begin with the same calls are shown without them."""
     messages, by_id = ruler_prompt(names)
-    with stand_in.serving() as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with stand_in.serving(score) as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         reply = client.chat.completions.create(model="stand-in", messages=messages)  # type: ignore[arg-type]
         scores = json.loads(reply.choices[0].message.content or "")["scores"]
         assert {by_id[s["id"]]: s["score"] for s in scores} == pytest.approx(
@@ -170,8 +170,8 @@ def test_the_stand_in_scores_attempts_as_ruler_shows_them(names: list[str]) -> N
 
 def test_the_stand_in_refuses_a_prompt_about_something_else() -> None:
     with (
-        stand_in.serving() as url,
+        stand_in.serving(score) as url,
         openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,
-        pytest.raises(openai.BadRequestError, match="no question about the shop"),
+        pytest.raises(openai.BadRequestError, match="no attempts at a task"),
     ):
         client.chat.completions.create(model="stand-in", messages=[{"role": "user", "content": "Who won?"}])

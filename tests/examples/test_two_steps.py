@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from examples.common.running import ROOT, rows
 from examples.database.shop import ITEMS
 from examples.sentences.tasks import WORDS
+from examples.support.desk import ACTIONS, MOODS
 from tests.conftest import InferenceDouble
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -27,6 +28,9 @@ EXAMPLES: dict[str, list[str]] = {
             ("schema", {}),
             *(("query", {"sql": f"SELECT count(*) FROM orders WHERE item = '{item}'"}) for item in ITEMS),
         )
+    ],
+    "support": [
+        f"{first} {action} Your order is 12." for first in MOODS.values() for action in ACTIONS.values()
     ],
     "langgraph_team": ["Mon-am", "Wed-pm", "yes", "no"],
 }

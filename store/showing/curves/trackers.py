@@ -192,7 +192,7 @@ def check_trackers(config: Config) -> None:
         if spec is None or spec.origin is None:
             raise ConfigError(
                 f"curves.trackers: the library of `{name}` is not installed: install it where the store service runs "
-                f"(pip install 'journeywork[{name}]'), or take `{name}` out of the setting"
+                f"(docs/install.md), or take `{name}` out of the setting"
             )
 
 

@@ -23,5 +23,5 @@ def test_a_version_without_load_environment_is_named(monkeypatch: pytest.MonkeyP
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ScenarioError, match=r"not installed .* pip install 'journeywork\[verifiers\]'"):
+    with pytest.raises(ScenarioError, match=r"not installed .* pip install '\./journeywork\[verifiers\]'"):
         VerifiersScenarios("gsm8k", {}, {})

@@ -18,7 +18,7 @@ def missing() -> str:
     try:
         import playwright  # noqa: F401
     except ModuleNotFoundError:
-        return "playwright is not installed: pip install journeywork[dev]"
+        return "playwright is not installed: deploy/make-venv.sh cpu installs it"
     return "" if _path() else "no Chromium is installed: apt-get install chromium"
 
 

@@ -1,0 +1,78 @@
+"""A stand-in for a judge model: a program that speaks OpenAI's chat protocol and scores attempts by an example's rules.
+
+It gets what a judge model would get, RULER's prompt, and reads no more than that. A judge model needs no such rules; a
+stand-in makes an example run without a network and at no cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Score = Callable[[str, str], float]
+"""Takes what all attempts have in common (the task, and sometimes the first calls) and one attempt, as RULER shows
+them. Returns the score of the attempt, from 0 to 1. Raises `ValueError` if these are no attempts at its task."""
+
+_BLOCK = re.compile(r"^=+ BEGIN (\w{16}) (context|trajectory (\w+)) =+$\n(.*?)^=+ END \1 \2 =+$", re.M | re.S)
+
+
+def judge(messages: list[dict[str, Any]], score: Score) -> str:
+    """Return the reply to RULER's prompt: a score for each attempt in it."""
+    prompt = "\n".join(str(m["content"]) for m in messages if m["role"] == "user")
+    blocks = [(m.group(3), m.group(4)) for m in _BLOCK.finditer(prompt)]
+    context = "".join(text for name, text in blocks if name is None)
+    scores = [
+        {"id": name, "score": score(context, text), "explanation": "by the rules of the stand-in"}
+        for name, text in blocks
+        if name is not None
+    ]
+    if not scores:
+        raise ValueError("the prompt holds no attempts at a task")
+    return json.dumps({"scores": scores})
+
+
+def _completion(model: str, text: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {
+        "id": "chatcmpl-stand-in", "object": "chat.completion", "created": 0, "model": model,
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def serving(score: Score) -> Iterator[str]:
+    """Serve on a free port while the block runs, and yield the URL for `judge.api_base`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            try:
+                status, answer = 200, _completion(request["model"], judge(request["messages"], score))
+            except ValueError as error:
+                status, answer = 400, {"error": {"message": str(error), "type": "invalid_request_error"}}
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            thread.join()

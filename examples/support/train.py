@@ -1,0 +1,143 @@
+"""Takes a support agent from production, through rehearsals, to a better version in production.
+
+    python -m examples.support.train --seed 0 --run-dir runs/support-0
+
+1. In production: customers are answered by the base model, to which the model's name is pinned. Each call is recorded.
+2. In rehearsal: the tickets are read from the history and answered eight times each by the newest version; a judge with
+   the desk's rubric compares the replies, and the trainer learns from it. No customer gets one of these replies.
+3. Compared: the base model and the last version answer the same held-out tickets.
+4. Promoted: if the interval of the difference lies above 0, the last version gets a fifth of the customers, then all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import openai
+
+from examples.common import curve, running, stand_in
+from examples.support.desk import SYSTEM, Ticket, keeps_all_rules, score, ticket
+from journeywork import AsyncJourneywork, Trajectory
+
+MODEL = "support"
+BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
+JUDGE: dict[str, Any] = {}  # the stand-in; a judge model: JUDGE = {"judge.model": "openai/gpt-5-mini"}
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 8
+CONCURRENCY = 32
+CUSTOMERS = 60
+"""Customers before the training, and again after each decision."""
+SETTINGS = {
+    "judge.group_size": GROUP_SIZE,
+    "judge.rubric": str(Path(__file__).with_name("rubric.md")),
+    "trainer.groups_per_step": GROUPS_PER_STEP,
+}
+TICKETS = "SELECT DISTINCT task FROM trajectories WHERE outcome = 'masked' AND split = 'train' ORDER BY task"
+ANSWERED_BY = """
+SELECT policy_version, count(*) AS customers, avg(metrics['all_rules']) AS all_rules
+FROM exchanges JOIN trajectories USING (project, trajectory) WHERE outcome = 'masked'
+GROUP BY ALL ORDER BY min(started_at)
+"""
+
+CLIENT = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=8, timeout=120)
+"""One pool of connections for all agents."""
+
+
+async def reply(run: Trajectory, text: str) -> str:
+    """Ask the model for the reply to a ticket."""
+    agent = CLIENT.with_options(base_url=run.base_url, api_key=run.api_key)
+    answer = await agent.chat.completions.create(
+        model=MODEL, max_tokens=24, temperature=1.0,
+        messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
+    )  # fmt: skip
+    return answer.choices[0].message.content or ""
+
+
+async def answer_held_out(run: Trajectory, asked: Ticket) -> float:
+    return float(keeps_all_rules(asked, await reply(run, asked.text)))
+
+
+async def rehearse(run: Trajectory, text: str) -> None:
+    """A training run: its reward is the judge's."""
+    await reply(run, text)
+
+
+async def serve_customers(client: AsyncJourneywork, args: argparse.Namespace, shift: str) -> None:
+    """Answer customers by whatever version the model's name stands for. Their runs are recorded and never trained."""
+    limiter = anyio.CapacityLimiter(CONCURRENCY)
+
+    async def serve(asked: Ticket) -> None:
+        async with limiter, client.trajectory(MODEL, task=asked.text) as run:
+            run.metrics = {"all_rules": float(keeps_all_rules(asked, await reply(run, asked.text)))}
+            run.outcome = "masked"
+
+    async with anyio.create_task_group() as tg:
+        for number in range(CUSTOMERS):
+            tg.start_soon(serve, ticket(f"customer/{args.seed}/{shift}/{number}"))
+
+
+async def rehearsals(client: AsyncJourneywork, args: argparse.Namespace) -> None:
+    """Answer the customers' tickets again, in groups, with the newest version, until the last step is served."""
+    texts = [row["task"] for row in await anyio.to_thread.run_sync(running.rows, args.run_dir, TICKETS)]
+    number = 0
+    while (newest := await running.newest_version(client, MODEL)) != f"{MODEL}@{args.steps}":
+        drawn = [texts[(number + n) % len(texts)] for n in range(GROUPS_PER_STEP)]
+        await client.gather(
+            MODEL,
+            drawn,
+            rehearse,
+            describe=str,
+            group_size=GROUP_SIZE,
+            concurrency=CONCURRENCY,
+            pinned=newest,
+        )
+        number += GROUPS_PER_STEP
+
+
+async def decide(args: argparse.Namespace, *decision: str) -> None:
+    """Run `journeywork policy`, which puts the decision on the log."""
+    command = [
+        running.JOURNEYWORK,
+        "policy",
+        *decision,
+        "--run-dir",
+        str(args.run_dir),
+        "--by",
+        "examples.support",
+    ]
+    await anyio.to_thread.run_sync(lambda: subprocess.run(command, check=True))
+
+
+async def main() -> None:
+    args = running.arguments(__doc__, MODEL, steps=24, held_out=400, base=BASE)
+    with contextlib.ExitStack() as stack:
+        judge = JUDGE or {
+            "judge.model": "openai/stand-in",
+            "judge.api_base": stack.enter_context(stand_in.serving(score)),
+        }
+        async with running.installation(args, SETTINGS | judge) as client:
+            base, last = f"{MODEL}@0", f"{MODEL}@{args.steps}"
+            await decide(args, "pin", base, "--reason", "in production")
+            await serve_customers(client, args, "before")
+            await rehearsals(client, args)
+            held_out = [ticket(f"val/{n}") for n in range(args.held_out)]
+            compared = await client.compare(base, last, held_out, answer_held_out, concurrency=CONCURRENCY)
+            if compared.difference.low > 0:
+                await decide(
+                    args, "split", last, base, "--percent", "20", "--reason", f"{compared.difference}"
+                )
+                await serve_customers(client, args, "split")
+                await decide(args, "promote", last, "--reason", "the customers of the split had no complaint")
+            await serve_customers(client, args, "after")
+    curve.report(args, compared)
+    print(running.ask(args.run_dir, ANSWERED_BY, "table"))
+
+
+if __name__ == "__main__":
+    anyio.run(main)

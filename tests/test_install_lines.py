@@ -1,0 +1,55 @@
+"""Each install line of the docs, and that no other page or message has another one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_packaging import ROOT, run_pip
+
+PAGE = ROOT / "docs" / "install.md"
+_LINE = re.compile(r"pip install ('?\.?/?journeywork\b[^`\n]*?)[`\n\"]")
+LINES = sorted({line.strip() for line in re.findall(r"`(pip install [^`]+)`", PAGE.read_text("utf-8"))})
+WHOLE = ("pip install ./journeywork", "pip install './journeywork[art]'")
+"""Lines that are run to their end; of the others, which bring a hundred packages, pip finds what it would install."""
+
+
+def test_no_page_and_no_message_has_an_install_line_of_its_own() -> None:
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    texts = {
+        name: (ROOT / name).read_text("utf-8")
+        for name in files
+        if name.endswith((".md", ".py", ".ipynb", ".toml")) and not name.startswith(("tests/", "docs/decisions/"))
+        and (ROOT / name).is_file()
+    }  # fmt: skip
+    others = {
+        (name, line)
+        for name, text in texts.items()
+        for line in _LINE.findall(text)
+        if f"pip install {line.strip()}" not in LINES
+    }
+    assert others == set()
+    assert set(WHOLE) < set(LINES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("line", LINES)
+def test_an_install_line_works_in_an_empty_environment(line: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    clone = tmp_path / "journeywork"
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), str(clone)], check=True)
+    (what,) = shlex.split(line)[2:]
+    options = () if line in WHOLE else ("--dry-run",)
+    run_pip("install", "--quiet", *options, what.replace("./", f"{tmp_path}/"), python=python)
+    if line in WHOLE:
+        module = "journeywork.art" if "[art]" in line else "journeywork"
+        subprocess.run([python, "-W", "error", "-c", f"import {module}"], check=True, cwd=tmp_path)
