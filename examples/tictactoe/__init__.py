@@ -6,6 +6,8 @@
 | `make_model` | makes `model/`: the tokenizer and a small pre-trained Qwen3, from a seed |
 | `agent` | plays one game, and a fleet of them, with nothing but the `openai` package |
 | `demo` | `make demo`: starts everything, trains, evaluates, writes `report.json` |
+| `report` | the report's figures, and the queries over the run's history |
+| `invariants` | queries for what must never be in the history |
 | `model/` | what `make_model` made |
 | `journeywork.toml` | the demo's settings |
 """

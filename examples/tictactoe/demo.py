@@ -4,7 +4,7 @@
 
 Starts `journeywork up` with `journeywork.toml`, plays the held-out games with the base model, lets the fleet play while
 the trainer trains, plays the same held-out games with the last version, stops everything in order, queries the store
-and writes `<run-dir>/report.json`. Exits with 1 if the run failed."""
+and writes `<run-dir>/report.json`. Exits with 1 if the run failed, or if its history holds what it must not."""
 
 from __future__ import annotations
 
@@ -370,7 +370,8 @@ def main(argv: list[str] | None = None) -> None:
         settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
         wall_s = round(time.monotonic() - progress.began, 1)
         report = {"seed": args.seed, "settings": settings, **report, "wall_s": wall_s}
-        conclude(report, installation.run_dir, console)
+        if findings := conclude(report, installation.run_dir, console):
+            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
     except KeyboardInterrupt:
         console.print(f"stopped; what was played so far is in {run_dir}")
         raise SystemExit(130) from None

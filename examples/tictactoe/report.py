@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.common.running import ask, rows
+from examples.tictactoe.invariants import NEVER, ORDER, counting
 from journeywork.evaluation import EntrantResult, EvaluationReport
 from journeywork.statistics import Estimate
 
@@ -69,8 +70,8 @@ def _clamped(estimate: Estimate, least: float) -> dict[str, Any]:
     }
 
 
-def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> dict[str, Any]:
-    """The report with what the history says, printed and written."""
+def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> list[str]:
+    """Add what the history says to the report, print it and write it. Return what must not be in the history and is."""
     (counts,) = rows(run_dir, COUNTS)
     query = LINEAGE.format(model=MODEL, step=report["steps"])
     report |= {
@@ -81,6 +82,7 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> dict[st
         "sampler_logprob_diff": counts["sampler_logprob_diff"],
         "staleness": {"mean": counts["staleness_mean"], "max": counts["staleness_max"]},
         "lineage": rows(run_dir, query),
+        "never": {row["finding"]: row["count"] for row in rows(run_dir, counting(ORDER | NEVER))},
     }
     (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     console.print(f"\nlineage of [bold]{report['final_checkpoint']}[/]:")
@@ -109,4 +111,9 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> dict[st
         f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
         f"reports: {run_dir / 'report.json'}, {run_dir / 'evaluation.html'}"
     )
-    return report
+    checked = NEVER if report["settings"]["nodes"] > 1 else ORDER | NEVER
+    findings = [f"{report['never'][name]:,} times {name}" for name in checked if report["never"][name]]
+    console.print(
+        f"{len(checked)} queries for what must never be in the history: {len(findings)} with findings"
+    )
+    return findings
