@@ -47,6 +47,16 @@ SHARED: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "sliding_window": 8, "num_hidden_layers": 6, "sliding_window_pattern": 3, "query_pre_attn_scalar": 8,
     },
+    "gemma4_text": {
+        "sliding_window": 8, "num_hidden_layers": 4, "hidden_size_per_layer_input": 8, "final_logit_softcapping": 3.0,
+        "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16, "num_global_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma3n_text": {
+        "sliding_window": 8, "num_hidden_layers": 4, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+        "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
     "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {
         "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 8, "num_hidden_layers": 4,
@@ -73,6 +83,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 4,
         "mamba_d_head": 16, "mamba_d_state": 8, "shared_intermediate_size": 32,
+    },
+    "bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "mamba_d_state": 8,
+        "use_shared_attention_adapter": True, "adapter_rank": 4, "head_dim": 16, "num_key_value_heads": 4,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2},

@@ -225,11 +225,11 @@ class Cost:
     """Per pair of query and key in a row, summed over all layers."""
 
     @classmethod
-    def of(cls, parameters: int, layers: int, width: int) -> Cost:
+    def of(cls, parameters: int, width: int) -> Cost:
         """The cost of a LoRA step. `parameters` is the number of frozen parameters without embeddings, `width` the
-        number of heads times the head dimension. On CPU, attention was measured to run at nearly twice the rate of
-        the linear layers."""
-        return cls(4.0 * parameters, 8.0 * layers * width)
+        number of heads times the head dimension, summed over the layers. On CPU, attention was measured to run at
+        nearly twice the rate of the linear layers."""
+        return cls(4.0 * parameters, 8.0 * width)
 
 
 _CAUSAL = 0.75

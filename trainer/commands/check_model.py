@@ -30,6 +30,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     model can't be trained, `None` where it can."""
     import_first(Config(models=(ModelConfig(base=base),), trainer=config))
     from trainer.engine.engine import Engine
+    from trainer.engine.loading import first_sentence
     from trainer.engine.verify import RefusedError
 
     out: dict[str, Any] = {
@@ -42,9 +43,11 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
         except RefusedError as error:
             verified = error.verified
             out["refused"] = verified.refused
-        except (ConfigError, ValueError, OSError, RuntimeError, ImportError) as error:
-            # The model can't be loaded: its family is unknown, it does not exist, or memory does not hold it.
-            out["refused"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        except ConfigError as error:  # the model can't be loaded
+            out["refused"] = str(error)
+            return out
+        except RuntimeError as error:  # memory does not hold it
+            out["refused"] = f"{base} can't be trained: {first_sentence(error)}"
             return out
         else:
             verified = engine.verified

@@ -46,6 +46,12 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     return {name: operator.attrgetter(name)(config) for name in names}
 
 
+def _attention_width(layer: Any) -> int:
+    """Return the number of heads times the head dimension, by the configuration of a layer."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads))
+
+
 @dataclass(eq=False)
 class PassResult:
     """One process's results of one update, besides its gradients."""
@@ -73,13 +79,11 @@ class GradientEngine(PolicyModel):
         """The processes that share this engine's passes; `None` if there is only one."""
         self.budget = Budget(config.memory.tokens_per_batch)
         self.configure(config)
-        text = self.forward.text
         embedding = self.model.get_base_model().get_input_embeddings().weight
         self.size = sum(p.numel() for p in self.model.parameters()) - embedding.numel()
         """Number of parameters without the input embeddings, which need no multiplications."""
-        heads = getattr(text, "num_attention_heads", None) or 1
-        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-        self.cost = Cost.of(self.size, text.num_hidden_layers, width)
+        # Layers may differ in their heads, as Gemma 4's do.
+        self.cost = Cost.of(self.size, sum(_attention_width(c) for c in self.forward.text.per_layer_config))
         self.verified = verify(self)
         """How the layouts compare with the model's own forward pass."""
 

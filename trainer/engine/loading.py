@@ -6,6 +6,9 @@ model in four bits, but it replaces the attention mask by a plain causal one, so
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +64,23 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     """Load `base` (a folder or a name on the Hugging Face Hub) and add a fresh adapter.
 
     The adapter's initial weights depend on `config.seed` only. Raises `ConfigError` if the settings contradict each
-    other or the model."""
+    other or the model, or if the model can't be loaded."""
     check_trainer(config)
-    if config.engine == "unsloth":
-        return _load_unsloth(base, config, device)
+    try:
+        return (_load_unsloth if config.engine == "unsloth" else _load_transformers)(base, config, device)
+    except (ImportError, KeyError, OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{base} can't be trained: {first_sentence(error)}") from error
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of an error's message, at most 300 characters: libraries print whole modules."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.split(r"(?<=[.!?]) ", text)[0].rstrip(".")[:300]
+
+
+def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype_for(config, device), attn_implementation=attention_implementation(config, device)
     )
@@ -111,8 +127,9 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     """Return the last parts of the names of the linear layers that get an adapter, sorted.
 
     These are `trainer.lora.targets`, or all layers that can have one. Routers and experts can't: PEFT would put
-    adapters on the router and on the experts' fused weights, and vLLM does not serve those. Raises `ConfigError` if
-    the setting names a layer that can't have an adapter."""
+    adapters on the router and on the experts' fused weights, and vLLM does not serve those. Nor can layers of a list,
+    whose names are numbers, as those of the decoder's layers are, nor layers whose weight another module reads. Raises
+    `ConfigError` if the setting names a layer that can't have an adapter."""
     head = model.get_output_embeddings()
     linear = {
         name: m
@@ -122,9 +139,7 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     # A model's own subclass of Linear may return more than the product: Llama4's router returns scores and logits.
     excluded = {_leaf(name) for name, m in linear.items()
                 if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")}  # fmt: skip
-    if model.config.model_type in ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"):
-        # Their fused kernels read the base weights and bypass PEFT's adapter.
-        excluded |= {"out_proj", "conv1d"}
+    excluded |= {_leaf(name) for name in linear if _leaf(name).isdecimal()} | _read_by_others(model)
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
         excluded |= {
             "gate",
@@ -144,6 +159,26 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
             f"{', '.join(sorted(possible))}"
         )
     return sorted(config.lora.targets or possible)
+
+
+_READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))")
+
+
+def _read_by_others(model: Any) -> set[str]:
+    """Return the names of submodules whose weight the code of their parent reads, by the source of its methods.
+
+    Such code passes the weight to a fused kernel, as mixers of Mamba do with `out_proj`, and an adapter is bypassed."""
+    methods = {
+        method
+        for kind in {base for module in model.modules() for base in type(module).__mro__}
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method) and name not in ("__init__", "_init_weights")
+    }
+    names: set[str] = set()
+    for method in methods:
+        with contextlib.suppress(OSError):  # its source is not there
+            names.update(_READ_WEIGHT.findall(inspect.getsource(method)))
+    return names
 
 
 def _leaf(name: str) -> str:

@@ -24,6 +24,7 @@ from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.forward import attention_spans, mask_formats
 from trainer.engine.model import PolicyModel, shape_of
+from trainer.engine.state import Weights
 
 log = get_logger("trainer.engine.verify")
 
@@ -152,11 +153,28 @@ def _difference(
     return Difference(float(all_N.mean()), float(all_N.max()))
 
 
+def _random_adapter(model: PolicyModel) -> Weights:
+    """Return weights of an adapter that changes the output of every layer which has one by about a third."""
+    generator = torch.Generator().manual_seed(0)
+    # PEFT draws A with a variance of 1 / (3 * inputs), so `B @ A` gets the variance of a layer's weights from this.
+    std = 0.3 * (3 / model.lora.r) ** 0.5 * model.lora.r / model.lora.lora_alpha
+    return {
+        name: torch.randn(weight.shape, generator=generator) * std if "lora_B" in name else weight
+        for name, weight in model.weights().items()
+    }
+
+
 def verify(model: PolicyModel) -> Verified:
     """Find out in which layouts, and with which attention implementation, `model` computes its own logprobs.
 
-    Sets the attention implementation and the mask format that were found right on `model.forward`. Raises
+    The comparison is made with a random adapter: a fresh one changes nothing, so a training pass that bypasses it would
+    not show. Sets the attention implementation and the mask format that were found right on `model.forward`. Raises
     `RefusedError` if no layout gives the model's logprobs, or if the layout that is set does not."""
+    with model.with_adapter(_random_adapter(model)):
+        return _verify(model)
+
+
+def _verify(model: PolicyModel) -> Verified:
     config, forward = model.config, model.forward
     spans = attention_spans(forward.text) or {}
     span = max((r.window or r.chunk for r in spans.values()), default=0)

@@ -108,7 +108,7 @@ def test_a_shared_prefix_is_laid_out_once() -> None:
 
 
 def test_prefixes_are_shared_if_that_costs_less() -> None:
-    cost = Cost.of(parameters=4_000_000, layers=4, width=256)
+    cost = Cost.of(parameters=4_000_000, width=4 * 256)
     rng = np.random.default_rng(0)
 
     def group(shared: int, own: int, size: int = 8) -> list[TokenSequence]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
@@ -109,6 +110,34 @@ def test_a_head_that_is_not_the_models_own_is_refused(
     monkeypatch.setattr(Forward, "logits", bare)
     with pytest.raises(ConfigError, match=r"can't be trained: .* differ from the model's own by .* nats"):
         engine_of(family, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "zamba2"])
+def test_a_layer_whose_weight_a_fused_kernel_reads_gets_no_adapter(family: str, tmp_path: Path) -> None:
+    """On CUDA, a training pass of a Mamba mixer hands `out_proj.weight` to a kernel, past PEFT's adapter."""
+    engine = engine_of(family, tmp_path)
+    assert "out_proj" not in engine.lora.target_modules
+    assert "in_proj" in engine.lora.target_modules
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: 0, out_proj can't have an adapter"):
+        engine_of(family, tmp_path, **{"lora.targets": ("out_proj", "0")})
+
+
+def test_a_training_pass_that_bypasses_an_adapter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter of the check is random: past a fresh one, whose output is zero, nothing would differ."""
+    whole = Qwen3MLP.forward
+
+    def fused(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            out: torch.Tensor = whole(self, x)
+            return out
+        last = self.get_submodule("down_proj")
+        return torch.nn.functional.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), last.weight)
+
+    monkeypatch.setattr(Qwen3MLP, "forward", fused)
+    with pytest.raises(ConfigError, match=r"can't be trained: .* differ from the model's own by .* nats"):
+        engine_of("qwen3", tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral", "llama4_text"])

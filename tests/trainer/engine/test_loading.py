@@ -39,6 +39,24 @@ def test_dtype_depends_on_the_device_unless_it_is_set() -> None:
     assert loading.dtype_for(TrainerConfig(dtype="bfloat16"), CPU) == torch.bfloat16
 
 
+def test_a_model_that_can_not_be_loaded_is_refused_in_one_sentence(
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"no_such can't be trained: [^.]*$"):
+        loading.load(str(tmp_path / "no_such"), TrainerConfig(), CPU)
+
+    def whole_module(*_: Any) -> None:
+        raise ValueError(
+            "Target module Decoder(\n  (act): SiLU()\n) is not supported. Currently, only others are."
+        )
+
+    monkeypatch.setattr(loading, "get_peft_model", whole_module)
+    with pytest.raises(
+        ConfigError, match=r"can't be trained: Target module Decoder\( \(act\): SiLU\(\) \) is not supported$"
+    ):
+        loading.load(tiny_base, TrainerConfig(), CPU)
+
+
 def test_unsloth_never_shares_prefixes() -> None:
     with pytest.raises(ConfigError, match="attention mask"):
         loading.load("base", TrainerConfig(engine="unsloth", memory=MemoryConfig(packing="prefix")), CPU)
