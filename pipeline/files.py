@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -14,9 +14,7 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = False, mode
 
     With `durable` the content is on the disk when the function returns. `mode` is reduced by the process's umask."""
     with replacing(path, durable=durable) as temporary:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        _write(temporary, content.encode() if isinstance(content, str) else content, mode)
 
 
 @contextmanager
@@ -26,17 +24,46 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
     With `durable` the file is synced to the disk before it is renamed, and its folder afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
-    try:
+    with _temporary(path) as temporary:
         yield temporary
         if durable:
             sync(temporary)
         temporary.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def write_once(path: Path, make: Callable[[], bytes]) -> None:
+    """Write the result of `make`, a secret, to `path` with mode 0600, unless the file exists. Of several processes at
+    once one writes; afterwards the file is on the disk, whole."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # A link, unlike a rename, does not replace what another process wrote first.
+    with _temporary(path) as temporary:
+        _write(temporary, make(), 0o600)
+        sync(temporary)
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+        temporary.unlink()
+    sync(path.parent)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """Give a path beside `path`. After an error its file is deleted."""
+    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    try:
+        yield temporary
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if durable:
-        sync(path.parent)
 
 
 def sync(path: Path) -> None:

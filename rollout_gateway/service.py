@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import secrets
 import socket
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
 from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished, Event, GroupDiscarded, PolicyLoaded, wire_name
+from pipeline.files import write_once
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
 from pipeline.running.service import Ready
@@ -77,14 +78,7 @@ def key_secret(config: Config) -> bytes:
             raise ConfigError(f"gateway.key_secret_env: ${name} must hold at least 16 characters")
         return value.encode()
     path = config.path("gateway.secret")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{secrets.token_hex(4)}")
-        temporary.touch(0o600)
-        temporary.write_bytes(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):  # another replica in this folder made it first
-            os.link(temporary, path)
-        temporary.unlink()
+    write_once(path, partial(secrets.token_bytes, 32))
     return path.read_bytes()
 
 

@@ -8,9 +8,10 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.config import ConfigError, NatsConfig, SigningConfig
+from pipeline.config import ConfigError, NatsConfig, SigningConfig, load
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
 from pipeline.log.broker import Broker
+from pipeline.running.plan import make_plan
 from pipeline.running.status import of_log
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
@@ -70,6 +71,17 @@ def test_keys_that_can_not_be_used_are_named_and_not_shown(pair: nkey.KeyPair) -
         signing.Trust(SigningConfig(check="require"))
     assert not signing.Trust(SigningConfig(keys=(pair.public,), check="off")).checks
     assert not signing.Trust(SigningConfig()).checks
+
+
+def test_up_without_a_trainer_serves_signed_checkpoints_only(tmp_path: Path) -> None:
+    """It trusts the keys that the settings name, else its own, which a trainer of the same run directory uses."""
+    settings = [f"run_dir={tmp_path}", 'vllm.urls=["http://x:1"]']
+    planned, _ = make_plan(load(None, settings), ("gateway", "sampler"))
+    trust = signing.Trust(signing.with_public_key(planned).signing)
+    assert "is not signed" in trust.objection(event())
+    public = nkey.KeyPair(nkey.new_seed()).public
+    planned, _ = make_plan(load(None, [*settings, f'signing.keys=["{public}"]']), ("gateway", "sampler"))
+    assert signing.with_public_key(planned).signing.keys == (public,)
 
 
 async def letters(broker: Broker) -> list[str]:

@@ -12,7 +12,6 @@
 | `types` | `Section`, and numbers within limits |
 | `files` | `load`, `save`, `config_hash` |
 | `overrides` | values given on the command line; errors that name the setting |
-| `moved` | old names of settings, for errors that say the new one |
 | `checks` | settings that have the right type and can't be used |
 | `secrets` | which values look like secrets; `${NAME}` references |
 """

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline.config.moved import MOVED
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
@@ -157,8 +156,6 @@ def _named(message: str, tree: Any, root: Any, where: str) -> str:
     section = [where] if where else []
     if unknown := _UNKNOWN.fullmatch(message):
         dotted = ".".join([*section, *keys, unknown[1]])
-        if dotted in MOVED:
-            return f"settings: {dotted} is now {MOVED[dotted]}"
         return f"settings: {dotted}: there is no such setting{_suggestion(dotted, _type_at(root, keys))}"
     if message.startswith("Invalid enum value"):
         allowed = [a for kind in _choices(_type_at(root, keys)) for a in typing.get_args(kind)]
@@ -166,8 +163,6 @@ def _named(message: str, tree: Any, root: Any, where: str) -> str:
         message = f"{message}, expected {' or '.join(map(str, allowed))}"
     dotted = ".".join([*section, *keys])
     message = _in_toml_words(message, dotted, _type_at(root, keys))
-    if dotted in MOVED:  # a name that is a table now
-        return f"settings: {dotted} is now {MOVED[dotted]}"
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 

@@ -23,8 +23,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """The fields that follow the tag in the event's subject."""
     last_subject_field: ClassVar[tuple[str, str]] = ("", "")
     """A field that ends the subject unless it has this value."""
-    former_subject_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of the subject in logs of earlier versions, if they were others."""
     unique_subject: ClassVar[bool] = False
     """Whether the subject holds one event only, for ever: the broker refuses a second one, also after the
     deduplication window. Such an event is identified by its subject."""

@@ -123,7 +123,6 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     """An agent run ended, once."""
 
     subject_fields = ("project", "model", "group_key", "trajectory")
-    former_subject_fields = ("project", "model", "trajectory")
     unique_subject = True
 
     trajectory: str

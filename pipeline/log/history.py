@@ -22,7 +22,7 @@ from pipeline.log.exchanges import ExchangeNotWholeError, RememberedExchanges, m
 from pipeline.log.fast_client import FastClient
 from pipeline.log.messages import Page, Recorded, StoredMessage
 from pipeline.log.stream_reader import StreamReader
-from pipeline.log.subjects import former_subject_filter, stream_of, subject_filter
+from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.history")
@@ -124,11 +124,8 @@ class Reader(StreamReader):
     # -- one event -----------------------------------------------------------------------------------------------
 
     async def read_last(self, event: type[E], **keys: Any) -> Recorded[E] | None:
-        """Return the newest event of a class, by the leader; None if there is none. Keys that name the whole subject
-        also find an event that an earlier version published on the class's former subject."""
+        """Return the newest event of a class, by the leader; None if there is none."""
         message = await self.leader_get(stream_of(event), {"last_by_subj": subject_filter(event, **keys)})
-        if message is None and (former := former_subject_filter(event, **keys)):
-            message = await self.leader_get(stream_of(event), {"last_by_subj": former})
         if message is None:
             return None
         recorded = await self.recorded(stream_of(event), message)

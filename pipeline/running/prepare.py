@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, KeyConfig, load, save, with_values
+from pipeline.files import write_once
 from pipeline.running import run_lock
 from pipeline.security import nkey, signing, users
 
@@ -48,12 +49,12 @@ def _prepare(config: Config, keys: Path) -> Config:
         for user in users.USERS:
             nkey.load_or_make(users.seed_file(Path(config.nats.users), user.name))
     api_key = config.vllm.api_key_file or str(keys / "vllm.key")
-    nkey.write_secret(Path(api_key), lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
+    write_once(Path(api_key), lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
     seed = config.signing.seed or str(keys / "checkpoints.nk")
     config = with_values(config, {"vllm.api_key_file": api_key, "signing.seed": seed})
     if not config.gateway.keys:
         operator = keys / "operator.key"
-        nkey.write_secret(operator, lambda: f"jw-{secrets.token_urlsafe(32)}".encode())
+        write_once(operator, lambda: f"jw-{secrets.token_urlsafe(32)}".encode())
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
         key = KeyConfig(sha256=digest, name="operator", role="operator")
         config = with_values(config, {"gateway.keys": (key,)})

@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
-import contextlib
-import os
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import nacl.exceptions
@@ -24,6 +21,7 @@ import nacl.signing
 import nkeys
 
 from pipeline.config import ConfigError
+from pipeline.files import write_once
 
 _PUBLIC_BYTES = 35
 """One byte for the kind of key, 32 of the key, two of the checksum."""
@@ -63,25 +61,8 @@ def load(path: str | Path) -> KeyPair:
 
 def load_or_make(path: Path) -> KeyPair:
     """Return the key pair of the seed in `path`. Write a new seed there first if the file does not exist."""
-    write_secret(path, new_seed)
+    write_once(path, new_seed)
     return load(path)
-
-
-def write_secret(path: Path, make: Callable[[], bytes]) -> None:
-    """Write the result of `make` to `path`, mode 0600, unless the file exists. The file appears complete or not at
-    all."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.exists():
-        return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(make())
-        file.flush()
-        os.fsync(descriptor)
-    with contextlib.suppress(FileExistsError):  # another process wrote its secret first: keep that
-        os.link(temporary, path)
-    temporary.unlink()
 
 
 def verify(public: str, message: bytes, signature: bytes) -> bool:

@@ -219,7 +219,7 @@ def test_a_chosen_port_that_another_takes_is_chosen_again(
             return chosen[-1]
 
         async def supervise(
-            config: Config, services: Sequence[str], supervisor: Supervisor, terminal: object, watch: object
+            config: Config, services: Sequence[str], supervisor: Supervisor, terminal: object
         ) -> None:
             async with anyio.create_task_group() as tg:
                 await tg.start(supervisor.run)

@@ -8,10 +8,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from pipeline.config import NatsConfig
-from pipeline.events import ExchangeRecorded, TrajectoryCompleted, encode
+from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
-from pipeline.log.subjects import keys_of
-from tests.pipeline.log.test_broker import completed, exchange
+from tests.pipeline.log.test_broker import exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -88,17 +87,3 @@ async def test_the_newest_message_of_each_subject_in_pages(
             assert found == [*range(1, last + 1)]
         else:
             assert found == [*range(1, 9), last]
-
-
-async def test_a_completion_of_an_earlier_version_is_found_under_its_former_subject(
-    nats_config: NatsConfig,
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        old, new = completed("old"), completed("new")
-        await broker.client.publish("rollout.completed.p.m.old", encode(old))
-        await broker.publish(new)
-        for event in (old, new):
-            found = await broker.read_last(TrajectoryCompleted, **keys_of(event))
-            assert found is not None
-            assert found.event == event
-        assert len(await broker.read(TrajectoryCompleted, project="p")) == 2

@@ -21,7 +21,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     wire_name,
 )
-from pipeline.log.subjects import former_subject_filter, keys_of, stream_of, subject_filter
+from pipeline.log.subjects import keys_of, stream_of, subject_filter
 
 
 def made(cls: type[Event], **fields: Any) -> Event:
@@ -106,13 +106,6 @@ def test_keys_that_are_left_out_match_anything(cls: type[Event], keys: dict[str,
 def test_a_key_that_is_not_in_the_subject_is_refused() -> None:
     with pytest.raises(TypeError, match=r"rollout\.exchange has no group"):
         subject_filter(ExchangeRecorded, group="g")
-
-
-def test_the_former_subject_of_a_completion_needs_all_keys_that_it_had() -> None:
-    keys = {"project": "p", "model": "m.1", "trajectory": "t"}
-    assert former_subject_filter(TrajectoryCompleted, **keys, group_key="g") == "rollout.completed.p.m%2E1.t"
-    assert former_subject_filter(TrajectoryCompleted, project="p", trajectory="t") == ""
-    assert former_subject_filter(ExchangeRecorded, project="p", trajectory="t") == ""
 
 
 @pytest.mark.parametrize(
