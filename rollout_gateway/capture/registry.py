@@ -133,7 +133,7 @@ class Registry:
         known.used_at = time.monotonic()
         if len(self._known) > self._keep:
             # The log knows them all: forget the tenth that was unused longest.
-            idle = sorted((t for t in self._known.values() if not t.in_flight), key=lambda t: t.used_at)
+            idle = sorted((t for t in self._known.values() if not (t.in_flight or t.completing)), key=lambda t: t.used_at)
             for trajectory in idle[: max(1, self._keep // 10)]:
                 del self._known[trajectory.id]
         return known
@@ -153,7 +153,7 @@ class Registry:
             async for raw in messages:
                 found = self._known.pop(name_of_token(raw.subject.rpartition(".")[2]), None)
                 if found is not None:
-                    found.completing = found.completed = True
+                    found.completed = True
 
     # -- opening and completing ----------------------------------------------------------------------------------
 
@@ -196,16 +196,13 @@ class Registry:
             return await self._complete_again(trajectory, completion, inferred)
         self.log.check_age(trajectory, found.opened.at)
         await self._wait_until_idle(found)
-        found.completing = True
-        try:
+        with found.closed_to_calls():
             if completion.exchanges:
                 await copy_calls(found, [(await self._source(found, r), r) for r in completion.exchanges])
             await found.refresh()
             event = _completed(found, completion, inferred)
             ack = await self.log.broker.publish(event, {"traceparent": found.traceparent})
-        except BaseException:
-            found.completing = False
-            raise
+            found.completed = True
         self._known.pop(trajectory, None)
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
@@ -227,11 +224,11 @@ class Registry:
         return source
 
     async def _wait_until_idle(self, found: Trajectory) -> None:
-        if not found.in_flight:
-            return
+        """Wait until no call is in flight when this returns: one may begin before a waiter has its turn."""
         try:
             async with asyncio.timeout(_SETTLE_S):
-                await found.idle.wait()
+                while found.in_flight:
+                    await found.idle.wait()
         except TimeoutError:
             raise ApiError(
                 409,

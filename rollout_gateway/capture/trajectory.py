@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,9 +106,10 @@ class Trajectory:
     them in a power cut."""
     used_at: float = 0.0
     """Time of the last call, by `time.monotonic`."""
-    completing: bool = False
+    completions: int = 0
+    """Completions under way in this process, which publish what `recorded` says."""
     completed: bool = False
-    """Another gateway process completed it: what is not recorded yet would come too late."""
+    """It is completed, here or by another gateway process: what is not recorded yet would come too late."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call is recorded."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,6 +126,20 @@ class Trajectory:
         return self.opened.trajectory
 
     # -- calls in flight -----------------------------------------------------------------------------------------
+
+    @property
+    def completing(self) -> bool:
+        """Whether it is completed or about to be, and takes no further calls."""
+        return self.completed or self.completions > 0
+
+    @contextmanager
+    def closed_to_calls(self) -> Iterator[None]:
+        """Let no call begin. After a failure, calls may begin again once no other completion is under way."""
+        self.completions += 1
+        try:
+            yield
+        finally:
+            self.completions -= 1
 
     def begin(self) -> None:
         """Count a call that begins. Raises an `ApiError`: 409 if the trajectory is being completed, 410 if it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -14,7 +15,9 @@ from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.copies import Reference
 from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
@@ -42,23 +45,25 @@ def watched(broker: Broker) -> Watched:
     return out
 
 
+def exchange(trajectory: str, seq: int) -> ExchangeRecorded:
+    return ExchangeRecorded(
+        project="test", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0, request=b"{}",
+        response=b'{"id": "r%d"}' % seq, prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"h{seq}",
+    )  # fmt: skip
+
+
 async def record_run(broker: Broker, name: str) -> None:
     opened = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", owner="alice")
     registry = Registry(broker, "test", TOKENS)
     found = await registry.open(opened, "")
 
-    def exchange(seq: int) -> list[ExchangeRecorded]:
-        return [
-            ExchangeRecorded(
-                project="test", trajectory=name, seq=seq, model="m", policy_version="m@0", step=0,
-                # No call repeats another one.
-                request=msgspec.json.encode(random.Random(seq).randbytes(CALL_BYTES // 2).hex()),
-                response=b'{"id": "r%d"}' % seq, prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"h{seq}",
-            )
-        ]  # fmt: skip
+    def large(seq: int) -> list[ExchangeRecorded]:
+        # No call repeats another one.
+        request = msgspec.json.encode(random.Random(seq).randbytes(CALL_BYTES // 2).hex())
+        return [msgspec.structs.replace(exchange(name, seq), request=request)]
 
     for _ in range(CALLS):
-        await found.record(StubCall(exchange))
+        await found.record(StubCall(large))
 
 
 async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_config: NatsConfig) -> None:
@@ -130,3 +135,49 @@ async def test_a_reply_that_the_log_lost_is_no_reply(nats_config: NatsConfig) ->
         )
         found.recorded.recent["h"] = [10_000]
         assert await found.exchange_of("r0") is None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(nats_config: NatsConfig) -> None:
+    opened = TrajectoryOpened(project="test", trajectory="t", model="m", group="g")
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", TOKENS)
+        found = await registry.open(opened, "")
+        found.begin()
+        completing = asyncio.ensure_future(registry.complete("t", Completion(reward=1.0)))
+        await until(lambda: bool(found.idle._waiters))  # type: ignore[attr-defined]
+        found.end()
+        found.begin()  # before the completion had its turn
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await found.record(StubCall(lambda seq: [exchange("t", seq)]))
+        found.end()
+        assert (await completing).exchanges == 1
+
+
+async def test_a_completion_that_fails_lets_no_call_into_another_one(nats_config: NatsConfig) -> None:
+    """Nor does one that is under way when its trajectory is to be forgotten."""
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", TOKENS, keep=1)
+        found = await registry.open(
+            TrajectoryOpened(project="test", trajectory="t", model="m", group="g"), ""
+        )
+        async with found.lock:  # the first completion waits to read what other replicas recorded
+            first = asyncio.ensure_future(registry.complete("t", Completion(reward=1.0)))
+            await until(lambda: found.completing)
+            wrong = Completion(exchanges=(Reference(trajectory="unknown", reply="r"),))
+            with pytest.raises(ApiError, match="is unknown"):
+                await registry.complete("t", wrong)
+            with pytest.raises(ApiError, match="is completed"):
+                found.begin()
+            await registry.open(
+                TrajectoryOpened(project="test", trajectory="u", model="m", group="g"), ""
+            )
+            assert registry.get("t") is found
+        assert (await first).reward == 1.0
+        with pytest.raises(ApiError, match="is completed"):
+            found.begin()
