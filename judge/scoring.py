@@ -131,6 +131,7 @@ async def score_closed(
         verdicts=rewards.verdicts,
         closed_by=group.closed_by,
         batch=batch,
+        owner=events[0].owner if events else "",
     )
 
 
@@ -189,5 +190,6 @@ def _discarded(
         reason=reason,
         by="judge",
         detail=detail,
+        owner=events[0].owner if events else "",
         duration_s=max(duration_us, 0) / 1e6,
     )

@@ -82,15 +82,6 @@ STREAMS: tuple[StreamSpec, ...] = (
         discard="old",
     ),
 )
-IDS = StreamSpec(
-    "IDS",
-    ("id.>",),
-    "hashes of the trajectory ids that callers chose: they stay refused after their trajectory expired",
-    max_age_s=30 * DAY_S,
-    share=0.005,
-    discard="old",
-)
-"""No events: no consumer reads it and no probe is written to it. `pipeline.log.chosen_ids` writes and reads it."""
 DETECTED_PREFIX = "detected"
 DETECTED = StreamSpec(
     "DETECTED",

@@ -175,7 +175,7 @@ async def serve(config: Config, ready: Ready) -> None:
             ModelRoutes(
                 policies, fleet, router, Promotion(project, broker, policies, fleet, router), feed, log_health
             ),
-            EvaluationRoutes(project, broker, policies),
+            EvaluationRoutes(project, broker, registry, policies),
             AuxiliaryRoutes(fleet, router, identity),
         )
         app = App(calls, handlers, identity, router, metrics, origins, gateway)

@@ -252,7 +252,7 @@ def _too_large(
             reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
             detail="a pass over one of their sequences alone does not fit into memory; "
             "the rest of the group was trained",
-            branch=g.event.branch,
+            branch=g.event.branch, owner=g.event.owner,
         )
         for g, trajectories in found if trajectories
     )  # fmt: skip

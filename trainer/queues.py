@@ -26,6 +26,11 @@ class RequestedBatch:
     """Names of the groups that wait or were discarded."""
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Its owner and id, by which it is known."""
+        return self.request.owner, self.request.id
+
+    @property
     def complete(self) -> bool:
         return self.settled.issuperset(self.request.groups)
 
@@ -38,8 +43,8 @@ class ModelQueue:
     histories: Histories
     waiting: deque[TrainingGroup] = field(default_factory=deque)
     """The waiting groups of no requested batch, in stream order."""
-    requested: dict[str, RequestedBatch] = field(default_factory=dict)
-    """The requested batches by id, in the order in which their first group came."""
+    requested: dict[tuple[str, str], RequestedBatch] = field(default_factory=dict)
+    """The requested batches by owner and id, in the order in which their first group came."""
     batch: list[TrainingGroup] = field(default_factory=list)
     """The groups of the step that is being filled, computed or committed."""
     request: TrainingBatch | None = None
@@ -83,7 +88,7 @@ class ModelQueue:
             index = _index(self.waiting, group)
             self.waiting.insert(index, group)
             return
-        batch = self.requested[request.id]
+        batch = self.requested[request.owner, request.id]
         batch.groups.insert(_index(batch.groups, group), group)
         batch.settled.add(group.event.group)
 
@@ -91,9 +96,9 @@ class ModelQueue:
         """Begin the requested batch of a group, if it is the first one of it here. Groups of the batch that were
         discarded before count as settled."""
         request = event.batch
-        if request is None or request.id in self.requested:
+        if request is None or (request.owner, request.id) in self.requested:
             return
-        batch = self.requested[request.id] = RequestedBatch(request)
+        batch = self.requested[request.owner, request.id] = RequestedBatch(request)
         for name in request.groups:
             keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
             found = await broker.read(GroupDiscarded, **keys)
@@ -102,13 +107,14 @@ class ModelQueue:
 
     def settle(self, event: GroupScored) -> None:
         """Let the requested batch of a discarded group go on without it."""
-        batch = self.requested.get(event.batch.id) if event.batch is not None else None
+        request = event.batch
+        batch = self.requested.get((request.owner, request.id)) if request is not None else None
         if batch is None:
             return
         batch.settled.add(event.group)
         batch.groups = [group for group in batch.groups if group.event.group != event.group]
         if not batch.groups:
-            del self.requested[batch.request.id]  # the next group of it, if there is one, begins it again
+            del self.requested[batch.key]  # the next group of it, if there is one, begins it again
 
     def incomplete(self) -> list[TrainingGroup]:
         """Return the groups of the requested batches that are not complete."""
@@ -121,7 +127,7 @@ class ModelQueue:
             return False
         self.waiting.extendleft(reversed(self.batch))  # groups of a step that was not full yet
         self.batch, self.request = complete.groups, complete.request
-        del self.requested[complete.request.id]
+        del self.requested[complete.key]
         return True
 
 

@@ -157,7 +157,7 @@ class Trainer:
         if queue is None or (event.project, event.branch) != ours:
             log.warning(
                 "group skipped: no model of this trainer has its project, name and branch", group=event.group,
-                model=event.model, project=event.project, branch=event.branch,
+                model=event.model, project=event.project, branch=event.branch, owner=event.owner,
             )  # fmt: skip
             if delivery is not None:
                 await delivery.ack()

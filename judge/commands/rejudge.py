@@ -200,6 +200,7 @@ class Rejudge:
             GroupDiscarded(
                 project=event.project, model=event.model, group=event.group, split=event.split, by="rejudge",
                 trajectories=trajectories, reason="history_gone", detail=detail, branch=self.report.branch,
+                owner=event.owner,
             )
         )  # fmt: skip
 

@@ -53,6 +53,7 @@ from pipeline.events.policy import (
 )
 from pipeline.events.rollout import (
     ExchangeRecorded,
+    GroupOpened,
     GroupTimedOut,
     TrainingBatch,
     TrajectoryCompleted,

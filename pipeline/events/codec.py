@@ -19,7 +19,13 @@ from pipeline.events.policy import (
     PolicyRetired,
     PolicyUnloaded,
 )
-from pipeline.events.rollout import ExchangeRecorded, GroupTimedOut, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events.rollout import (
+    ExchangeRecorded,
+    GroupOpened,
+    GroupTimedOut,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+)
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
@@ -35,7 +41,8 @@ class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 AnyEvent = (
-    TrajectoryOpened
+    GroupOpened
+    | TrajectoryOpened
     | ExchangeRecorded
     | TrajectoryCompleted
     | GroupTimedOut

@@ -44,7 +44,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     """The results of one entrant of an evaluation on held-out tasks: a policy version, or a model of somebody else."""
 
-    subject_fields = ("project", "model")
+    subject_fields = ("project", "model", "evaluation")
 
     evaluation: str
     """Id that the entrants of one evaluation share."""

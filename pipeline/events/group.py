@@ -84,6 +84,8 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     """Split of the members. Trajectories of different splits with one group id form separate groups."""
     batch: TrainingBatch | None = None
     """The batch that the group is trained in; `null`: the trainer forms its steps of any groups."""
+    owner: str = ""
+    """Name of the API key that opened the group's first trajectory to complete."""
 
     def message_id(self) -> str:
         ended = "scored" if self.split == "train" else f"scored/{self.split}"
@@ -121,6 +123,8 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     """Duration of the longest trajectory, in seconds. It shows whether long tasks are discarded more often."""
     branch: str = "main"
     split: Split = "train"
+    owner: str = ""
+    """Name of the API key that opened the trajectories."""
 
     def message_id(self) -> str:
         first = self.trajectories[0] if self.trajectories else ""

@@ -31,6 +31,29 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of the batch. The step begins when each of them is scored or discarded."""
     learning_rate: float | None = None
     """Learning rate of the step; `null`: the trainer's."""
+    owner: str = ""
+    """Name of the API key that requested the batch. Batches of different keys with one id are different batches."""
+
+
+class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):
+    """A group was opened, by its first trajectory. The event fixes whose group it is and how many trajectories it has.
+    A group of its own whose id the gateway made has none: it is its trajectory's owner's."""
+
+    subject_fields = ("project", "model", "group")
+    last_subject_field = ("split", "train")
+    unique_subject = True
+
+    group: str
+    model: str
+    split: Split = "train"
+    owner: str = ""
+    """Name of the API key that opened it. Only that key and operators may add trajectories. Empty: opened without a
+    key."""
+    group_size: int = 0
+    """Trajectories that the caller will put into the group. 0: `judge.group_size`."""
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.model}/{self.group}/{self.split}/opened"
 
 
 class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
@@ -50,7 +73,7 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     split: Split = "train"
     """`val` trajectories are scored and never trained."""
     group_size: int = 0
-    """Trajectories that the caller will put into the group. 0: `judge.group_size`."""
+    """Trajectories that the caller will put into the group, as its `rollout.group` says. 0: `judge.group_size`."""
     key_hash: str = ""
     """SHA-256 of the trajectory's API key; the key itself is never stored."""
     pinned: str = ""
@@ -157,6 +180,8 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     sampled_tokens: int = 0
     calls_s: float = 0.0
     """Seconds that the run's model calls took, added up."""
+    owner: str = ""
+    """Name of the API key that opened the trajectory."""
 
     @property
     def group_key(self) -> str:

@@ -17,7 +17,6 @@
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
 | `connections` | the connections of this process, for a change of `nats.url` |
 | `provision` | create and update streams, consumers and buckets |
-| `chosen_ids` | trajectory ids that callers chose, remembered after their trajectories expired |
 | `unwritten` | alarms about events that the store has not written |
 | `credentials` | authentication and TLS of a connection |
 | `retry` | which errors pass by themselves; calls repeated until then |

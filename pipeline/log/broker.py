@@ -205,10 +205,6 @@ class Broker(Reader):
             sent[_MSG_ID] = message_id
         return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
 
-    async def publish_bytes(self, subject: str, payload: bytes, *, message_id: str) -> Ack:
-        """Publish bytes that are no event; safe to repeat within the stream's deduplication window."""
-        return await self._publish_until_acked(subject, payload, {_MSG_ID: message_id})
-
     async def _publish_until_acked(
         self, subject: str, payload: bytes, headers: dict[str, str], *, replace_undecodable: bool = True
     ) -> Ack:

@@ -48,8 +48,6 @@ class User:
     """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
-    remembers: bool = False
-    """Whether it writes and reads the ids that callers chose (`pipeline.log.chosen_ids`)."""
     detects: bool = False
     """Whether it writes, reads and deletes the detected runs that wait for their next call."""
     sets_timers: bool = False
@@ -66,7 +64,6 @@ USERS: tuple[User, ...] = (
                    "group.admitted.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
-        remembers=True,
         keeps=("gateway.>",),
         detects=True,
         probes=("ROLLOUTS",),
@@ -171,9 +168,6 @@ def rights(user: User) -> Rights:
     publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
-    if user.remembers:
-        publish += streams.IDS.subjects
-        read.add(streams.IDS.name)
     if user.detects:
         publish += [*streams.DETECTED.subjects, f"{api}STREAM.MSG.DELETE.{streams.DETECTED.name}"]
         read.add(streams.DETECTED.name)

@@ -25,7 +25,7 @@ from rollout_gateway.api.schemas import (
     GroupState,
     Labeled,
 )
-from rollout_gateway.api.trajectories import TrajectoryRoutes
+from rollout_gateway.api.trajectories import TrajectoryRoutes, check_batch
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
 from rollout_gateway.serving.idempotency import check_repeat
@@ -59,6 +59,7 @@ class GroupRoutes:
             elif opened.group != group:
                 message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
                 raise ApiError(400, "wrong_group", message)
+            check_batch(member, group)
         data = []
         for number, member in enumerate(body.trajectories, 1):
             if member.exchanges:
@@ -91,7 +92,7 @@ class GroupRoutes:
             key_hash=tokens.digest(tokens.issue(member.id)),
             owner=access.owner,
         )
-        await self._registry.open(event, "")
+        await self._registry.open(event, "", access)
 
     async def label(self, request: ControlRequest) -> Labeled:
         """Record a person's scores of trajectories of a group."""
@@ -134,6 +135,11 @@ class GroupRoutes:
         model = request.query.get("model", models[0] if len(models) == 1 else "")
         if model not in models:
             raise unknown_model(model, models)
+        if not access.operator:
+            owner = await self._registry.groups.owner(model, group)
+            if owner is None or not access.owns(owner):
+                message = f"Group {group!r} is unknown: it was not opened here, or another API key opened it."
+                raise ApiError(404, "group_not_found", message)
         for checkpoint in reversed(self._policies.models[model].checkpoints.values()):
             if group in checkpoint.event.groups and checkpoint.event.branch == "main":
                 event = checkpoint.event

@@ -83,7 +83,7 @@ class TrajectoryRoutes:
             key_completes=opening.key_completes,
             references=opening.references,
         )
-        await self._registry.open(event, traceparent(request.http.headers))
+        await self._registry.open(event, traceparent(request.http.headers), access)
         base_url = f"{self._origins.base_url(request.http)}/t/{quote(trajectory, safe='')}/v1"
         return Opened(id=trajectory, model=opening.model, group=group, api_key=token, base_url=base_url)
 
@@ -109,6 +109,9 @@ class TrajectoryRoutes:
         """Complete a trajectory. The same request again gets the same answer."""
         completion = request.read(Completion)
         await self.check(completion, request.access)
+        opened = await self._registry.opening(request.values[0])
+        if opened is not None:
+            check_batch(completion, opened.group)
         return await self.complete_as(request.values[0], completion)
 
     async def complete_as(self, trajectory: str, completion: Completion) -> Completed:
@@ -126,9 +129,8 @@ class TrajectoryRoutes:
         )
 
     async def check(self, completion: Completion, access: Access) -> None:
-        """Raises an `ApiError`: 400 for a reward out of range, the name of a reward or metric that can't be shown, or
-        an invalid batch, 403 if the caller may not form trajectories and batches, 404 for calls of trajectories that
-        it may not see."""
+        """Raises an `ApiError`: 400 for a reward out of range, or the name of a reward or metric that can't be shown,
+        403 if the caller may not form trajectories and batches, 404 for calls of trajectories that it may not see."""
         self._check_rewards(completion)
         for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
             for name in numbers:
@@ -142,13 +144,9 @@ class TrajectoryRoutes:
             )
         if batch is not None:
             check_name(batch.id)
-            rate = batch.learning_rate
-            if rate is not None and not access.operator:
+            if batch.learning_rate is not None and not access.operator:
                 message = "A learning rate needs an operator's key: it decides what the model becomes."
                 raise ApiError(403, "wrong_role", message, param="batch")
-            if not batch.groups or (rate is not None and rate < 0):
-                message = "`batch` must name its groups, and its learning rate must not be negative."
-                raise ApiError(400, "invalid_body", message, param="batch")
         for trajectory in {reference.trajectory for reference in completion.exchanges}:
             opened = await self._registry.opening(trajectory)
             if opened is None or not access.owns(opened.owner):
@@ -225,6 +223,14 @@ class TrajectoryRoutes:
             if size > _PAGE_BYTES:
                 break
         return TrajectoryList(data=data, has_more=len(newest) > len(data))
+
+
+def check_batch(completion: Completion, group: str) -> None:
+    """Raise a 400 `ApiError` for a batch that does not name the trajectory's own group."""
+    batch = completion.batch
+    if batch is not None and group not in batch.groups:
+        message = f"`batch.groups` does not name {group!r}, the group of the trajectory. Name it, or leave `batch` out."
+        raise ApiError(400, "wrong_group", message, param="batch")
 
 
 def _check_measure(field: str, name: str) -> None:

@@ -73,7 +73,7 @@ class TrajectoryDetector:
                     self._taken[found.id] = found, history
                     return found
         first = next((m for m in messages if m[0] == "user"), messages[0] if messages else ("", "", ""))
-        group = hashlib.sha256(msgspec.msgpack.encode((model, first))).hexdigest()[:20]
+        group = hashlib.sha256(msgspec.msgpack.encode((owner, model, first))).hexdigest()[:20]
         event = TrajectoryOpened(
             project=self._project,
             trajectory=new_dated_id(_PREFIX),

@@ -179,7 +179,7 @@ class Identity:
             key_hash=self._registry.tokens.digest(self._registry.tokens.issue(named.trajectory)),
             owner=access.owner,
         )
-        return await self._registry.open(event, "")
+        return await self._registry.open(event, "", access)
 
 
 def _key_of(headers: Headers) -> str:

@@ -19,8 +19,10 @@ from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_messages
 from pipeline.names import name_of_token
 from pipeline.telemetry import trace
+from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.copies import Reference, copy_calls
+from rollout_gateway.capture.groups import Groups
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.capture.trajectory import Trajectory, opened_differently
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
@@ -33,6 +35,16 @@ Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=256)]
 """Numbers by name."""
 
 
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Groups to be trained together, in one step of their own. The batch belongs to the key that requests it."""
+
+    id: str
+    groups: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """The groups of the batch. The step begins when each of them is scored or discarded."""
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Learning rate of the step, which takes an operator's key; `null`: the trainer's."""
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/trajectories/{trajectory}/complete`."""
 
@@ -43,7 +55,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     outcome: Outcome = "scored"
     exchanges: tuple[Reference, ...] = ()
     """Calls of other trajectories that make up this one, in this order. Empty: its own calls."""
-    batch: TrainingBatch | None = None
+    batch: BatchRequest | None = None
 
 
 class Registry:
@@ -54,6 +66,7 @@ class Registry:
     ) -> None:
         """`keep`: trajectories in memory at most."""
         self.log = RunLog(broker, project)
+        self.groups = Groups(self.log)
         self.project, self.tokens, self._keep = project, tokens, keep
         self._known: dict[str, Trajectory] = {}
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
@@ -133,7 +146,10 @@ class Registry:
         known.used_at = time.monotonic()
         if len(self._known) > self._keep:
             # The log knows them all: forget the tenth that was unused longest.
-            idle = sorted((t for t in self._known.values() if not (t.in_flight or t.completing)), key=lambda t: t.used_at)
+            idle = sorted(
+                (t for t in self._known.values() if not (t.in_flight or t.completing)),
+                key=lambda t: t.used_at,
+            )
             for trajectory in idle[: max(1, self._keep // 10)]:
                 del self._known[trajectory.id]
         return known
@@ -157,19 +173,23 @@ class Registry:
 
     # -- opening and completing ----------------------------------------------------------------------------------
 
-    async def open(self, event: TrajectoryOpened, traceparent: str) -> Trajectory:
+    async def open(
+        self, event: TrajectoryOpened, traceparent: str, access: Access | None = None
+    ) -> Trajectory:
         """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
-        same way, returns the trajectory that is open already.
+        same way, returns the trajectory that is open already. `access`: of the key `event.owner`; `None`: an agent's.
 
-        Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, 410
-        if it belonged to one that expired."""
-        await self.log.check_new(event.trajectory)
+        Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
+        the group to another key, 410 if the id belonged to a trajectory that expired."""
+        await self.log.check_new(event)
+        event = await self.groups.join(event, access or Access(event.owner))
         traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
         reconnects = (
             self.log.reconnects
         )  # read first, so that a reconnection during the publish is noticed later
         ack = await self.log.broker.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
+            self._known.pop(event.trajectory, None)  # one that expired
             return self._remember(Trajectory(self.log, event, traceparent, reconnects))
         # The log already holds an opening with this id.
         found = await self.find_to_read(event.trajectory)
@@ -271,7 +291,7 @@ def _completed(found: Trajectory, body: Completion, inferred: bool) -> Trajector
         last_step=max(calls.last_step, 0),
         opened_at=opened.at,
         inferred=inferred,
-        batch=body.batch,
+        batch=_batch(body.batch, opened.owner),
         calls=calls.next_seq,
         prompt_tokens=calls.prompt_tokens,
         sampled_tokens=calls.sampled_tokens,
@@ -279,5 +299,9 @@ def _completed(found: Trajectory, body: Completion, inferred: bool) -> Trajector
     )
 
 
-_COPIED = ("project", "trajectory", "model", "group", "task", "attempt", "split", "group_size")
+def _batch(request: BatchRequest | None, owner: str) -> TrainingBatch | None:
+    return TrainingBatch(**msgspec.structs.asdict(request), owner=owner) if request is not None else None
+
+
+_COPIED = ("project", "trajectory", "model", "group", "task", "attempt", "split", "group_size", "owner")
 """Fields of an opening that its completion repeats."""

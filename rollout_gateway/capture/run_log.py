@@ -8,14 +8,11 @@ import msgspec
 
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
 from pipeline.log.broker import Broker, Recorded
-from pipeline.log.chosen_ids import first_used
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import name_of_token, time_of_id
 from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
-_CLOCKS_DIFFER_S = 3600.0
-"""How far ahead the clock of a client that made a dated id may be."""
 
 
 class RunLog:
@@ -41,15 +38,20 @@ class RunLog:
         if since and time.time() - since > config.rollouts_max_age_s:
             raise expired_trajectory(trajectory, config.rollouts_max_age_h)
 
-    async def check_new(self, trajectory: str) -> None:
+    async def check_new(self, opened: TrajectoryOpened) -> None:
         """Raise a 410 `ApiError` if an expired trajectory had the id of one that is about to be opened.
 
-        An id with its date is checked by the date. Any other, and one with a date in the future, is looked up and
-        remembered."""
-        self.check_age(trajectory)
-        if not 0 < time_of_id(trajectory) < time.time() + _CLOCKS_DIFFER_S:
-            used_at = await first_used(self.broker, self.project, trajectory)
-            self.check_age(trajectory, int(used_at * 1e6))
+        An id with its date is checked by the date. Any other may be used again once the log holds nothing of the
+        expired trajectory: what it still held would belong to both."""
+        self.check_age(opened.trajectory)
+        if time_of_id(opened.trajectory):
+            return
+        subject = subject_filter(ExchangeRecorded, project=self.project, trajectory=opened.trajectory)
+        last_call = await self.broker.leader_get(STREAM, {"last_by_subj": subject})
+        if last_call is None and await self.completion(opened) is None:
+            return
+        if await self.opening(opened.trajectory) is None:
+            raise expired_trajectory(opened.trajectory, self.broker.config.rollouts_max_age_h)
 
     # -- reading -------------------------------------------------------------------------------------------------
 

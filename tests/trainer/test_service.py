@@ -457,6 +457,20 @@ async def test_a_requested_batch_is_a_step_of_its_own(
     assert first.config_hash != second.config_hash
 
 
+async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """It neither takes the learning rate away nor has a group wait for groups that never come."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
+    theirs = TrainingBatch(id="b", groups=("b0", "never"), owner="bob")
+    mine = TrainingBatch(id="b", groups=("a0",), learning_rate=0.125, owner="alice")
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=theirs)
+        await kit.publish_group(broker, "a0", [0.0, 1.0], seed=2, batch=mine)
+        (event,) = await steps_reach(broker, 1)
+    assert (event.groups, event.metrics["learning_rate"]) == (("a0",), 0.125)
+
+
 async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:

@@ -174,9 +174,7 @@ async def test_a_completion_that_fails_lets_no_call_into_another_one(nats_config
                 await registry.complete("t", wrong)
             with pytest.raises(ApiError, match="is completed"):
                 found.begin()
-            await registry.open(
-                TrajectoryOpened(project="test", trajectory="u", model="m", group="g"), ""
-            )
+            await registry.open(TrajectoryOpened(project="test", trajectory="u", model="m", group="g"), "")
             assert registry.get("t") is found
         assert (await first).reward == 1.0
         with pytest.raises(ApiError, match="is completed"):

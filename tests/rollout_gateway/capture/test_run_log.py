@@ -1,4 +1,4 @@
-"""An expired trajectory is refused, and its id is not given again."""
+"""An expired trajectory is refused, and no other one takes what is left of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pipeline.names import new_dated_id
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.capture.test_registry import exchange
+from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
@@ -24,11 +26,11 @@ def opened(name: str) -> TrajectoryOpened:
     return TrajectoryOpened(project="test", trajectory=name, model="m", group="g")
 
 
-async def test_an_expired_trajectory_is_refused_by_every_gateway_and_not_opened_again(
-    nats_config: NatsConfig,
-) -> None:
+async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: NatsConfig) -> None:
+    """A dated id for ever, another one until the log has forgotten the trajectory."""
     short = msgspec.structs.replace(nats_config, rollouts_max_age_h=1.5 / 3600)
-    names = ["mine", new_dated_id("t")]
+    dated = new_dated_id("t")
+    names = ["mine", dated]
     async with Broker.connect(short) as broker, Broker.connect(short) as second:
         here, there = Registry(broker, "test", TOKENS), Registry(second, "test", TOKENS)
         found = [await here.open(opened(name), "") for name in names]
@@ -44,13 +46,34 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway_and_not_opened_
             assert (refused.value.status, refused.value.code) == (410, "trajectory_expired")
             with pytest.raises(ApiError, match="expired"):
                 await here.complete(name, Completion(reward=1.0))
-            for registry in (here, there, Registry(broker, "test", TOKENS)):
-                with pytest.raises(ApiError, match="expired"):
-                    await registry.open(opened(name), "")
+        for registry in (here, there, Registry(broker, "test", TOKENS)):
+            with pytest.raises(ApiError, match="expired"):
+                await registry.open(opened(dated), "")
         assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 0
+        again = await here.open(opened("mine"), "")
+        assert again is not found[0]
+        again.begin()
 
 
-async def test_an_id_with_an_old_date_is_refused_without_reading_the_log(nats_config: NatsConfig) -> None:
+@pytest.mark.parametrize("completed", [False, True])
+async def test_an_id_is_not_used_again_while_the_log_holds_a_part_of_its_trajectory(
+    nats_config: NatsConfig, completed: bool
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", TOKENS)
+        found = await registry.open(opened("mine"), "")
+        if completed:
+            await registry.complete("mine", Completion(reward=1.0))
+        else:
+            await found.record(StubCall(lambda seq: [exchange("mine", seq)]))
+        opening = await registry.log.opening("mine")
+        assert opening is not None
+        await broker.js.delete_msg("ROLLOUTS", opening.seq)  # as its age does, before that of what came later
+        with pytest.raises(ApiError, match="expired"):
+            await Registry(broker, "test", TOKENS).open(opened("mine"), "")
+
+
+async def test_an_id_with_an_old_date_is_refused(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TOKENS)
         for call in (
@@ -60,4 +83,3 @@ async def test_an_id_with_an_old_date_is_refused_without_reading_the_log(nats_co
         ):
             with pytest.raises(ApiError, match="opened more than 48 hours ago"):
                 await call
-        assert (await broker.js.stream_info("IDS")).state.messages == 0

@@ -1,0 +1,100 @@
+"""Whose groups are whose, and how many trajectories they have. The first opening of a group says it, for ever: it is an
+event of its own (`rollout.group`), of which the log keeps one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryOpened
+from pipeline.log.broker import BrokerError, Recorded
+from pipeline.log.subjects import keys_of
+from pipeline.names import time_of_id
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.capture.run_log import RunLog
+from rollout_gateway.http.errors import ApiError
+
+_REMEMBERED = 10_000
+
+
+class Groups:
+    """The groups of a project. All raise `BrokerError`."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._openings: OrderedDict[str, GroupOpened] = OrderedDict()
+        """The openings used last, by subject."""
+        self._reconnects = log.reconnects
+
+    async def join(self, opened: TrajectoryOpened, access: Access) -> TrajectoryOpened:
+        """Open the group of a trajectory that is about to be opened, or add the trajectory to it. Returns the event
+        with the group's size.
+
+        Raises a 409 `ApiError` if the group belongs to another key or has another size."""
+        own_group = opened.group in ("", opened.trajectory)
+        if own_group and time_of_id(opened.trajectory):
+            return opened  # no other key can have named it before
+        group = await self._open(opened, own_group)
+        if not access.owns(group.owner):
+            message = f"Group {opened.group!r} belongs to another API key. Choose another name."
+            raise ApiError(409, "group_exists", message, param="group")
+        if opened.group_size not in (0, group.group_size):
+            message = (
+                f"Group {opened.group!r} was opened with group_size {group.group_size}, not {opened.group_size}. "
+                "Send the same size or none, or choose another name."
+            )
+            raise ApiError(409, "group_exists", message, param="group_size")
+        return msgspec.structs.replace(opened, group_size=group.group_size)
+
+    async def _open(self, opened: TrajectoryOpened, own_group: bool) -> GroupOpened:
+        event = GroupOpened(
+            project=opened.project,
+            model=opened.model,
+            group=opened.group or opened.trajectory,
+            split=opened.split,
+            owner=opened.owner,
+            group_size=opened.group_size,
+        )
+        if self._reconnects != self._log.reconnects:  # the log may have lost its end
+            self._openings.clear()
+            self._reconnects = self._log.reconnects
+        subject = event.subject()
+        known = self._openings.get(subject)
+        if known is not None:
+            self._openings.move_to_end(subject)
+            return known
+        if not own_group and time_of_id(event.group):
+            # The group may be that of a trajectory, whose id names it.
+            named = await self._log.opening(event.group)
+            if named is not None and (named.event.group, named.event.model) == (event.group, event.model):
+                event = msgspec.structs.replace(
+                    event, owner=named.event.owner, group_size=named.event.group_size
+                )
+        ack = await self._log.broker.publish(event)
+        if ack.duplicate:
+            recorded = await self._log.broker.read_last(GroupOpened, **keys_of(event))
+            if recorded is None:
+                raise BrokerError(f"the opening of group {event.group!r} is gone from the log")
+            event = recorded.event
+        self._openings[subject] = event
+        if len(self._openings) > _REMEMBERED:
+            self._openings.popitem(last=False)
+        return event
+
+    async def owner(self, model: str, group: str) -> str | None:
+        """Return the name of the key that a group belongs to. `None` if the log does not know the group."""
+        broker = self._log.broker
+        keys: dict[str, Any] = {"project": self._log.project, "model": model, "group": group}
+        recorded: Recorded[GroupOpened] | Recorded[GroupScored] | Recorded[GroupDiscarded] | None = (
+            await broker.read_last(GroupOpened, **keys)
+            or await broker.read_last(GroupOpened, **keys, split="val")
+            # Openings are gone first: ROLLOUTS keeps days, GROUPS months.
+            or await broker.read_last(GroupScored, **keys)
+            or await broker.read_last(GroupDiscarded, **keys)
+        )
+        if recorded is not None:
+            return recorded.event.owner
+        opening = await self._log.opening(group)
+        return opening.event.owner if opening is not None and opening.event.model == model else None

@@ -1,0 +1,126 @@
+"""Groups, batches and evaluations belong to the key that opened them, as runs do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
+from tests.rollout_gateway.conftest import PROJECT, StartGateway
+from tests.rollout_gateway.kit import key_config
+
+pytestmark = [pytest.mark.anyio]
+
+
+def opening(**fields: Any) -> dict[str, Any]:
+    return {"model": "tictactoe", **fields}
+
+
+def code(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"] if reply.status_code >= 400 else ""
+
+
+@pytest.mark.slow
+async def test_a_group_belongs_to_the_key_that_opened_it_first(
+    start_front: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
+    alice.open(id="a1", group="g", group_size=2)
+    own = alice.open()["id"]
+
+    def refused(key: str) -> None:
+        caller = Caller(gateway, key)
+        for group in ("g", own):
+            joined = caller.ask("POST", "/v1/trajectories", opening(id="b1", group=group, group_size=1))
+            assert code(joined) == (409, "group_exists")
+        assert caller.call(**{"x-journeywork-trajectory": "b2", "x-journeywork-group": "g"}) == 409
+
+    refused("bob")
+    gateway.kill()
+    gateway.start()
+    refused("bob")
+    bob.open(id="b1", group="g", split="val")  # another group: splits are never compared with each other
+    boss.open(id="c1", group="g")
+    # The first opening fixes the size.
+    assert code(alice.ask("POST", "/v1/trajectories", opening(id="a2", group="g", group_size=1)))[0] == 409
+    alice.open(id="a2", group="g")
+    assert alice.call(**{"x-journeywork-trajectory": "a3", "x-journeywork-group": "g"}) == LET_IN
+    for name in ("a2", "a3"):
+        assert alice.ask("GET", f"/v1/trajectories/{name}").json()["group_size"] == 2
+    async with Broker.connect(nats_config) as broker:
+        openings = [
+            r.event for r in await broker.read(GroupOpened, project=PROJECT, group="g", model="tictactoe")
+        ]
+        assert [(e.owner, e.group_size, e.split) for e in openings] == [("alice", 2, "train")]
+        opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
+        assert {e.group_size for e in opened if (e.group, e.split) == ("g", "train")} == {2}
+
+
+async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
+    alice.open(id="a1", group="g")
+    own = alice.open()["id"]
+
+    def states(group: str) -> list[int]:
+        return [c.status("GET", f"/v1/groups/{group}?model=tictactoe") for c in (alice, bob, boss)]
+
+    assert states("g") == states(own) == [200, 404, 200]
+    assert states("unknown") == [404, 404, 200]
+    told = bob.ask("GET", "/v1/groups/g?model=tictactoe").text
+    assert told == bob.ask("GET", "/v1/groups/x?model=tictactoe").text.replace("'x'", "'g'")
+    # The opening is gone with the log's first days, and the group is still known by what became of it.
+    keys: Any = {"project": PROJECT, "model": "tictactoe", "owner": "bob"}
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(GroupScored(group="scored", judge="j", members=(), **keys))
+        reason: Any = "too_small"
+        await broker.publish(
+            GroupDiscarded(group="gone", trajectories=("t",), reason=reason, by="judge", **keys)
+        )
+    assert states("scored") == states("gone") == [404, 200, 200]
+
+
+async def test_a_batch_carries_its_owner_and_names_its_groups(
+    start_front: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS)
+    alice = Caller(gateway, "alice")
+    alice.open(id="a1", group="g")
+    path = "/v1/trajectories/a1/complete"
+    batch: Any = {"id": "b", "groups": ["g", "h"]}
+    assert code(alice.ask("POST", path, {"batch": {"id": "b", "groups": ["h"]}})) == (400, "wrong_group")
+    assert code(alice.ask("POST", path, {"batch": {**batch, "owner": "bob"}})) == (400, "invalid_body")
+    assert alice.status("POST", path, {"reward": 1, "batch": batch}) == 200
+    async with Broker.connect(nats_config) as broker:
+        (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    assert completed.batch is not None
+    assert (completed.owner, completed.batch.owner, completed.batch.groups) == ("alice", "alice", ("g", "h"))
+
+
+def test_an_evaluation_belongs_to_the_key_that_recorded_it_first(start_front: StartGateway) -> None:
+    gateway = start_front(keys=(*KEYS, key_config("chess", models=("chess",))))
+    alice, bob, boss, chess = (Caller(gateway, name) for name in ("alice", "bob", "boss", "chess"))
+    alice.open(id="a1")
+    path = "/v1/evaluations"
+    result = {
+        "evaluation": "e",
+        "entrant": "tictactoe@0",
+        "model": "tictactoe",
+        "version": "tictactoe@0",
+        "runs": 1,
+    }
+    other = {**result, "position": 1, "kind": "external", "model": "litellm:x", "version": ""}
+    tasks = [{"task": "t", "reward": 0.5, "trajectories": ["a1"]}]
+    assert code(bob.ask("POST", path, {**result, "tasks": tasks})) == (404, "trajectory_not_found")
+    assert code(chess.ask("POST", path, result)) == (403, "model_not_allowed")
+    assert alice.status("POST", path, {**result, "tasks": tasks}) == 201
+    for body in (result, other, {**result, "tasks": tasks}):
+        assert code(bob.ask("POST", path, body)) == (409, "evaluation_exists")
+    assert alice.status("POST", path, other) == 201
+    assert boss.status("POST", path, {**other, "position": 2}) == 201
