@@ -26,6 +26,7 @@ from rollout_gateway.capture.identity import Identity
 from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.dialects.responses import ResponsesTranslation, previous_not_found
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.content_encoding import decode_body
@@ -76,9 +77,11 @@ class App:
         metrics: Metrics,
         origins: OriginPolicy,
         config: GatewayConfig,
+        permitted: Permitted,
     ) -> None:
         """`handlers`: the handler of each route of the control API, by the route's name."""
         self._calls, self._identity, self._router = calls, identity, router
+        self._permitted = permitted
         self._metrics, self._origins, self._max_calls = metrics, origins, config.max_calls or sys.maxsize
         self._max_control_body = config.http.max_control_body_bytes
         self._running: set[Request] = set()
@@ -182,6 +185,7 @@ class App:
                 status = await self._translated_call(request, admitted, _TRANSLATIONS[path](request.body))
                 return
             call = dialect.read(request.body)
+            self._permitted.check(call.fields)
             caller = await self._caller(call, admitted, request)
             if call.stream:
                 status, answer = await self._calls.stream(dialect, call, caller, StreamSink(request))
@@ -214,6 +218,7 @@ class App:
     async def _translated_call(self, request: Request, admitted: _Admitted, translation: Translation) -> int:
         """Answer a call of another API as a chat completion. Returns the status."""
         call = translation.call()
+        self._permitted.check(call.fields)
         if translation.previous:
             caller, call = await self._continued_call(translation, call, admitted, request)
         else:

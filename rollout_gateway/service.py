@@ -34,6 +34,7 @@ from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.registry import Registry
+from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.pool import checked_limits
 from rollout_gateway.http.server import run_server
@@ -166,6 +167,7 @@ async def serve(config: Config, ready: Ready) -> None:
         detector = TrajectoryDetector(project, registry, gateway) if gateway.detection.enabled else None
         if detector is not None:
             calls.on_answered.append(detector.answered)
+        permitted = Permitted(gateway.further_fields, config.vllm.allowed_media_domains)
         identity = Identity(project, api_keys, registry, router, detector)
         trajectories = TrajectoryRoutes(project, gateway, policies, registry, router, state.pacing, origins)
         handlers = handler_table(
@@ -176,9 +178,9 @@ async def serve(config: Config, ready: Ready) -> None:
                 policies, fleet, router, Promotion(project, broker, policies, fleet, router), feed, log_health
             ),
             EvaluationRoutes(project, broker, registry, policies),
-            AuxiliaryRoutes(fleet, router, identity),
+            AuxiliaryRoutes(fleet, router, identity, permitted),
         )
-        app = App(calls, handlers, identity, router, metrics, origins, gateway)
+        app = App(calls, handlers, identity, router, metrics, origins, gateway, permitted)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(members.run)

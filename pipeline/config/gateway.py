@@ -130,6 +130,10 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     max_reward: Positive = 1000.0
     """Largest absolute value of a reward, of a named reward and of the sum of named rewards in a completion. Beyond
     it the completion gets a 400."""
+    further_fields: tuple[str, ...] = ()
+    """Fields of model calls that reach the inference server beside those that sample, such as `priority` or
+    `prompt_logprobs`. What an agent could misuse (`chat_template`, `kv_transfer_params`, `mm_processor_kwargs`) is
+    refused by default."""
     max_calls: Natural = 0
     """Model calls at once in this replica. Beyond it calls get a 429. 0: no limit."""
     max_groups_ahead: Natural = 0

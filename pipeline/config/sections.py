@@ -118,6 +118,9 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     text."""
     env: dict[str, str] = {}
     """Further environment variables of that server."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts that images, audio and video of a call may be fetched from. Empty: none; media come as data: URLs. The
+    gateway checks it, and a server that `journeywork up` starts gets it as `--allowed-media-domains`."""
     max_loras: Count = 4
     """Adapters that a server holds at once; at least `trainer.max_staleness` + 2, and more
     than there are models."""

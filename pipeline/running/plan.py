@@ -158,6 +158,8 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         "--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models),
         # The recorded logprobs must be those of the distribution that was sampled from.
         "--logprobs-mode", "processed_logprobs",
+        # Without domains vLLM would fetch from anywhere.
+        "--allowed-media-domains", *(settings.allowed_media_domains or ("none.invalid",)),
         "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
     ]  # fmt: skip
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
@@ -174,6 +176,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         prepare = partial(write_once, key, lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
         argv += ["--middleware", "pipeline.running.vllm_guard.RequireKey"]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
     if vllm_device(config) == "cpu":
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"

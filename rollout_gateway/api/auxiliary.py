@@ -18,6 +18,7 @@ from rollout_gateway.api.schemas import DetokenizeBody
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.dialects.calls import RequestParams, read_fields
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.dialects.responses import ResponsesTranslation, completion_of
 from rollout_gateway.http.body import read_body
 from rollout_gateway.http.errors import ApiError, bad_answer
@@ -45,6 +46,7 @@ class AuxiliaryRoutes:
     _fleet: Fleet
     _router: VersionRouter
     _identity: Identity
+    _permitted: Permitted
 
     async def version(self, request: ControlRequest) -> RawAnswer:
         return await self._forward(Access(), "GET", "/version")
@@ -58,9 +60,12 @@ class AuxiliaryRoutes:
 
     async def count_tokens(self, request: ControlRequest) -> RawAnswer:
         """The tokens of a message's prompt, tools included, in Anthropic's format."""
-        chat = MessagesTranslation(request.http.body).chat()
-        fields: dict[str, Any] = {name: chat[name] for name in ("messages", "tools") if name in chat}
-        answer = await self._forward(request.access, "POST", "/tokenize", chat["model"], fields)
+        call = MessagesTranslation(request.http.body).call()
+        self._permitted.check(call.fields)
+        fields: dict[str, Any] = {
+            name: call.fields[name] for name in ("messages", "tools") if name in call.fields
+        }
+        answer = await self._forward(request.access, "POST", "/tokenize", call.params.model, fields)
         if answer.status != 200:
             return RawAnswer(answer.status, messages_error(answer.body, answer.status))
         try:
@@ -88,6 +93,7 @@ class AuxiliaryRoutes:
 
     async def _forward_body(self, request: ControlRequest) -> RawAnswer:
         fields, params = read_fields(request.http.body, _OptionalModel)
+        self._permitted.check(fields)
         return await self._forward(request.access, "POST", request.route.path, params.model, fields)
 
     async def _forward(

@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `calls` | a call and its reply, whichever endpoint they came by |
+| `permitted` | which fields and media of a call reach the inference server |
 | `endpoints` | chat completions and completions: what to ask vLLM for, and what to remove from its reply |
 | `streaming` | a streamed reply: cleaned for the client, assembled for the log |
 | `translate` | what the translations of other APIs into chat completions share |

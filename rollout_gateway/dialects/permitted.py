@@ -1,0 +1,111 @@
+"""What a caller may ask of an inference server: a list of fields, and the hosts that media come from.
+
+vLLM takes fields that load pickled tensors, jump its queue or run templates, and it fetches any URL in a message. A
+field is sent to the server if it is in `SENT` or `gateway.further_fields`, dropped if it is in `DROPPED` or null, and
+refused otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from rollout_gateway.dialects.calls import Fields, is_null
+from rollout_gateway.http.errors import ApiError
+
+_SAMPLING = (
+    "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "n", "presence_penalty",
+    "seed", "stop", "temperature", "top_logprobs", "top_p",
+    # vLLM's own
+    "allowed_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output", "length_penalty", "min_p",
+    "min_tokens", "repetition_penalty", "skip_special_tokens", "spaces_between_special_tokens",
+    "stop_token_ids", "thinking_token_budget", "top_k", "truncate_prompt_tokens", "truncation_side",
+)  # fmt: skip
+_FORM = (
+    "add_generation_prompt", "add_special_tokens", "chat_template_kwargs", "continue_final_message", "documents",
+    "echo", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
+    "parallel_tool_calls", "reasoning_effort", "response_format", "return_token_ids", "return_token_strs",
+    "return_tokens_as_token_ids", "stream", "stream_options", "structural_tag", "structured_outputs", "suffix", "tool_choice", "tools",
+)  # fmt: skip
+SENT = frozenset(("model", "messages", "prompt", "tokens", *_SAMPLING, *_FORM))
+"""Fields of a call that reach the inference server."""
+DROPPED = frozenset((
+    "metadata", "modalities", "moderation", "prediction", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user", "verbosity", "web_search_options",
+))  # fmt: skip
+"""Fields of OpenAI's API that ask nothing of a vLLM server. The log keeps them."""
+_TEMPLATE_VALUES = bool | int | float | str | None
+_NO_TEMPLATE_VALUES = frozenset(
+    ("chat_template", "tokenize", "tools", "documents", "conversation", "messages")
+)
+"""Arguments of the function that renders the prompt, which a template's own values must not replace."""
+
+_MEDIA = (b'_url"', b'_embeds"', b'image_pil"', b"\\u00")
+"""One of these is in the JSON of messages with media. The last begins the escape that any letter may be written as."""
+_URL = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?:[/?#][^\\]*)?", re.IGNORECASE)
+_TENSORS = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil"))
+
+
+class Permitted:
+    """The rules of one gateway."""
+
+    def __init__(self, further_fields: Iterable[str] = (), media_domains: Iterable[str] = ()) -> None:
+        self._sent = SENT | frozenset(further_fields)
+        self._media_domains = frozenset(domain.lower() for domain in media_domains)
+
+    def check(self, fields: Fields) -> None:
+        """Remove the fields that are dropped. Raises a 400 `ApiError` that names what is not permitted."""
+        for name in fields.keys() - self._sent:
+            if name not in DROPPED and not is_null(fields[name]):
+                message = (
+                    f"The field `{name}` may not be sent to the inference server. Leave it out, or have the operator "
+                    "name it in gateway.further_fields."
+                )
+                raise ApiError(400, "field_not_permitted", message, param=name)
+            del fields[name]
+        values = fields.get("chat_template_kwargs")
+        if values is not None:
+            self._check_template_values(values)
+        messages = fields.get("messages")
+        if messages is not None:
+            raw = bytes(messages)
+            if any(mark in raw for mark in _MEDIA):
+                self._check_media(msgspec.json.decode(messages))
+
+    def _check_template_values(self, raw: msgspec.Raw) -> None:
+        try:
+            values = msgspec.json.decode(raw, type=dict[str, _TEMPLATE_VALUES] | None) or {}
+        except msgspec.ValidationError as error:
+            message = f"`chat_template_kwargs` takes numbers, strings, true, false and null only: {error}."
+            raise ApiError(400, "invalid_body", message, param="chat_template_kwargs") from error
+        for name in values.keys() & _NO_TEMPLATE_VALUES:
+            param = f"chat_template_kwargs.{name}"
+            raise ApiError(
+                400, "field_not_permitted", f"`{param}` is not permitted. Leave it out.", param=param
+            )
+
+    def _check_media(self, messages: Any) -> None:
+        for number, message in enumerate(messages if isinstance(messages, list) else ()):
+            content = message.get("content") if isinstance(message, dict) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict):
+                    self._check_part(part, f"messages[{number}].content")
+
+    def _check_part(self, part: dict[str, Any], where: str) -> None:
+        for name in {*part, str(part.get("type"))} & _TENSORS:
+            raise ApiError(400, "field_not_permitted", f"`{name}` in {where} is not permitted.", param=where)
+        for name in ("image_url", "audio_url", "video_url"):
+            media = part.get(name)
+            url = media.get("url") if isinstance(media, dict) else media
+            if not isinstance(url, str) or url[:5].lower() == "data:":
+                continue
+            match = _URL.fullmatch(url)
+            if match is None or match[1].lower() not in self._media_domains:
+                named = match[1] if match else url[:100]
+                message = (
+                    f"{name} in {where} names {named!r}, which is none of vllm.allowed_media_domains. Send the media "
+                    "as a data: URL, or have the operator add the domain."
+                )
+                raise ApiError(400, "media_not_permitted", message, param=where)

@@ -1,0 +1,114 @@
+"""What reaches the inference server, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from rollout_gateway.dialects.permitted import Permitted
+from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.access.test_access import LET_IN
+from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.kit import ASK
+
+REFUSED: dict[str, Any] = {
+    "chat_template": "{{ 7 * 7 }}", "kv_transfer_params": {"do_remote_decode": True}, "priority": -1000,
+    "mm_processor_kwargs": {}, "prompt_embeds": "AA==", "request_id": "r", "vllm_xargs": {}, "cache_salt": "s",
+    "use_beam_search": True, "prompt_logprobs": 20, "temprature": 1,
+}  # fmt: skip
+DROPPED: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}, "priority": None}
+
+
+def check(rules: Permitted, **fields: Any) -> tuple[set[str], str]:
+    """The names of the fields that reach the server, and the parameter of the refusal."""
+    raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    try:
+        rules.check(raw)
+    except ApiError as error:
+        return set(), error.param or ""
+    return set(raw), ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_that_may_do_harm_is_refused_by_name(name: str) -> None:
+    assert check(Permitted(), **ASK, **{name: REFUSED[name]}) == (set(), name)
+    assert check(Permitted([name]), **ASK, **{name: REFUSED[name]}) == ({*ASK, name}, "")
+
+
+def test_what_asks_nothing_of_the_server_is_dropped() -> None:
+    assert check(Permitted(), **ASK, **DROPPED, top_k=3) == ({*ASK, "top_k"}, "")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize"])
+def test_a_templates_arguments_replace_nothing(name: str) -> None:
+    assert check(Permitted(), **ASK, chat_template_kwargs={"enable_thinking": False})[1] == ""
+    refused = check(Permitted(), **ASK, chat_template_kwargs={name: "{{ x }}"})[1]
+    assert refused == f"chat_template_kwargs.{name}"
+    assert check(Permitted(), **ASK, chat_template_kwargs={"a": [1] * 9})[1] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("url", "permitted"),
+    [
+        ("data:image/png;base64,AAAA", True),
+        ("https://images.example.com/a.png", True),
+        ("HTTP://IMAGES.example.com:8080?x=1", True),
+        ("http://169.254.169.254/latest/meta-data", False),
+        ("file:///etc/passwd", False),
+        ("https://images.example.com@evil.example/a.png", False),
+        ("https://images.example.com\\@evil.example/a.png", False),
+        ("https://evil.example/images.example.com", False),
+        ("https://images.example.com.evil.example", False),
+    ],
+)
+def test_media_come_from_the_hosts_of_the_setting(url: str, permitted: bool) -> None:
+    rules = Permitted(media_domains=["images.example.com"])
+    for part in (
+        {"type": "image_url", "image_url": {"url": url}}, {"type": "input_image", "image_url": url}, {"video_url": url},
+    ):  # fmt: skip
+        refused = check(rules, messages=[{"role": "user", "content": [{"type": "text", "text": url}, part]}])[
+            1
+        ]
+        assert (refused == "") is permitted, part
+        assert permitted or refused == "messages[0].content"
+        # Without the setting, nothing is fetched.
+        nowhere = check(Permitted(), messages=[{"role": "user", "content": [part]}])[1]
+        assert (nowhere == "") is url.startswith("data:")
+    # A key may be written with escapes.
+    escaped = b'[{"role":"user","content":[{"\\u0069mage\\u005furl":%b}]}]' % msgspec.json.encode(url)
+    fields = {"messages": msgspec.Raw(escaped)}
+    if permitted:
+        rules.check(fields)
+    else:
+        with pytest.raises(ApiError, match="allowed_media_domains"):
+            rules.check(fields)
+
+
+def test_tensors_in_messages_are_refused() -> None:
+    for part in ({"type": "image_embeds", "image_embeds": "AA=="}, {"type": "prompt_embeds", "data": "AA=="}):
+        assert check(Permitted(), messages=[{"role": "user", "content": [part]}])[1] == "messages[0].content"
+
+
+def test_every_way_to_the_server_is_checked(start_front: StartGateway) -> None:
+    gateway = start_front(further_fields=("priority",))
+    image: Any = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
+    chat: Any = {"model": "tictactoe", "messages": [{"role": "user", "content": [image]}]}
+    source = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
+    claude: Any = {"model": "tictactoe", "max_tokens": 1, "messages": [{"role": "user", "content": [source]}]}
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/"}]}
+    for path, body, status in (
+        ("/v1/chat/completions", {**ASK, "chat_template": "x"}, 400),
+        ("/v1/chat/completions", {**ASK, "priority": 1}, LET_IN),
+        ("/v1/chat/completions", chat, 400),
+        ("/v1/completions", {"model": "tictactoe", "prompt": "x", "kv_transfer_params": {}}, 400),
+        ("/v1/messages", claude, 400),
+        ("/v1/messages/count_tokens", claude, 400),
+        ("/v1/responses", {"model": "tictactoe", "input": [item]}, 400),
+        ("/tokenize", {**ASK, "chat_template": "x"}, 400),
+        ("/tokenize", chat, 400),
+    ):
+        reply = httpx.post(gateway.url + path, json=body, timeout=30)
+        assert reply.status_code == status, (path, reply.text)
