@@ -137,7 +137,9 @@ class App:
                 raise request.refusal
             if b"content-encoding" in request.headers and not request.too_large:
                 coding = request.headers[b"content-encoding"]
-                request.body = await decode_body(request.body, coding, request.max_body)
+                request.body = await decode_body(
+                    request.body, coding, request.max_body, request.count_decompressed
+                )
             admitted: _Admitted = request.admitted
             if admitted.route is not None:
                 await self._control_call(request, admitted, admitted.route)

@@ -43,8 +43,8 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     max_control_body_bytes: Count = 1024 * 1024
     """Longest body of a call of the control API."""
     max_buffered_bytes: Count = 512 * 1024 * 1024
-    """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it the newest
-    requests get a 503 that asks them to try again."""
+    """Bytes of incomplete request bodies, and of decompressed ones until they are answered, over all connections; at
+    least `max_body_bytes`. Beyond it the newest requests get a 503 that asks them to try again."""
     head_timeout_s: Positive = 30.0
     """Time for a request's headers, and for a new connection to begin its first request."""
     body_timeout_s: Positive = 60.0

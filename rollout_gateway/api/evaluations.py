@@ -13,6 +13,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.schemas import EvaluationBody, Recorded
 from rollout_gateway.capture.registry import Registry
+from rollout_gateway.http.body import check_numbers
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
 from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
@@ -35,6 +36,7 @@ class EvaluationRoutes:
         event = PolicyEvaluated(project=self._project, by=request.access.owner, **fields)
         check_name(event.model)
         check_name(event.evaluation)
+        check_numbers(msgspec.to_builtins(fields))
         _check_numbers(event)
         if event.kind == "policy":
             if event.model not in self._policies.models:

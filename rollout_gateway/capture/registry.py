@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -27,6 +29,8 @@ from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.capture.trajectory import Trajectory, opened_differently
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
 
+_OWNER_BYTES = 64 * 1024 * 1024
+"""Bytes of openings, mostly their metadata, that the runs of one key take in memory."""
 _SETTLE_S = 30.0
 """How long a completion waits for the calls that are in flight."""
 NOT_RECORDED = "exchanges_not_recorded"
@@ -69,6 +73,8 @@ class Registry:
         self.groups = Groups(self.log)
         self.project, self.tokens, self._keep = project, tokens, keep
         self._known: dict[str, Trajectory] = {}
+        self._bytes: Counter[str] = Counter()
+        """Bytes of the openings in memory, by the key that opened them."""
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
         self._followed_from = 1
 
@@ -142,17 +148,34 @@ class Registry:
         return self._remember(found)
 
     def _remember(self, found: Trajectory) -> Trajectory:
+        """Keep a trajectory in memory. At the limits, forget those unused longest, which the log knows."""
         known = self._known.setdefault(found.id, found)
         known.used_at = time.monotonic()
+        owner = found.opened.owner
+        if known is found:
+            self._bytes[owner] += _size(found)
         if len(self._known) > self._keep:
-            # The log knows them all: forget the tenth that was unused longest.
-            idle = sorted(
-                (t for t in self._known.values() if not (t.in_flight or t.completing)),
-                key=lambda t: t.used_at,
+            self._forget_idle(lambda _: True, lambda: len(self._known) <= 0.9 * self._keep)
+        if self._bytes[owner] > _OWNER_BYTES:
+            self._forget_idle(
+                lambda t: t.opened.owner == owner and t is not known,
+                lambda: self._bytes[owner] <= 0.9 * _OWNER_BYTES,
             )
-            for trajectory in idle[: max(1, self._keep // 10)]:
-                del self._known[trajectory.id]
         return known
+
+    def _forget_idle(self, which: Callable[[Trajectory], bool], enough: Callable[[], bool]) -> None:
+        """Forget trajectories that are not in use, those unused longest first, until there are few enough."""
+        idle = [t for t in self._known.values() if which(t) and not (t.in_flight or t.completing)]
+        for trajectory in sorted(idle, key=lambda t: t.used_at):
+            if enough():
+                return
+            self._forget(trajectory.id)
+
+    def _forget(self, trajectory: str) -> Trajectory | None:
+        found = self._known.pop(trajectory, None)
+        if found is not None:
+            self._bytes[found.opened.owner] -= _size(found)
+        return found
 
     # -- completions by other replicas ---------------------------------------------------------------------------
 
@@ -167,7 +190,7 @@ class Registry:
         )
         async with aclosing(completions) as messages:
             async for raw in messages:
-                found = self._known.pop(name_of_token(raw.subject.rpartition(".")[2]), None)
+                found = self._forget(name_of_token(raw.subject.rpartition(".")[2]))
                 if found is not None:
                     found.completed = True
 
@@ -189,7 +212,7 @@ class Registry:
         )  # read first, so that a reconnection during the publish is noticed later
         ack = await self.log.broker.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
-            self._known.pop(event.trajectory, None)  # one that expired
+            self._forget(event.trajectory)  # one that expired
             return self._remember(Trajectory(self.log, event, traceparent, reconnects))
         # The log already holds an opening with this id.
         found = await self.find_to_read(event.trajectory)
@@ -223,7 +246,7 @@ class Registry:
             event = _completed(found, completion, inferred)
             ack = await self.log.broker.publish(event, {"traceparent": found.traceparent})
             found.completed = True
-        self._known.pop(trajectory, None)
+        self._forget(trajectory)
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
     async def _source(self, into: Trajectory, reference: Reference) -> Trajectory:
@@ -266,6 +289,10 @@ class Registry:
         if before is None or _results(before) != _results(_completed(found, body, inferred)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
+
+
+def _size(found: Trajectory) -> int:
+    return len(found.opened.metadata) + len(found.opened.task)
 
 
 def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:

@@ -27,7 +27,8 @@ _FORM = (
     "add_generation_prompt", "add_special_tokens", "chat_template_kwargs", "continue_final_message", "documents",
     "echo", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
     "parallel_tool_calls", "reasoning_effort", "response_format", "return_token_ids", "return_token_strs",
-    "return_tokens_as_token_ids", "stream", "stream_options", "structural_tag", "structured_outputs", "suffix", "tool_choice", "tools",
+    "return_tokens_as_token_ids", "stream", "stream_options", "structural_tag", "structured_outputs", "suffix",
+    "tool_choice", "tools",
 )  # fmt: skip
 SENT = frozenset(("model", "messages", "prompt", "tokens", *_SAMPLING, *_FORM))
 """Fields of a call that reach the inference server."""

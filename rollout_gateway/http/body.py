@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +17,8 @@ _T = TypeVar("_T")
 
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
+_LARGEST = 1e18
+_CONSTANT = re.compile(rb"NaN|Infinity")
 _STEP = re.compile(r"\.(\w+)|\[([^\]]*)\]")
 
 
@@ -29,9 +34,49 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
         hint = _allowed(kind, where[1]) if where and "enum value" in str(error) else ""
         raise ApiError(400, "invalid_body", f"The body is not valid: {error}{hint}.", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if path := _not_finite(body):
+            message = (
+                f"The body is not valid: {path} must be a finite number; JSON has no NaN and no Infinity."
+            )
+            raise ApiError(400, "invalid_body", message, param=path) from error
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "invalid_json", "The body is not valid JSON: it is nested too deeply") from error
+
+
+def _not_finite(body: bytes) -> str:
+    """Return the path of the first NaN or infinite number in a body that is JSON otherwise; empty if there is none."""
+    if not _CONSTANT.search(body):
+        return ""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    return next((path for path, number in _numbers(value) if not math.isfinite(number)), "")
+
+
+def check_numbers(value: Any) -> None:
+    """Raise a 400 `ApiError` that names the first number in `value`, a decoded body, that is beyond `_LARGEST`: sums and
+    squares of such numbers are infinite."""
+    for path, number in _numbers(value):
+        if not abs(number) <= _LARGEST:
+            message = (
+                f"The body is not valid: {path} is {number:g}; it must be from -{_LARGEST:g} to {_LARGEST:g}."
+            )
+            raise ApiError(400, "invalid_body", message, param=path)
+
+
+def _numbers(value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the floats in dicts and lists, each with its path, in their order."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, float):
+            yield path.lstrip("."), value
+        elif isinstance(value, dict):
+            waiting += [(f"{path}.{name}", inner) for name, inner in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [(f"{path}[{at}]", value[at]) for at in reversed(range(len(value)))]
 
 
 def _allowed(kind: Any, path: str) -> str:

@@ -40,13 +40,17 @@ class Channel(Protocol):
     def answered(self, request: Request) -> None:
         """The whole answer was written."""
 
+    def count_decompressed(self, request: Request, size: int) -> None:
+        """Count `size` bytes that a part of the request's body was decompressed to. Raises a 503 `ApiError` at the
+        limit of all bodies together."""
+
 
 class Request:
     """A request with its whole body. Answer it with `answer`, or with `start`, `write` and `end`."""
 
     __slots__ = (
-        "_channel", "admitted", "body", "cancellation", "chunked", "gone", "headers", "keep_alive", "max_body",
-        "method", "on_flow", "refusal", "response_headers", "started", "target", "too_large",
+        "_channel", "admitted", "body", "cancellation", "chunked", "decompressed", "gone", "headers",
+        "keep_alive", "max_body", "method", "on_flow", "refusal", "response_headers", "started", "target", "too_large",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, max_body: int) -> None:
@@ -57,6 +61,8 @@ class Request:
         self.headers: Headers = {}
         """Names in lower case. Of repeated headers the last one counts. Trailers are dropped."""
         self.body = b""
+        self.decompressed = 0
+        """Bytes of its body that are counted in `ConnectionPool.buffered`, until it is handled."""
         self.max_body = max_body
         """Bytes. A larger body is not read. `admit` may lower it."""
         self.too_large = False
@@ -90,6 +96,11 @@ class Request:
         """The IP address of the client, or of the proxy that the request came through."""
         peer = self._channel.transport.get_extra_info("peername")
         return str(peer[0]) if peer else ""
+
+    def count_decompressed(self, size: int) -> None:
+        """Count `size` bytes that a part of the body was decompressed to. Raises a 503 `ApiError` at the limit of all
+        bodies together."""
+        self._channel.count_decompressed(self, size)
 
     def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = _JSON) -> None:
         """Write a whole answer."""

@@ -292,8 +292,18 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
                  {"metrics": {"large": 1e308}}):  # fmt: skip
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
-    for text in ('{"metrics": {"a": 1e999}}', '{"metrics": {"a": NaN}}', '{"rewards": {"a": -1e999}}'):
-        assert httpx.post(f"{gateway.url}/v1/trajectories/r/complete", content=text).status_code == 400
+    for text, named in (
+        ('{"metrics": {"a": 1e999}}', "metrics[...]"),
+        ('{"metrics": {"a": NaN}}', "metrics.a"),
+        ('{"metrics": {"a": 1, "b": 1e308}}', "metrics.b"),
+        ('{"rewards": {"a": -1e999}}', "rewards[...]"),
+        ('{"rewards": {"a": -Infinity}}', "rewards.a"),
+        ('{"reward": 1%s}' % ("0" * 400), "reward"),
+        ('{"reward": NaN}', "reward"),
+        ('{"metadata": {"a": [1, NaN]}}', "metadata.a[1]"),
+    ):
+        refused = httpx.post(f"{gateway.url}/v1/trajectories/r/complete", content=text)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
     for field in ("rewards", "metrics"):
         unnamed = gateway.complete("r", **{field: {"a\nb": 1.0}})
         assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, field)

@@ -60,6 +60,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"measures": [{"name": "reward", "mean": 0.5, "count": 2}]}, 400, "invalid_body"),
     ({"measures": [{"name": "reward", "mean": 0.5, "difference_low": 0.1}]}, 400, "invalid_body"),
     ({"measures": [{"name": "re\nward", "mean": 0.5}]}, 400, "invalid_name"),
+    ({"measures": [{"name": "reward", "mean": 1e300}]}, 400, "invalid_body"),
+    ({"tasks": [{"task": "a", "metrics": {"m": 1e308}}]}, 400, "invalid_body"),
     ({"tasks": [{"task": "a", "attempts": 1, "failed": 2}]}, 400, "invalid_body"),
 ]
 

@@ -73,7 +73,7 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(
     assert {e.trajectory: (e.group_size, e.attempt, e.task, e.split) for e in ended} == {
         f"m{n}": (3, n, "play", "train") for n in (1, 2, 3)
     }
-    assert all(msgspec.to_builtins(e.batch) == {**BATCH, "groups": ("g1", "g2")} for e in ended)
+    assert all(msgspec.to_builtins(e.batch) == {**BATCH, "groups": ("g1", "g2"), "owner": ""} for e in ended)
 
 
 async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:

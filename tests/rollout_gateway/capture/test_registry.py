@@ -179,3 +179,34 @@ async def test_a_completion_that_fails_lets_no_call_into_another_one(nats_config
         assert (await first).reward == 1.0
         with pytest.raises(ApiError, match="is completed"):
             found.begin()
+
+
+async def test_the_openings_of_a_keys_runs_take_bounded_memory(nats_config: NatsConfig) -> None:
+    """The log knows them all: runs that are never completed, with much metadata, are found there."""
+
+    async def open_many(owner: str, runs: int) -> None:
+        for number in range(runs):
+            metadata = b'{"a":"%b"}' % (b"x" * 900_000)
+            event = TrajectoryOpened(
+                project="test",
+                trajectory=f"{owner}{number}",
+                model="m",
+                group=owner,
+                owner=owner,
+                metadata=metadata,
+            )
+            await registry.open(event, "")
+
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", TOKENS)
+        await open_many("alice", 1)
+        await open_many("bob", 80)
+        held = [t for t in registry.known() if t.opened.owner == "bob"]
+        assert sum(len(t.opened.metadata) for t in held) <= 64 * 1024 * 1024
+        assert len(held) > 60
+        assert registry.get("alice0") is not None
+        assert registry.get("bob0") is None
+        assert (await registry.find("bob0")).opened.owner == "bob"
+        for run in [*registry.known()]:
+            await registry.complete(run.id, Completion())
+        assert not +registry._bytes
