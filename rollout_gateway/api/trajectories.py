@@ -25,7 +25,6 @@ from rollout_gateway.api.schemas import (
 )
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
-from rollout_gateway.http.body import check_numbers
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import Headers
@@ -133,7 +132,6 @@ class TrajectoryRoutes:
         """Raises an `ApiError`: 400 for a reward out of range, or the name of a reward or metric that can't be shown,
         403 if the caller may not form trajectories and batches, 404 for calls of trajectories that it may not see."""
         self._check_rewards(completion)
-        check_numbers({"metrics": completion.metrics})
         for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
             for name in numbers:
                 _check_measure(field, name)

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
+from pipeline.events.types import MAX_NUMBER
 from rollout_gateway.http.errors import ApiError
 
 _T = TypeVar("_T")
 
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
-_LARGEST = 1e18
 _CONSTANT = re.compile(rb"NaN|Infinity")
 _STEP = re.compile(r"\.(\w+)|\[([^\]]*)\]")
 
@@ -56,13 +56,10 @@ def _not_finite(body: bytes) -> str:
 
 
 def check_numbers(value: Any) -> None:
-    """Raise a 400 `ApiError` that names the first number in `value`, a decoded body, that is beyond `_LARGEST`: sums and
-    squares of such numbers are infinite."""
+    """Raise a 400 `ApiError` that names the first float in `value`, a decoded body, that is beyond `MAX_NUMBER`."""
     for path, number in _numbers(value):
-        if not abs(number) <= _LARGEST:
-            message = (
-                f"The body is not valid: {path} is {number:g}; it must be from -{_LARGEST:g} to {_LARGEST:g}."
-            )
+        if not abs(number) <= MAX_NUMBER:
+            message = f"The body is not valid: {path} is {number:g}; it must be from -{MAX_NUMBER:g} to {MAX_NUMBER:g}."
             raise ApiError(400, "invalid_body", message, param=path)
 
 

@@ -295,7 +295,7 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
     for text, named in (
         ('{"metrics": {"a": 1e999}}', "metrics[...]"),
         ('{"metrics": {"a": NaN}}', "metrics.a"),
-        ('{"metrics": {"a": 1, "b": 1e308}}', "metrics.b"),
+        ('{"metrics": {"a": 1, "b": 1e308}}', "metrics[...]"),
         ('{"rewards": {"a": -1e999}}', "rewards[...]"),
         ('{"rewards": {"a": -Infinity}}', "rewards.a"),
         ('{"reward": 1%s}' % ("0" * 400), "reward"),
