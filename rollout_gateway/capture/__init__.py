@@ -9,7 +9,7 @@
 | `detection` | finds the trajectory of a call that names none, by its messages |
 | `waiting_runs` | detected trajectories that wait for their next call, on the log |
 | `registry` | the trajectories in memory: found, opened, completed |
-| `copies` | trajectories made of calls that others recorded |
+| `groups` | whose groups are whose, and how many trajectories they have |
 | `trajectory` | one run: its calls are recorded under sequence numbers of their own |
 | `copies` | a run made of calls that other runs recorded |
 | `run_log` | how runs were opened and completed, read from the log |

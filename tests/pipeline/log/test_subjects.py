@@ -15,6 +15,7 @@ from pipeline.events import (
     Event,
     ExchangeRecorded,
     GroupDiscarded,
+    GroupOpened,
     GroupScored,
     GroupTimedOut,
     PolicyRetired,
@@ -32,6 +33,7 @@ def made(cls: type[Event], **fields: Any) -> Event:
 
 
 PUBLISHED_TO = {
+    "rollout.group": "N.N.N",
     "rollout.opened": "N.N",
     "rollout.exchange": "N.N",
     "rollout.completed": "N.N.N.N",
@@ -46,7 +48,7 @@ PUBLISHED_TO = {
     "policy.unloaded": "N.N",
     "policy.retired": "N.N",
     "policy.promoted": "N.N",
-    "policy.evaluated": "N.N",
+    "policy.evaluated": "N.N.N",
     "policy.alarm": "N.N",
     "dead.letter": "N",
 }
@@ -68,6 +70,7 @@ def test_subjects_stay(cls: type[Event]) -> None:
 
 
 OPTIONAL = {
+    GroupOpened: {"split": "val"},
     GroupScored: {"split": "val"},
     GroupTimedOut: {"split": "val"},
     CheckpointPublished: {"branch": "other.one"},
