@@ -53,8 +53,8 @@ class JudgeMonitor:
         hash."""
         self._config, self._path, self._rulers, self._anchors = config, path, rulers, anchors
         self._publish, self._project, self._judge = publish, project, judge
-        self._published: dict[str, tuple[int, float]] = {}
-        """For each ruler, the number of groups in its last event, and that event's time."""
+        self._published: dict[str, tuple[int, int, float]] = {}
+        """For each ruler, the numbers of passes and failed passes in its last event, and that event's time."""
         self.anchor_runs: list[dict[str, Any]] = []
 
     async def run(self) -> None:
@@ -72,17 +72,19 @@ class JudgeMonitor:
                     await self.publish()
 
     async def publish(self, interval_s: float = 0.0) -> None:
-        """Publish each ruler's statistics if it judged groups since its last event, `interval_s` ago or longer."""
+        """Publish each ruler's statistics if it made passes since its last event, `interval_s` ago or longer."""
         for name, ruler in self._rulers.items():
             found = ruler.statistics
-            groups, at = self._published.get(name, (0, -interval_s))
-            if found.groups == groups or time.monotonic() - at < interval_s:
+            passes, failed, at = self._published.get(name, (0, 0, -interval_s))
+            if found.passes == passes or time.monotonic() - at < interval_s:
                 continue
-            self._published[name] = (found.groups, time.monotonic())
+            self._published[name] = (found.passes, found.failed_judgings, time.monotonic())
             await self._publish(
                 JudgeMeasured(
                     **self._identity(name, ruler), **asdict(found.usage), kind="groups", groups=found.groups,
                     failed=found.failed_judgings, asked_again=found.asked_again,
+                    recent_passes=found.passes - passes, recent_failed=found.failed_judgings - failed,
+                    failure=found.failure,
                     self_agreement=found.self_agreement if found.agreement_groups else None,
                     position_bias=found.bias.first_position() if found.agreement_groups else None,
                 )

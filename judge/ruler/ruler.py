@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
@@ -62,13 +62,17 @@ _OUT_OF_RANGE = "Scores have to be from 0 to 1."
 _INCOMPLETE = "Some scores were missing or contradicted each other."
 
 
+Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
+"""As `JudgeMeasured.failure`."""
+
+
 class JudgingError(Exception):
     """A judging gave no usable scores. The message says why."""
 
-    def __init__(self, why: str, usage: Usage | None = None) -> None:
+    def __init__(self, why: str, kind: Failure, usage: Usage | None = None) -> None:
         """`usage`: the calls that were made in vain."""
         super().__init__(why)
-        self.usage = usage or Usage()
+        self.kind, self.usage = kind, usage or Usage()
 
 
 @dataclass
@@ -99,7 +103,11 @@ class JudgeStatistics:
     """Counts of a judge's work so far, and how well its passes agree."""
 
     groups: int = 0
+    passes: int = 0
+    """Passes over groups, with and without scores."""
     failed_judgings: int = 0
+    failure: Failure = ""
+    """Why the last failed pass failed."""
     asked_again: int = 0
     usage: Usage = field(default_factory=Usage)
     agreement_sum: float = 0.0
@@ -197,20 +205,23 @@ class LlmRuler:
         judgings: list[list[JudgePass]] = []
         verdicts: list[Verdict] = []
         failed: list[list[str]] = []
-        in_vain, why = Usage(), ""
+        in_vain, failure = Usage(), JudgingError("judge.passes is 0", "")
         retries, backoff = iter(range(_PASS_RETRIES)), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
 
         async def judge_in(order: list[str]) -> None:
-            nonlocal why
+            nonlocal failure
             spent = Usage()
+            self.statistics.passes += count
             try:
                 judged = await self._judge_in_order([by_id[n] for n in order], spent)
             except JudgingError as error:
-                self.statistics.failed_judgings += 1
+                failure = error
                 failed.append(order)
                 in_vain.include(spent)
-                why = str(error)
-                log.warning("judging failed", reason=why[:500])
+                if count:
+                    self.statistics.failed_judgings += 1
+                    self.statistics.failure = error.kind
+                log.warning("judging failed", reason=str(error)[:500])
                 return
             judgings.append([_pass_of(v) for v in judged])
             verdicts.extend(judged)
@@ -230,7 +241,7 @@ class LlmRuler:
             await judge_in(order)
         await join_single()
         if not judgings:
-            raise JudgingError(why, in_vain)
+            raise JudgingError(str(failure), failure.kind, in_vain)
         if count:
             self.statistics.add(judgings)
         passes = [p for judging in judgings for p in judging]
@@ -258,7 +269,7 @@ class LlmRuler:
                 ]
             except ContextWindowError as error:
                 if tokens // 2 < _MIN_CONTEXT_TOKENS:
-                    raise JudgingError(str(error)) from error
+                    raise JudgingError(str(error), "too_long") from error
                 if self._context_tokens == tokens:  # otherwise a concurrent judging has halved it already
                     self._context_tokens = tokens // 2
                     log.warning(
@@ -275,6 +286,7 @@ class LlmRuler:
         explanations: dict[str, str] = {}
         asked: prompt.Prompt | None = None
         problem = "judge.attempts is 0"
+        kind: Failure = ""
         for attempt in range(self._config.attempts):
             self.statistics.asked_again += attempt > 0
             if asked is None:
@@ -287,7 +299,7 @@ class LlmRuler:
             except ContextWindowError:
                 raise
             except ModelError as error:
-                raise JudgingError(str(error)) from error
+                raise JudgingError(str(error), "no_answer") from error
             for counted in (usage, spent, self.statistics.usage):
                 counted.add(reply)
             latency_s += reply.latency_s
@@ -297,6 +309,7 @@ class LlmRuler:
             if not got.missing:
                 return self._verdict(asked, scores, explanations, reply.model, usage, latency_s)
             problem = _problem(got, reply, len(subset))
+            kind = "cut_off" if reply.cut_off else "out_of_range" if got.out_of_range else "unreadable"
             if got.scores or got.out_of_range:
                 missing = list(got.missing)
                 quoted = {"role": "assistant", "content": reply.text.strip()[:_MAX_QUOTED]}
@@ -304,7 +317,7 @@ class LlmRuler:
                 messages = [*asked.messages, quoted, prompt.ask_again(missing, why)]
             else:  # nothing to build on: begin again, with new ids
                 asked, scores, explanations = None, {}, {}
-        raise JudgingError(f"after {self._config.attempts} calls, {problem}")
+        raise JudgingError(f"after {self._config.attempts} calls, {problem}", kind)
 
     def _verdict(
         self,

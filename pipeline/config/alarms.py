@@ -16,7 +16,7 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     groups: Several = 50
     """Newest training groups of a model that `no_variance` and `stale_discards` look at."""
     window_s: Positive = 3600.0
-    """Seconds back that `starvation`, `dead_letters` and refused steps in `sampler_mismatch` look."""
+    """Seconds back that `starvation`, `nothing_trains`, `dead_letters` and refused steps in `sampler_mismatch` look."""
     entropy_share: Share = 0.1
     """`entropy_collapse`: mean entropy of the newest steps as a share of that of the first steps."""
     kl: Positive = 4.0
@@ -25,6 +25,11 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     logprob_diff: Positive = 0.05
     """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""
+    judge_failed_share: Share = 0.5
+    """`judge_failing`: share of the judge's passes of the last ten minutes that gave no scores."""
+    untrained_groups: Natural = 3
+    """`nothing_trains`: groups of a model within `window_s` that were discarded without a reward, while none was
+    scored."""
     no_variance_share: Share = 0.9
     """`no_variance`: share of the newest groups whose rewards are equal."""
     starved_share: Share = 0.5

@@ -26,6 +26,8 @@ class AlarmChanged(Event, frozen=True, kw_only=True, tag="policy.alarm"):
     """The setting that it was compared with."""
     detail: str = ""
     """The alarm in words."""
+    action: str = ""
+    """What to do."""
     since: Micros = 0
     """When it was raised."""
 

@@ -85,9 +85,12 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
             "lag": lag,
             "policies": policies,
             "full": alarms,
-            # The store service's, which checks ten conditions (docs/alarms.md).
+            # The store service's (docs/alarms.md).
             "raised": [
-                {name: getattr(a, name) for name in ("alarm", "model", "about", "value", "detail", "since")}
+                {
+                    name: getattr(a, name)
+                    for name in ("alarm", "model", "about", "value", "detail", "action", "since")
+                }
                 for a in raised.values()
             ],
         }
@@ -112,8 +115,8 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         console.print(f"[bold red]alarm[/] {alarm}", soft_wrap=True)
     for one in state.get("raised", ()):
         of = f" of {one['model']}" if one["model"] else ""
-        told = f"{one['alarm']}{of}: {escape(visible(one['detail']))} (docs/alarms.md)"
-        console.print(f"[bold red]alarm[/] {told}", soft_wrap=True)
+        told = f"{one['alarm']}{of}: {escape(visible(one['detail']))}. {escape(visible(one['action']))}"
+        console.print(f"[bold red]alarm[/] {told.strip()}", soft_wrap=True)
     if "streams" not in state:
         console.print(f"log: {state['log']}", soft_wrap=True)
         return

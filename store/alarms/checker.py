@@ -1,4 +1,4 @@
-"""Checks the alarms, as a task of the store service. Every `alarms.every_s` it runs the eleven queries, publishes
+"""Checks the alarms, as a task of the store service. Every `alarms.every_s` it runs their queries, publishes
 `policy.alarm` for each alarm that is raised or cleared, and passes the change to the webhook.
 
 The queries run in a separate thread, with a DuckDB of one thread, so the writers continue. The raised alarms are read
@@ -27,7 +27,7 @@ from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.telemetry.logs import get_logger
 from store.alarms import reading
 from store.alarms.reading import Fill, Found
-from store.alarms.table import ALARMS
+from store.alarms.table import ALARMS, by_name
 from store.lake import open_lake
 from store.reading import sql
 from store.storage import StoreError
@@ -179,7 +179,8 @@ class Checker:
                 at = now_us()
                 event = AlarmChanged(
                     project=one.project, alarm=one.alarm, state="raised", model=one.model, about=one.about,
-                    value=one.value, threshold=one.threshold, detail=one.detail, since=at, at=at,
+                    value=one.value, threshold=one.threshold, detail=one.detail,
+                    action=by_name()[one.alarm].action, since=at, at=at,
                 )  # fmt: skip
                 await self._publish(event)
         for key, event in list(self._raised.items()):
@@ -206,5 +207,6 @@ def _key(event: AlarmChanged) -> Key:
 def _cleared(event: AlarmChanged) -> AlarmChanged:
     return AlarmChanged(
         project=event.project, alarm=event.alarm, state="cleared", model=event.model, about=event.about,
-        value=event.value, threshold=event.threshold, detail=event.detail, since=event.since,
+        value=event.value, threshold=event.threshold, detail=event.detail,
+        action=event.action, since=event.since,
     )  # fmt: skip

@@ -10,7 +10,7 @@ _HEAD = """# Alarms
 
 <!-- Generated from `store/alarms/table.py` by `python -m store.docs`: edit there. -->
 
-The store service checks eleven conditions every `alarms.every_s` seconds. An alarm is raised when its condition is met,
+The store service checks these conditions every `alarms.every_s` seconds. An alarm is raised when its condition is met,
 and cleared when two checks in a row do not find it. Each change is one event (`policy.alarm`, in
 [events.md](events.md)) and one post to `alarms.webhook`, if that is set. `journeywork status`, `journeywork watch` and
 the dashboard show the raised alarms; `journeywork sql "FROM alarms ORDER BY since DESC"` lists all alarms.
@@ -58,7 +58,7 @@ def alarms_page() -> str:
         for a in ALARMS
     )
     parts.append(
-        f"## The eleven alarms\n\n| alarm | title | threshold | default |\n| --- | --- | --- | --- |\n{rows}\n"
+        f"## The alarms\n\n| alarm | title | threshold | default |\n| --- | --- | --- | --- |\n{rows}\n"
     )
     parts += [
         f"## {alarm.name}\n\n{alarm.meaning}\n\n**Action.** {alarm.action}\n\n"

@@ -1,4 +1,4 @@
-"""The eleven alarms: the query of each, its threshold setting, and the action to take. docs/alarms.md is generated from
+"""The alarms: the query of each, its threshold setting, and the action to take. docs/alarms.md is generated from
 here.
 
 A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
@@ -105,6 +105,48 @@ QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_s
     "Find the anchors that it ranks wrongly (`journeywork judge eval`). If the provider changed the model, name an "
     "exact "
     "version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
+)
+
+JUDGE_FAILING = Alarm(
+    "judge_failing",
+    "Judge fails",
+    "Most passes of the judge model gave no scores: it does not answer, or its answers can't be read. Groups wait, and "
+    "are discarded after `judge.retry_for_s`.",
+    "alarms.judge_failed_share",
+    """SELECT project, '' AS model, ruler AS about, sum(recent_failed) / sum(recent_passes) AS value,
+  format('{} of {} passes gave no scores; the last one: {}', sum(recent_failed)::BIGINT,
+    sum(recent_passes)::BIGINT,
+    CASE arg_max(failure, "at") WHEN 'unreadable' THEN 'no score could be read from the reply'
+      WHEN 'out_of_range' THEN 'the scores were not from 0 to 1'
+      WHEN 'cut_off' THEN 'the reply ended at its token limit'
+      WHEN 'too_long' THEN 'the prompt exceeds the context of the model' ELSE 'the model did not answer' END) AS detail
+FROM group_measured WHERE kind = 'groups' AND "at" > $now - INTERVAL 10 MINUTE
+GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
+    "`journeywork logs judge` has the replies and errors. No answer: check `judge.model`, `judge.api_base`, the key "
+    "and the provider's limits. Unreadable: take a model that writes JSON, or set `judge.request.structured`. "
+    "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
+)
+
+NOTHING_TRAINS = Alarm(
+    "nothing_trains",
+    "Nothing trains",
+    "Runs complete, but every group is discarded because its runs have no reward. The policy stays as it is.",
+    "alarms.untrained_groups",
+    """WITH discarded AS (
+  SELECT project, model, "group", reason, split_part(detail, ':', 1) AS detail FROM group_discarded
+  WHERE "by" = 'judge' AND reason IN ('too_small', 'unscored') AND branch = 'main' AND split = 'train'
+    AND "at" > $now - to_seconds($window_s)
+), scored AS (
+  SELECT DISTINCT project, model FROM group_scored
+  WHERE branch = 'main' AND split = 'train' AND "at" > $now - to_seconds($window_s)
+)
+SELECT project, model, '' AS about, count(DISTINCT "group") AS value,
+  format('{} groups were discarded and none was scored; most often because {}', count(DISTINCT "group"), mode(detail))
+    AS detail
+FROM discarded ANTI JOIN scored USING (project, model) GROUP BY ALL HAVING value >= $threshold""",
+    "Give the runs rewards: report `reward` when a run completes, name a judge model (`judge.model`), or compose "
+    "rewards (`[[judge.rewards]]`). If runs are alone in their groups, open several attempts at one task with the same "
+    "group id.",
 )
 
 NO_VARIANCE = Alarm(
@@ -232,6 +274,8 @@ ALARMS: tuple[Alarm, ...] = (
     KL_RISE,
     SAMPLER_MISMATCH,
     JUDGE_DRIFT,
+    JUDGE_FAILING,
+    NOTHING_TRAINS,
     NO_VARIANCE,
     STARVATION,
     STALE_DISCARDS,

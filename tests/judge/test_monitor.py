@@ -10,6 +10,7 @@ import pytest
 
 from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
+from judge.ruler.ruler import JudgingError
 from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured
 from tests.judge.kit import Model, labelled, ruler, transcript
@@ -52,6 +53,26 @@ async def test_the_alarm_is_raised_when_the_judge_disagrees_with_the_anchors(
     )
     assert state["rulers"]["default"]["rubric"] == "general"
     assert state["rulers"]["default"]["groups"] == 1  # anchors don't count as judged groups
+
+
+async def test_a_judge_that_scores_nothing_is_measured_too(tmp_path: Path) -> None:
+    """1,368 unreadable answers once left no trace outside of the judge's log."""
+    judge = ruler(Model(lambda _: "I would rather not."), attempts=2)
+    said: list[JudgeMeasured] = []
+
+    async def publish(event: JudgeMeasured) -> None:
+        said.append(event)
+
+    monitor = JudgeMonitor(JudgeConfig(model="test/judge"), tmp_path / "judge.json", {"": judge}, [], publish)
+    for _ in range(2):
+        with pytest.raises(JudgingError):
+            await judge.judge([transcript(f"t{i}", "hm") for i in range(3)])
+        await monitor.publish()
+    assert [(e.groups, e.recent_passes, e.recent_failed, e.calls) for e in said] == [
+        (0, 2, 2, 4),
+        (0, 2, 2, 8),
+    ]
+    assert said[0].failure == "unreadable"
 
 
 async def test_the_alarm_is_raised_when_no_anchor_could_be_judged(tmp_path: Path) -> None:

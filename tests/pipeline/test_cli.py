@@ -119,7 +119,7 @@ async def provision(config: NatsConfig) -> None:
             )
         )  # fmt: skip
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
-            alarm: Any = {"alarm": "kl_rise", "state": state, "model": model, "detail": "it is far"}
+            alarm: Any = {"alarm": "kl_rise", "state": state, "model": model, "detail": "it is far", "action": "Lower it."}
             await broker.publish(AlarmChanged(project="p", **alarm))
         await broker.js.publish(alive_subject("DEAD"), b"")
 
@@ -151,7 +151,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert any("m@3" in line for line in lines)
-    assert "alarm kl_rise of m: it is far (docs/alarms.md)" in lines
+    assert "alarm kl_rise of m: it is far. Lower it." in lines
     assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
         ["ready", str(os.getpid()), "0"],
         ["0"],

@@ -104,6 +104,26 @@ def loads(*held: int, replica: str = REPLICA) -> list[Event]:
     ]
 
 
+def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:
+    """What a judge says of its last passes."""
+    return [
+        JudgeMeasured(
+            project="p", kind="groups", judge="j", model="x", ruler="default", recent_passes=made, recent_failed=failed,
+            failure="unreadable" if failed else "", at=now_us() - ago_us,
+        )
+    ]  # fmt: skip
+
+
+def unrewarded(count: int) -> list[Event]:
+    """Groups that were discarded for want of rewards."""
+    why = "2 of 2 trajectories carry no reward and judge.model is not set"
+    return [
+        GroupDiscarded(project="p", group=f"u{i}", model="m", trajectories=(f"u{i}-0", f"u{i}-1"), reason="too_small",
+                       by="judge", detail=why)
+        for i in range(count)
+    ]  # fmt: skip
+
+
 LEVEL = [1.0] * 2 * STEPS
 FALLEN = [1.0] * STEPS + [0.05] * STEPS
 
@@ -115,6 +135,11 @@ CASES: Mapping[str, tuple[list[Event], list[Event]]] = {
         steps("sampler_logprob_diff", [1e-6, 1e-6]),
     ),
     "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
+    "judge_failing": (
+        passes(0, 40, AGO_US) + passes(8, 8),
+        passes(8, 8, AGO_US) + passes(3, 8),
+    ),
+    "nothing_trains": (unrewarded(3), unrewarded(3) + groups(0, 1)),
     "no_variance": (groups(GROUPS, 0), groups(GROUPS - 1, 1)),
     "starvation": (runs(5), runs(4)),
     "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),

@@ -1,4 +1,4 @@
-"""Each of the eleven alarms holds for events that call for it, and for no others."""
+"""Each alarm holds for events that call for it, and for no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from store.alarms.reading import Fill, Found, evaluate, evaluate_all, measured_t
 from store.alarms.table import by_name
 from store.docs import FOLDER
 from store.reading import sql
-from tests.store.alarms.kit import CASES, REPLICA, SETTINGS, STEPS, anchors, letters, loads, runs, steps
+from tests.store.alarms.kit import (
+    CASES,
+    REPLICA,
+    SETTINGS,
+    STEPS,
+    anchors,
+    letters,
+    loads,
+    runs,
+    steps,
+    unrewarded,
+)
 from tests.store.kit import fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
@@ -41,8 +52,8 @@ def found(
         return one
 
 
-def test_there_are_eleven_and_each_has_its_cases() -> None:
-    assert len(ALARMS) == len(by_name()) == 11
+def test_each_alarm_has_its_cases() -> None:
+    assert len(ALARMS) == len(by_name())
     assert set(CASES) == set(by_name())
 
 
@@ -72,6 +83,16 @@ def test_refused_steps_are_a_mismatch(tmp_path: Path) -> None:
 def test_anchors_that_could_not_be_judged_are_drift(tmp_path: Path) -> None:
     (one,) = found(tmp_path, "judge_drift", anchors(None, alarm=True))
     assert one.detail == "no anchor could be judged"
+
+
+def test_an_alarm_says_why_and_quotes_no_content(tmp_path: Path) -> None:
+    (failing,) = found(tmp_path / "a", "judge_failing", CASES["judge_failing"][0])
+    assert (
+        failing.detail == "8 of 8 passes gave no scores; the last one: no score could be read from the reply"
+    )
+    (idle,) = found(tmp_path / "b", "nothing_trains", unrewarded(4))
+    assert idle.detail.endswith("2 of 2 trajectories carry no reward and judge.model is not set")
+    assert found(tmp_path / "c", "nothing_trains", unrewarded(2)) == []
 
 
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
